@@ -93,6 +93,7 @@ REQUIRED_NAMES: dict[str, dict[str, str]] = {
         f"{_RUNNER}run_one_warmup": "model",
         f"{_RUNNER}_capture_graph": "forward_fn compute_stream",
         f"{_ENGINE}scheduler:FIFOScheduler._get_waiting_candidates": "",
+        f"{_ENGINE}scheduler:FIFOScheduler._process_candidates": "candidates token_budget",
         f"{_ENGINE}requests:RequestState": "request_id initial_tokens",
         "transformers:ContinuousMixin.init_continuous_batching": "generation_config continuous_batching_config",
         "transformers:ContinuousMixin.generate_batch": "inputs generation_config",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Callable
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig, LlamaConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from tests.support.batching_cases import (
     Oracle,
@@ -254,6 +255,54 @@ def test_most_have_their_first_token_earlier_if_shorter_prompts_go_first(batchin
 
     assert first_tokens("fifo")[:2] == [0, 1]
     assert first_tokens("shortest_first")[:3] == [2, 3, 4]
+
+
+def steps_of(monkeypatch: pytest.MonkeyPatch, at_step: dict[int, Callable[[], Any]]) -> list[tuple[int, int]]:
+    """Number of requests that are answered, and number of tokens, in each step. `at_step` is called before a step."""
+    steps: list[tuple[int, int]] = []
+    real = requests.ShortestFirst.schedule_batch
+
+    def schedule(self: Any, *budgets: int) -> Any:
+        at_step.get(len(steps), lambda: None)()
+        answered = sum(state.status == RequestStatus.DECODING for state in self.active_requests.values())
+        batch = real(self, *budgets)
+        if batch[0]:
+            steps.append((answered, batch[2]))
+        return batch
+
+    monkeypatch.setattr(requests.ShortestFirst, "schedule_batch", schedule)
+    return steps
+
+
+@pytest.mark.parametrize(("patience", "pages", "first"), [(1e3, 400, "short"), (1e-9, 400, "long"), (1e3, 26, "long")])
+def test_a_prompt_that_is_partly_read_is_overtaken_if_there_is_room_until_its_time(
+    batching: TurboQuantBatching, patience: float, pages: int, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PATIENCE", patience)
+    long, short = prompts([600, 100])
+    changes = dict(num_blocks=pages, max_batch_tokens=128, allow_block_sharing=False, safety_margin=0.0)
+    with batching.continuous_batching_context_manager(
+        greedy(4), continuous_batching_config=options(scheduler_type="shortest_first", **changes)
+    ) as manager:
+        steps_of(monkeypatch, {2: lambda: manager.add_request(short, "short")})
+        manager.add_request(long, "long")
+        order = [manager.get_result(timeout=60) for _ in range(2)]
+    assert [each.request_id for each in order][0] == first
+    for each, prompt in zip(sorted(order, key=lambda each: each.request_id), (long, short), strict=True):
+        assert each.generated_tokens == expected(batching, prompt, 4)
+
+
+def test_steps_are_short_while_answers_are_generated(
+    batching: TurboQuantBatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "STEP_TOKENS", 32)
+    inputs = prompts([20, 300, 90])
+    steps = steps_of(monkeypatch, {})
+    chosen = options(scheduler_type="shortest_first", max_batch_tokens=128, allow_block_sharing=False)
+    found = batching.generate_batch(inputs, greedy(6), chosen)
+    assert answers(found) == [expected(batching, prompt, 6) for prompt in inputs]
+    assert steps[0] == (0, 128)
+    assert max(tokens - answered for answered, tokens in steps[1:] if answered) == 32
 
 
 def test_scratch_is_what_was_reserved_and_a_step_beyond_it_fails_its_requests_only(

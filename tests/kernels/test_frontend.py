@@ -27,6 +27,7 @@ from examples.measure.compile.builds import (
     build_prompts,
     build_reorder,
     build_rotate,
+    build_sampling,
     build_small,
     build_windows,
     launched,
@@ -104,6 +105,18 @@ def test_prompts_over_pages_are_taken(arch: int) -> None:
 @pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
 def test_the_kernel_that_reorders_is_taken(arch: int | str, dtype: str) -> None:
     build_reorder(arch, dtype)
+
+
+@pytest.mark.usefixtures("frontend_only")
+@pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
+def test_the_kernels_that_choose_tokens_are_taken(arch: int | str) -> None:
+    build_sampling(arch)
+
+
+def test_the_kernels_that_choose_tokens_become_machine_code_that_keeps_to_registers() -> None:
+    search, drop = (sass.resources(each) for each in build_sampling(90))
+    # 16 programs of a warp on a multiprocessor: all of 32 rows of 128k logits run side by side.
+    assert (search.stack, drop.stack) == (0, 0) and search.registers <= 128
 
 
 @pytest.mark.usefixtures("frontend_only")

@@ -233,6 +233,36 @@ def test_options_of_a_request_reach_its_answer(served: Callable[..., str], folde
     served(ask, folder)
 
 
+def test_several_answers_and_log_probabilities_are_streamed(served: Callable[..., str], folder: Path) -> None:  # noqa: F811
+    """Joined, the parts are the answers that are not streamed."""
+
+    def ask(client: Any) -> None:
+        message = {"role": "user", "content": "What does it hold?"}
+        for path, asked in {
+            "chat/completions": {"messages": [message], "logprobs": True, "top_logprobs": 2},
+            "completions": {"prompt": "A text to go on with. " * 4, "logprobs": 2},
+        }.items():
+            asked |= {"max_tokens": 12, "temperature": 1.5, "seed": 4, "n": 3}
+            whole = client.post(f"/v1/{path}", json=asked).json()
+            lines = client.post(f"/v1/{path}", json=asked | {"stream": True}).text.split("\n\n")
+            events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+            assert len({event["id"] for event in events}) == 1
+            assert [event["usage"] for event in events if "usage" in event] == [whole["usage"]]
+            assert "usage" in events[-1]
+            for i, choice in enumerate(whole["choices"]):
+                parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == i]
+                texts = [part.get("text") or part.get("delta", {}).get("content") or "" for part in parts]
+                assert "".join(texts) == (choice.get("text") or choice["message"]["content"])
+                assert sum(map(bool, texts)) > 3
+                assert parts[-1]["finish_reason"] == choice["finish_reason"]
+                logprobs = [part["logprobs"] for part in parts if part.get("logprobs")]
+                for name, values in choice["logprobs"].items():
+                    if name != "refusal":
+                        assert [each for part in logprobs for each in part[name]] == values
+
+    served(ask, folder)
+
+
 def test_an_answer_ends_before_its_stop_string(
     served: Callable[..., str],  # noqa: F811
     folder: Path,  # noqa: F811
@@ -255,15 +285,15 @@ def test_an_answer_ends_before_its_stop_string(
     served(ask, folder)
 
 
-@pytest.mark.parametrize("stop", [None, "~~~~"])
+@pytest.mark.parametrize("options", [{}, {"stop": "~~~~"}, {"stream": True, "n": 2, "logprobs": 1}], ids=str)
 def test_a_client_that_goes_away_gives_its_pages_back(
-    stop: str | None,
+    options: dict[str, Any],
     served: Callable[..., str],  # noqa: F811
     folder: Path,  # noqa: F811
     managers: list[TurboQuantBatchingManager],
 ) -> None:
     async def call(app: Any) -> list[Any]:
-        sent, messages = [], [{"type": "http.request", "body": json.dumps(body(max_tokens=5000, stop=stop)).encode()}]
+        sent, messages = [], [{"type": "http.request", "body": json.dumps(body(max_tokens=5000, **options)).encode()}]
 
         async def receive() -> dict[str, Any]:
             if messages:
@@ -288,7 +318,8 @@ def test_a_client_that_goes_away_gives_its_pages_back(
 
     def ask(client: Any) -> None:
         text_of(client)  # the engine starts
-        assert asyncio.run(call(client.app)) == [], "nobody to send to"
+        sent = asyncio.run(call(client.app))
+        assert sent == [] or "stream" in options, "nobody to send to"
         scheduler = managers[0].batch_processor.scheduler
         assert isinstance(scheduler, ShortestFirst)
         deadline = time.monotonic() + 60

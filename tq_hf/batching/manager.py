@@ -444,10 +444,27 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
         super().join(*args, **options)
 
-    def warmup(self) -> None:
-        """Allocate the pool. On a GPU, also capture the graphs of decode steps."""
+    def warmup(self, compile_behind: bool = False) -> None:
+        """Allocate the pool. On a GPU, also compile decode steps, if the options say so, and capture their graphs.
+
+        Args:
+            compile_behind: Whether to compile in the background, and capture steps as they are until then. Answers
+                come one to two minutes earlier, the first ones slower. No effect in tensor parallelism.
+        """
         with self._restoring_on_failure():
-            super().warmup()
+            if not compile_behind or self.warmed_up or self.distributed_helper.tp_size > 1:
+                return super().warmup()
+            if self.batch_processor is None:
+                self.batch_processor = self._create_batch_processor()
+            runner: Any = self.batch_processor.model_runner
+            runner.warm_up_and_compile_behind(self.model)
+            self.warmed_up = True
+
+    @property
+    def compiling(self) -> bool:
+        """Whether steps run uncompiled for now, because they are being compiled in the background."""
+        runner = getattr(self.batch_processor, "model_runner", None)
+        return isinstance(runner, TurboQuantModelRunner) and runner.behind is not None
 
     def start(self) -> None:
         """Start the background thread.

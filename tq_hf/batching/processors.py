@@ -8,7 +8,9 @@ slot of `History`, which the host fills at their first step and each later step 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
+from ..ops.sampling import truncate
 from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, RequestOptions
 
 OPTIONS = "options"
@@ -55,6 +58,11 @@ def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     # Take the logarithm of 1 - u: floats near 0 have more precision, and the noise is largest there.
     uniform = mixed(mixed(tokens) ^ keys).float().add(0.5).mul(2.0**-32).clamp(max=1 - 2.0**-24)
     return torch.where(keys > 0, -torch.log(-torch.log1p(-uniform)), 0.0)
+
+
+@cache
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(function, dynamic=True)
 
 
 class Features(NamedTuple):
@@ -124,11 +132,9 @@ class History:
         slots: Number of requests.
         vocabulary: Number of tokens of the model.
         device: Device of the model.
-        compiled: Whether penalties are one compiled kernel.
     """
 
-    def __init__(self, slots: int, vocabulary: int, device: torch.device, compiled: bool = False) -> None:
-        self.penalize = torch.compile(penalize, dynamic=True) if compiled else penalize
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(slots + 1, *shape, dtype=dtype, device=device)
@@ -177,13 +183,14 @@ class History:
             self.values[slot, :count].copy_(moved([b.value for b in options.biases], torch.float32))
             self.until[slot, :count].copy_(moved([b.until for b in options.biases], torch.int32))
 
-    def process(self, scores: torch.Tensor, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def process(self, scores: torch.Tensor, tokens: torch.Tensor, rows: Rows, compiled: bool = False) -> torch.Tensor:
         """Take up the newest token of each request, then apply biases and penalties.
 
         Args:
             scores: `[N, vocabulary]` float32, overwritten.
             tokens: Newest token of each request, `[N]`.
             rows: Options, `[N]` each.
+            compiled: Whether penalties are one compiled kernel.
 
         Returns:
             Scores, `[N, vocabulary]` float32.
@@ -200,27 +207,7 @@ class History:
             rows.generated[:, None] < self.until[slots]
         )
         scores.scatter_add_(1, self.biased[slots], torch.where(applies, self.values[slots], 0.0))
-        return self.penalize(scores, self.counts[slots], rows)
-
-
-def truncate(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Set scores outside of `top_k`, then `top_p`, then `min_p` to -inf, as transformers' processors do.
-
-    Args:
-        scores: `[N, vocabulary]` float32.
-        rows: Options, `[N]` each.
-    """
-    vocabulary = scores.shape[1]
-    ordered, tokens = scores.sort(-1)
-    top_k = torch.where(rows.top_k > 0, rows.top_k, vocabulary).clamp(max=vocabulary).long()
-    least = ordered.gather(1, (vocabulary - top_k)[:, None])
-    ordered = ordered.masked_fill(ordered < least, -torch.inf)
-    cut = torch.where(rows.top_p < 1, 1 - rows.top_p, -1.0)[:, None]
-    removed = (ordered.softmax(-1).cumsum(-1) <= cut) | (ordered == -torch.inf)
-    removed[:, -1] = False
-    scores = scores.masked_fill(removed.scatter(1, tokens, removed), -torch.inf)
-    probabilities = scores.softmax(-1)
-    return scores.masked_fill(probabilities < rows.min_p[:, None] * probabilities.amax(-1, keepdim=True), -torch.inf)
+        return (_compiled(penalize) if compiled else penalize)(scores, self.counts[slots], rows)
 
 
 class TokenLogprobs(NamedTuple):
@@ -260,7 +247,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         self, default: RequestOptions, requests: int, vocabulary: int, device: torch.device, compiled: bool = False
     ) -> None:
         super().__init__(LogitsProcessorList())
-        self.compiled, self._noise = compiled, torch.compile(gumbel_noise, dynamic=True) if compiled else gumbel_noise
+        self.compiled = compiled
         self.default, self.size, self.vocabulary, self.device = default, requests, vocabulary, device
         self.history: History | None = None
         self.step: PreparedStep | None = None
@@ -335,7 +322,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         if any(self.step.features):
             self.packed.copy_(self.step.packed, non_blocking=True)
         if self.step.features.history and self.history is None:
-            self.history = History(self.size, self.vocabulary, self.device, self.compiled)
+            self.history = History(self.size, self.vocabulary, self.device)
         for load in self.step.loads:
             assert self.history is not None
             self.history.load(*load)
@@ -355,17 +342,18 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         scores = logits.to(torch.float32, copy=True)
         if features.history:
             assert self.history is not None
-            scores = self.history.process(scores, tokens, rows)
+            scores = self.history.process(scores, tokens, rows, self.compiled)
         if features.sampled:
             scores = scores / rows.temperature[:, None]
         if features.truncated:
-            scores = truncate(scores, rows)
-        noisy = scores + self._noise(rows.keys, scores.shape[1]) if features.details else scores
-        chosen = noisy.argmax(-1)
+            scores = truncate(scores, rows.top_k, rows.top_p, rows.min_p)
+        noise = _compiled(gumbel_noise) if self.compiled else gumbel_noise
+        noisy = scores + noise(rows.keys, scores.shape[1]) if features.details else scores
         if features.sampled:
-            # `torch.multinomial` draws the same tokens, and stops the whole device at a row that is not a number.
-            drawn = (scores.softmax(-1) / torch.empty_like(scores).exponential_(1)).argmax(-1)
-            chosen = torch.where(rows.keys == SAMPLED, drawn, chosen)
+            # The token of `torch.multinomial`, which stops the whole device at a row that is not a number.
+            drawn = noisy - torch.empty_like(noisy).exponential_(1).log_()
+            noisy = torch.where((rows.keys == SAMPLED)[:, None], drawn, noisy)
+        chosen = noisy.argmax(-1)
         output[0, :number] = chosen
         if len(output) > 1:
             logprobs = scores.log_softmax(-1).gather(1, chosen[:, None])[:, 0]

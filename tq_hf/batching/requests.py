@@ -17,6 +17,9 @@ from .processors import OPTIONS, TokenLogprobs
 
 PATIENCE = 1e-3
 """Seconds per prompt token: how long later and shorter prompts may overtake a prompt under "shortest_first"."""
+STEP_TOKENS = 2048
+"""Number of prompt tokens per step under "shortest_first" while answers are generated. Each answer gets a token per
+step. A prompt of 8,192 tokens takes 0.27 s on an H100 (8B shape), and one of 2,048 tokens 0.06 s."""
 LISTED = 8
 """Maximum number of requests that a line of the log names."""
 
@@ -33,19 +36,40 @@ def named(names: Collection[str]) -> str:
 
 
 class ShortestFirst(FIFOScheduler):
-    """transformers' FIFO scheduler, except that shorter prompts go first.
+    """transformers' FIFO scheduler, except that shorter prompts go first, and that steps stay short.
 
-    Waiting requests are ordered by time of arrival plus `PATIENCE` seconds per prompt token. Requests that arrive after
-    that time do not overtake, so no request waits forever. In a burst most requests get their first token much earlier
-    than in the order of arrival, where half of them wait until half of all tokens are read.
+    Prompts are ordered by time of arrival plus `PATIENCE` seconds per token that is not read yet. Requests that arrive
+    after that time do not overtake, so no request waits forever. In a burst most requests get their first token much
+    earlier than in the order of arrival, where half of them wait until half of all tokens are read. A prompt that is
+    partly read is overtaken as well, while the pool has room for its rest. A step reads at most `STEP_TOKENS` tokens of
+    prompts while answers are generated.
     """
 
-    def _get_waiting_candidates(self) -> list[RequestState]:
-        waiting = super()._get_waiting_candidates()
-        fresh = [state for state in waiting if not state.is_cpu_offloaded]
+    @staticmethod
+    def _in_turn(prompts: list[RequestState]) -> list[RequestState]:
+        """Prompts in their order. Offloaded requests keep their positions."""
+        fresh = [state for state in prompts if not state.is_cpu_offloaded]
         fresh.sort(key=lambda state: state.created_time + PATIENCE * len(state.remaining_prefill_tokens))
-        following = iter(fresh)  # offloaded requests keep their positions
-        return [state if state.is_cpu_offloaded else next(following) for state in waiting]
+        following = iter(fresh)
+        return [state if state.is_cpu_offloaded else next(following) for state in prompts]
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        return self._in_turn(super()._get_waiting_candidates())
+
+    def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
+        """Schedule requests: those that are answered, then prompts in their order."""
+        answered = [state for state in candidates if state.status == RequestStatus.DECODING]
+        prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
+        if answered:
+            token_budget = min(token_budget, len(answered) + STEP_TOKENS)
+        begun = [state for state in prompts if state.status == RequestStatus.PREFILLING]
+        # A begun prompt holds pages: others that took the last ones would stop it.
+        if all(
+            self.cache.can_store_request_tokens(state, len(state.remaining_prefill_tokens), dry_run=True)
+            for state in begun
+        ):
+            prompts = self._in_turn(prompts)
+        return super()._process_candidates(answered + prompts, token_budget, *others)
 
 
 class Detokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,104 @@ from transformers.utils import logging
 
 from ..balance import POSITIONS
 from ..compat import capture_failure, ending_failed_capture
-from .attention import PAGES
+from .attention import PAGES, rehearsal
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)
+
+
+def copied(arguments: Any, copies: dict[int, Any]) -> Any:
+    """Copy the tensors in dicts, lists and tuples. Copies are views of one another where the originals are.
+
+    Args:
+        arguments: A tensor, a container of tensors, or anything else, which is kept.
+        copies: Copies by the id of the original; empty for the first call.
+    """
+    if isinstance(arguments, dict):
+        return {name: copied(value, copies) for name, value in arguments.items()}
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments)(copied(value, copies) for value in arguments)
+    if not isinstance(arguments, torch.Tensor):
+        return arguments
+    if id(arguments) not in copies:
+        whole = arguments._base
+        if whole is None:
+            copies[id(arguments)] = arguments.clone(memory_format=torch.preserve_format)
+        else:
+            view = arguments.shape, arguments.stride(), arguments.storage_offset()
+            copies[id(arguments)] = copied(whole, copies).as_strided(*view)
+    return copies[id(arguments)]
+
+
+def _holding(lock: threading.Lock, function: Callable) -> Callable:
+    """`function`, called while holding a lock."""
+
+    def call(*arguments: Any) -> Any:
+        with lock:
+            return function(*arguments)
+
+    return call
+
+
+class BackgroundCompile(threading.Thread):
+    """Thread that compiles the step of requests with one token each, while an engine runs the same step uncompiled.
+
+    The compiled step runs on copies of the inputs of warm-ups, and touches no page (`rehearsal`). Copies have the sizes
+    and views of the originals, so that the engine's own inputs compile nothing again. torch cannot trace a model that
+    another thread runs: guards fail. So tracing holds `lock`, as each call of the model by the engine does. The long
+    part of the work, in the compiler's backend, knows a graph only and does not hold it.
+
+    Args:
+        step: The step.
+        config: Options of `torch.compile`, as `CompileConfig.to_dict` returns them.
+        calls: Arguments of a call per number of requests.
+        inference: Whether the engine runs in inference mode.
+    """
+
+    error: Exception | None = None
+
+    def __init__(self, step: Callable, config: dict[str, Any], calls: list[tuple[Any, ...]], inference: bool) -> None:
+        super().__init__(name="tq_hf compiles", daemon=True)
+        self.config, self.calls, self.inference, self.lock = config, calls, inference, threading.Lock()
+        self.step = torch.compile(step, backend=self._backend, fullgraph=config["fullgraph"], dynamic=config["dynamic"])
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        """Compile a graph, without the lock in this thread."""
+        if threading.current_thread() is not self:
+            return self._compile(graph, inputs)
+        self.lock.release()
+        try:
+            return self._compile(graph, inputs)
+        finally:
+            self.lock.acquire()
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        import torch._inductor
+
+        if callable(self.config["backend"]):
+            return self.config["backend"](graph, inputs)
+        if self.config["backend"] != "inductor":
+            return torch._dynamo.lookup_backend(self.config["backend"])(graph, inputs)
+        options = dict(self.config["options"] or ())
+        if self.config["mode"] is not None:
+            options |= torch._inductor.list_mode_options(self.config["mode"], self.config["dynamic"])
+        return torch._inductor.compile(graph, inputs, options=options)
+
+    def run(self) -> None:
+        rehearsal.active, device = True, self.calls[0][-1].device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        try:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.default_stream(device))  # of the copies
+            with torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
+                for arguments in self.calls:
+                    with self.lock:
+                        self.step(*arguments)
+            if stream is not None:
+                stream.synchronize()
+        except Exception as error:
+            self.error = error
+        self.calls = []
 
 
 class TurboQuantModelRunner(ModelRunner):
@@ -29,6 +124,9 @@ class TurboQuantModelRunner(ModelRunner):
     """Processors that the running step needs after the model."""
     steps: dict[int, PreparedStep]
     """Steps that are not over, by the id of their input buffers."""
+    calls: dict[int, tuple[Any, ...]] | None = None
+    """Copies of the arguments of warm-ups by number of requests, if the step is compiled in the background."""
+    behind: BackgroundCompile | None = None
 
     def take_over(self, graphs_are_requested: bool) -> None:
         """Complete a runner of transformers' that was turned into one of this class."""
@@ -38,6 +136,34 @@ class TurboQuantModelRunner(ModelRunner):
         if (config := self.cb_config.decode_compile_config) is not None:
             step: Any = self._forward_process_and_sample
             self._compiled_decode = torch.compile(step, **config.to_dict())
+
+    @torch.no_grad()
+    def warm_up_and_compile_behind(self, model: torch.nn.Module) -> None:
+        """Warm up without the compiled step, then compile it in the background. Call before the engine starts."""
+        step, self._compiled_decode, self.calls = self._compiled_decode, None, {}
+        # A processor would wait for the thread to compile.
+        self._processors_are_compiled, self.logit_processor.compiled = self.logit_processor.compiled, False
+        self.warmup(model)
+        calls, self.calls = list(self.calls.values()), None
+        config = self.cb_config.decode_compile_config
+        if config is None or not calls:
+            self._compiled_decode, self.logit_processor.compiled = step, self._processors_are_compiled
+            return
+        forward: Any = self._forward_process_and_sample
+        self.behind = BackgroundCompile(forward, config.to_dict(), calls, torch.is_inference_mode_enabled())
+        self.behind.start()
+
+    def _take_compiled(self) -> None:
+        """Go on with the compiled step, once it is there."""
+        if self.behind is None or self.behind.is_alive():
+            return
+        behind, self.behind = self.behind, None
+        if behind.error is None:
+            self._compiled_decode = behind.step
+            self.logit_processor.compiled = self._processors_are_compiled
+        else:
+            reason = " ".join(str(behind.error).split()[:40])
+            logger.warning(f"The step cannot be compiled, and stays as it is, which is slower: {reason}")
 
     _positions: int | None = None
     """Number of positions of the model during a warm-up; `None` outside of a warm-up or without a limit."""
@@ -64,6 +190,7 @@ class TurboQuantModelRunner(ModelRunner):
         The request of a warm-up has the maximum number of tokens of a batch. If a learned embedding has fewer
         positions, positions are clamped: an index outside of the embedding leaves a GPU unusable.
         """
+        self._take_compiled()
         batch_data[PAGES] = self.cache
         host, device = self._buffers()
         with stream_context(self.inputs_and_outputs.compute_stream):
@@ -71,8 +198,15 @@ class TurboQuantModelRunner(ModelRunner):
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
             self.features = self.logit_processor.begin()
         graphs = vars(device).setdefault("graphs_by_features", {})  # freed together with the buffers that they read
-        device.graphs = graphs.setdefault(self.features, device.graphs if not graphs else CudaGraphBuffer())
+        kind = self.features, self._compiled_decode is None
+        device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
+        if self.calls is not None and self.inputs_and_outputs.use_block_table:
+            if (stream := self.inputs_and_outputs.compute_stream) is not None:
+                stream.synchronize()  # copies are made on another one
+            tensors = self.inputs_and_outputs.get_cb_kwargs()
+            arguments = copied((batch_data, *tensors), {})
+            self.calls.setdefault(batch_data["input_ids"].shape[1], (model, *arguments))
         with stream_context(self.inputs_and_outputs.compute_stream):
             self.steps[id(host)] = self.logit_processor.end()
 
@@ -87,6 +221,10 @@ class TurboQuantModelRunner(ModelRunner):
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable, bool]:
         """Return the function of a step. Processors are never compiled: other options would compile the model again."""
         forward, captured = super()._get_forward_fn(use_block_table)
+        if self.behind is not None:
+            # While another thread uses the device, no graph can be captured.
+            captured = captured and self.inputs_and_outputs.get_graph() is not None
+            forward = _holding(self.behind.lock, forward)
         features = self.features
         if not any(features):
             return forward, captured

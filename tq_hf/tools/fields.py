@@ -42,7 +42,7 @@ _GENERATES = {
     "frequency_penalty": _applied("over the answer"),
     "presence_penalty": _applied("over the answer"),
     "logit_bias": _applied(),
-    "n": _applied(f"up to {MOST_ANSWERS}, without `stream`; the seed of answer `i` is `seed + i`"),
+    "n": _applied(f"up to {MOST_ANSWERS}; the seed of answer `i` is `seed + i`"),
 }
 _CHATS = {
     "tools": _applied("if the chat template has them"),
@@ -63,7 +63,7 @@ ENDPOINTS: dict[str, dict[str, Rule]] = {
         **_SHARED,
         **_GENERATES,
         "max_completion_tokens": _applied(),
-        "logprobs": _applied("without `stream`; of the model, before other options"),
+        "logprobs": _applied("of the model, before other options"),
         "top_logprobs": _applied(f"0 to {MOST_LOGPROBS}, with `logprobs`"),
         "chat_template_kwargs": _applied("arguments of the chat template"),
         **_CHATS,
@@ -81,7 +81,7 @@ ENDPOINTS: dict[str, dict[str, Rule]] = {
         "prompt": _applied("one text"),
         **_SHARED,
         **_GENERATES,
-        "logprobs": _applied(f"0 to {MOST_LOGPROBS}, without `stream`; of the model, before other options"),
+        "logprobs": _applied(f"0 to {MOST_LOGPROBS}; of the model, before other options"),
         "suffix": _applied("added to the text"),
         "best_of": _refused("answers are not ranked", 1),
         "echo": _refused("the prompt is not repeated", False),
@@ -139,10 +139,6 @@ def check_fields(body: dict[str, Any], endpoint: str, has_tools: bool) -> None:
         raise ValueError("The request has `tools`, and the chat template of this model has no place for them.")
     if (number := body.get("n")) is not None:
         whole_number("n", number, 1, MOST_ANSWERS)
-    if body.get("stream"):
-        for name, neutral in (("n", 1), ("logprobs", False)):
-            if (value := body.get(name)) is not None and value is not neutral and endpoint != "responses":
-                raise ValueError(f"`{name}` is {value!r}, which is not streamed. Leave out `stream` or `{name}`.")
     if endpoint == "chat/completions" and not isinstance(body.get("logprobs"), (bool, type(None))):
         raise ValueError(f"`logprobs` is {body['logprobs']!r}; it must be true or false.")
     if body.get("top_logprobs") and not body.get("logprobs"):

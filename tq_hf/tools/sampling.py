@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from copy import copy, deepcopy
 from typing import Any, cast
 
@@ -60,11 +60,11 @@ class RequestManager(CBGenerateManager):
     """
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Start the engine, unless it runs: compile steps, capture their graphs, wait for requests."""
+        """Start the engine, unless it runs: capture graphs of steps, wait for requests, compile behind."""
         if self._cb is not None:
             return
         self._cb = manager = model.init_continuous_batching(continuous_batching_config=copy(self._cb_config))
-        manager.warmup()
+        manager.warmup(compile_behind=True)
         manager.start()
 
     def _with_options(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
@@ -177,14 +177,9 @@ def with_all_answers(answer: Answer, format_logprobs: Callable[[Any, Any], Any])
     async def answer_all(request_id: str, *given: Any, **more: Any) -> Any:
         from fastapi.responses import JSONResponse
 
-        *inputs, config = given[:5]
-        asked = [answer_one(request_id, *given, **more)]
-        for i in range(1, config.answers):
-            own = deepcopy(config)
-            if "seed" in own.of_request:
-                own.of_request["seed"] += i
-            asked.append(answer_one(f"{request_id}-{i}", *inputs, own, *given[5:], **more))
-        first, *others = await asyncio.gather(*asked)
+        first, *others = await asyncio.gather(
+            *[answer_one(name, *own, **more) for name, own in _asked(request_id, given)]
+        )
         for i, other in enumerate(others):
             first["choices"].append(other["choices"][0] | {"index": i + 1})
             for name in ("completion_tokens", "total_tokens"):
@@ -192,6 +187,103 @@ def with_all_answers(answer: Answer, format_logprobs: Callable[[Any, Any], Any])
         return JSONResponse(first)
 
     return answer_all
+
+
+def _asked(request_id: str, given: tuple[Any, ...]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Id and arguments of a handler's method for each answer that a request asks for, with a seed of its own."""
+    *inputs, config = given[:5]
+    asked = [(request_id, given)]
+    for i in range(1, config.answers):
+        own = deepcopy(config)
+        if "seed" in own.of_request:
+            own.of_request["seed"] += i
+        asked.append((f"{request_id}-{i}", (*inputs, own, *given[5:])))
+    return asked
+
+
+def with_all_streams(stream: Callable[..., Any], format_logprobs: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Stream the answers to a request side by side (`n`), with log-probabilities.
+
+    Args:
+        stream: Method of a handler of transformers' server that streams one answer.
+        format_logprobs: `chat_logprobs` or `completion_logprobs`.
+    """
+
+    def stream_all(request_id: str, *given: Any, **more: Any) -> Any:
+        from fastapi.responses import StreamingResponse
+
+        config = given[4]
+        if config.answers == 1 and config.of_request.get("top_logprobs") is None:
+            return stream(request_id, *given, **more)
+        asked = _asked(request_id, given)
+        streams = [stream(name, *own, **more).body_iterator for name, own in asked]
+        answers = [_StreamedAnswer(i, own[4], given[1], format_logprobs) for i, (_, own) in enumerate(asked)]
+        return StreamingResponse(_merged(request_id, streams, answers), media_type="text/event-stream")
+
+    return stream_all
+
+
+class _StreamedAnswer:
+    """One of the answers that are streamed side by side."""
+
+    def __init__(self, index: int, config: Any, processor: Any, format_logprobs: Callable[[Any, Any], Any]) -> None:
+        self.index, self.config, self.processor, self.format = index, config, processor, format_logprobs
+        self.tokens = self.letters = 0
+        """Number of tokens with log-probabilities that were sent, and number of letters of their text."""
+
+    def complete(self, choice: dict[str, Any]) -> None:
+        """Add the index and the log-probabilities of tokens since the last part to a part of the answer."""
+        choice["index"], output = self.index, getattr(self.config, "output", None)
+        has_text = choice.get("text") or choice.get("delta", {}).get("content") or choice.get("finish_reason")
+        if self.config.of_request.get("top_logprobs") is None or output is None or not has_text:
+            return
+        newest = copy(output)
+        newest.generated_tokens = output.generated_tokens[self.tokens :]
+        newest.top_logprobs = output.top_logprobs[self.tokens :]
+        if texts := _texts(newest, self.processor)[0]:
+            choice["logprobs"] = logprobs = self.format(newest, self.processor)
+            if "text_offset" in logprobs:
+                logprobs["text_offset"] = [at + self.letters for at in logprobs["text_offset"]]
+            self.tokens, self.letters = self.tokens + len(texts), self.letters + sum(map(len, texts))
+
+
+async def _merged(request_id: str, streams: list[Any], answers: list[_StreamedAnswer]) -> AsyncIterator[str]:
+    """Merge the events of several answers. The last event has the usage of all. If the caller goes away, all
+    requests are cancelled."""
+    events: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
+
+    async def pump(i: int) -> None:
+        try:
+            async for part in streams[i]:
+                for event in filter(None, part.split("\n\n")):
+                    events.put_nowait((i, event))
+        finally:
+            events.put_nowait((i, None))
+
+    tasks = [asyncio.create_task(pump(i)) for i in range(len(streams))]
+    open_, ended, generated = len(tasks), 0, 0
+    try:
+        while open_:
+            i, event = await events.get()
+            if event is None:
+                open_ -= 1
+                continue
+            if event.startswith('data: {"error"'):
+                yield f"{event}\n\n"
+                continue
+            content = json.loads(event.removeprefix("data: "))
+            if choices := content.get("choices"):
+                content["id"] = request_id
+                answers[i].complete(choices[0])
+            if usage := content.pop("usage", None):
+                generated, ended = generated + usage["completion_tokens"], ended + 1
+                if ended == len(tasks):
+                    usage["completion_tokens"] = generated
+                    content["usage"] = usage | {"total_tokens": usage["prompt_tokens"] + generated}
+            yield f"data: {json.dumps(content)}\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _texts(output: Any, processor: Any) -> tuple[list[str], Callable[[int], str]]:

@@ -1,7 +1,8 @@
 """transformers' OpenAI-compatible server on packed pages, for `tq-hf serve`.
 
 transformers' server loads the model, routes requests, renders templates and streams answers. Its continuous batching
-manager is replaced by ours before the server listens, so that the first request does not wait for graphs.
+manager is replaced by ours before the server listens, so that the first request does not wait for graphs. Steps are
+compiled while the server answers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from ..batching.checks import DEFAULT_PAGE_SIZE
 from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .fields import check_fields
-from .sampling import RequestManager, chat_logprobs, completion_logprobs, with_all_answers, with_request_options
+from .sampling import (
+    RequestManager,
+    chat_logprobs,
+    completion_logprobs,
+    with_all_answers,
+    with_all_streams,
+    with_request_options,
+)
 
 GRACE = 5
 """Number of seconds until open connections are closed after the server stops."""
@@ -239,6 +247,8 @@ class TurboQuantServer(Serve):
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = with_request_options(handler._build_generation_config)  # type: ignore
         chats, completions = self._chat_handler, self._completion_handler
+        chats._streaming = with_all_streams(chats._streaming, chat_logprobs)  # type: ignore[method-assign]
+        completions._streaming = with_all_streams(completions._streaming, completion_logprobs)  # type: ignore
         chats._non_streaming = with_all_answers(chats._non_streaming, chat_logprobs)  # type: ignore
         completions._non_streaming = with_all_answers(completions._non_streaming, completion_logprobs)  # type: ignore
 
@@ -255,7 +265,7 @@ class TurboQuantServer(Serve):
         app.add_middleware(UniqueRequestIds)
         app.add_middleware(CancelOnDisconnect)
 
-        from starlette.responses import PlainTextResponse
+        from starlette.responses import JSONResponse, PlainTextResponse
 
         @app.get("/metrics")
         def metrics() -> Any:
@@ -263,6 +273,17 @@ class TurboQuantServer(Serve):
             return PlainTextResponse(
                 "" if manager is None else manager.metrics(), media_type="text/plain; version=0.0.4"
             )
+
+        (health,) = [route for route in app.routes if getattr(route, "path", None) == "/health"]
+        app.router.routes.remove(health)
+
+        @app.get("/health")
+        def health_and_warming() -> Any:
+            answer, manager = health.endpoint(), self._manager()
+            if answer.status_code == 200 and manager is not None and manager.compiling:
+                done = "requests are answered, by steps that are captured and not compiled yet"
+                return JSONResponse({"status": "warming", "done": done})
+            return answer
 
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)

@@ -34,6 +34,7 @@ from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
+from tq_kernels.sampling import CHUNK, TILE, drop_unlikely, search_step
 from tq_kernels.turing.split import decode_split_paged_fragments
 
 from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
@@ -161,6 +162,13 @@ def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compil
     types = ["*i64", *[f"*{dtype}"] * 4, "*fp16", "*fp16", *["*i32"] * 3, "*fp16", *["i32"] * (TENSORS + 1)]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": 4}
     return build(reorder_sequences, types, (sequences, PIECE_WORDS // sequences), arch, **options)
+
+
+def build_sampling(arch: Arch, chunks: int = 64) -> tuple[Compiled, Compiled]:
+    """`search_step` and `drop_unlikely`."""
+    rows, scratch = ["*fp32", "*fp32", "*i32", "*fp32"], ["*i32", "*fp32", "*fp32"]
+    search = build(search_step, [*rows, *scratch, *["i32"] * 4], (CHUNK, TILE, chunks), arch, num_warps=1)
+    return search, build(drop_unlikely, [*rows, "*fp32", *scratch, *["i32"] * 3], (CHUNK, chunks), arch, num_warps=4)
 
 
 def build_preallocated_append(
