@@ -24,7 +24,7 @@ from ..common.device import current_device, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
-from ..types import HeldCounts, KeyValue, PackedBlocks
+from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows
 
 
@@ -439,3 +439,22 @@ def append_tails(
         key, value, (first + fresh).to(tl.int64), at, valid, kv_head,
         key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
     )  # fmt: skip
+
+
+APPEND_TAILS = Kernel(append_tails)
+
+
+def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
+    """Write the newest rows of sequences with several new tokens to their rings, and sinks to their pages."""
+    _, key, value = tokens
+    count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
+    place = (pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words)
+    constants = (dim, triton.next_power_of_2(dim), *place)
+    APPEND_TAILS(
+        (count, key.shape[1], -(-(pages.ring_rows + pages.sinks) // TAIL_ROWS.value)),
+        (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
+        (count, *tokens.row_strides, sequences.block_table.shape[1], pages.page_blocks),
+        constants,
+        (constants, key.dtype, key.device.index),
+        num_warps=4,
+    )

@@ -206,7 +206,7 @@ class ScratchLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launches of decode attention for given shapes: of `DecodeLaunch` and of `attend_single`."""
+    """Launches of decode attention for given shapes: see `DecodeLaunch`."""
 
     config: SplitConfig
     workers: int

@@ -60,8 +60,8 @@ from .tiles import (
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h residual_capacity mask_b mask_s "
-        "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
+        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
+        "residual_capacity scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
         "dense_splits"
     ).split()
 )
@@ -79,13 +79,14 @@ def decode_split(
     num_residual,  # [] int32
     num_sinks,  # [] int32
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
+    mask_b, mask_s, mask_t,
     rows,
     queries,
     kv_heads,
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
     sink_b,  # strides of sinks and residual in tokens
-    sink_h, residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t,
+    sink_h, residual_b, residual_h, residual_capacity,
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     row_tiles,

@@ -123,16 +123,16 @@ def store_partial(
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h residual_capacity mask_b mask_s "
-        "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
+        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
+        "residual_capacity scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
         "dense_splits"
     ).split()
 )
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
     key_words, value_words, scales, key_means, num_blocks, sink_keys, sink_values, residual_keys,
-    residual_values, num_residual, num_sinks, mask, rows, queries, kv_heads, blocks_b, blocks_h, sink_b, sink_h,
-    residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t, scaling_log2, cap_log2, row_tiles,
+    residual_values, num_residual, num_sinks, mask, mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b,
+    blocks_h, sink_b, sink_h, residual_b, residual_h, residual_capacity, scaling_log2, cap_log2, row_tiles,
     streams, tile_rows, plain_at, scale_at, lse_at, partial_at, dense_splits, DK: tl.constexpr,
     DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, BOUNDS: tl.constexpr,
