@@ -17,13 +17,7 @@ from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks, encode_completed
 from tq_kernels.codec.launch import dequantize_config, encode_config
 from tq_kernels.codec.quantize import LEVELS
-from tq_kernels.decode.append import (
-    append_and_encode,
-    append_and_rotate,
-    append_tails,
-    rotate_and_append,
-    rotate_and_append_single,
-)
+from tq_kernels.decode.append import append_and_encode, append_and_rotate, append_tails, rotate_and_append
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
@@ -152,8 +146,9 @@ def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16",
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`rotate_and_append`."""
     p = plan(arch, *bits, dim=dim)
-    types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
-    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=1)
+    own = f"*{dtype}"
+    types = [*[own] * 4, None, None, None, own, "*fp16", "*fp16", "*fp32", *["i32"] * 14, None, None]
+    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *(0,) * 4, *p.rotate_constants), arch, num_warps=1)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
@@ -188,7 +183,7 @@ def build_reduce(
 ) -> Compiled:
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
-    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *[None] * 3, *["i32"] * 13, None]
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, *["i32"] * 13, None]
     return build(reduce_splits, types, (*p.reduce_constants, 0, False), arch, num_warps=p.reduce_warps)
 
 
@@ -227,15 +222,15 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     """The kernels that rotate and append a step's rows, reduce splits, and append the newest rows of prompts."""
     p, tile, where = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim), place("4bit_nc", dim)
     rotate = build(
-        rotate_and_append_single,
-        [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
-        (dim, tile, *where, *p.rotate_constants[1:]),
+        rotate_and_append,
+        [*["*fp16"] * 3, None, *["*i32"] * 3, *["*fp16"] * 3, "*fp32", None, None, *["i32"] * 7, None, *["i32"] * 6],
+        (dim, tile, *where, *p.rotate_constants),
         arch,
         num_warps=1,
     )
     reduce = build(
         reduce_splits,
-        ["*fp32", *[None] * 3, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 3, *["i32"] * 14],
+        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],
         (*p.reduce_constants, SEQUENCES, True),
         arch,
         num_warps=p.reduce_warps,

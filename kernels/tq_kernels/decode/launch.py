@@ -19,17 +19,18 @@ from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launch
 from ..turing.split import decode_split_fragments, decode_split_paged_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, PendingToken, Sequences
-from .append import AppendLaunch, append_and_rotate, rotate_and_append, rotate_and_append_single
+from .append import AppendLaunch, append_and_rotate, rotate_and_append
 from .plan import plan_decode
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split, decode_split_paged
 
-ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE, ROTATE_AND_APPEND_SINGLE = (
-    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate, rotate_and_append_single)
+ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
+    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate)
 )
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
 SPLIT_PAGED, SPLIT_PAGED_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)
+NO_TABLES, NO_PLACE = (None, None, None), (0, 0, 0, 0)
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
 
@@ -86,18 +87,18 @@ class DecodeLaunch:
         sizes: tuple[Any, ...]
         if isinstance(held, Pages):
             blocks, scales = held[:4], (held.key_channel_scales, held.value_channel_scales)
-            self.ring: tuple[torch.Tensor, ...] = (held.rows,)
+            self.ring: tuple[torch.Tensor | None, ...] = (held.rows, None)
             self.bits, self.kv_heads, self.value_dim = held[7:9], held.rows.shape[1], held.rows.shape[4]
             self.place = (held.sinks, held.ring_rows, held.page_rows, held.block_words)
-            dense, sizes = self.ring, (self.place, held.page_blocks, held.ring_pages)
+            dense, sizes = (held.rows,), (self.place, held.page_blocks, held.ring_pages)
         else:
-            packed, sinks, self.ring = held
+            packed, sinks, ring = held
             blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
             scales, self.bits, self.block_strides = packed.channel_scales, packed.layout.bits, packed.block_strides
             self.kv_heads, self.capacity = packed.key_words.shape[1:3]
-            self.sinks, self.value_dim = sinks[0].shape[2], self.ring[1].shape[3]
-            dense = (*sinks, *self.ring)
-            sizes = (self.sinks, self.ring[0].shape[2:], sinks[0].stride(), self.ring[0].stride(), self.capacity)
+            self.sinks, self.value_dim = sinks[0].shape[2], ring[1].shape[3]
+            self.ring, dense = ring, (*sinks, *ring)
+            sizes = (self.sinks, ring[0].shape[2:], sinks[0].stride(), ring[0].stride(), self.capacity)
             sizes = (*sizes, self.block_strides)
         self.device = blocks[0].device
         self.on_gpu = self.device.type == "cuda"
@@ -106,7 +107,7 @@ class DecodeLaunch:
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tuple(tensor.data_ptr() for tensor in part) for part in self.tensors)
         self.aligned = all(address % 16 == 0 for part in self.addresses for address in part)
-        self.ring_at = self.addresses[1][-2:]
+        self.ring_at = tuple(None if part is None else part.data_ptr() for part in self.ring)
         self._steps = steps_of((self.device, dense[0].dtype, self.kv_heads, self.value_dim, self.bits, sizes))
 
     def __call__(
@@ -154,10 +155,14 @@ class DecodeLaunch:
             mask_rows = min(mask.shape[2], 2)
             mask_strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
         if isinstance(held, Sequences):
-            counts, shown = held[:4], (*held.block_table.shape, fill)
-            counts_at = tuple([tensor.data_ptr() for tensor in counts])
+            counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
+            packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
+            counts_at, shown = (packed_at, None, None), (*held.block_table.shape, fill)
+            bits = packed_at | tables_at[0] | tables_at[1] | tables_at[2]
         else:
             counts, counts_at, shown = held.tensors, held.addresses, None
+            tables = tables_at = NO_TABLES
+            bits = counts_at[0] | counts_at[1] | counts_at[2]
         states = None if token is None else token.states
         shape, (scaling, causal, softcap, s_aux, _) = query.shape, options
         key = (
@@ -187,29 +192,29 @@ class DecodeLaunch:
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
         mask_at = scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
-        bits = query_at | scratch_at | out_at | mask_at | aux_at
-        bits |= counts_at[0] | counts_at[1] | counts_at[2] | counts_at[-1]
+        bits |= query_at | scratch_at | out_at | mask_at | aux_at
         row_at: tuple[Any, ...] = ()
-        slot: tuple[int, ...] = ()
+        slot: tuple[int | None, ...] = ()
         if token is not None and states is not None:
             keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
-            row_at = (keys_at, values_at, *(self.ring_at if append is None else append.addresses))
-            if append is None and shown is None:
-                slot = (token.slot,)
+            if append is None:
+                row_at, slot = (keys_at, values_at, *self.ring_at, *tables_at), (token.slot if shown is None else None,)
+            else:
+                row_at = (keys_at, values_at, *append.addresses)
         first, split, merge = step.launches
         aligned = bits & 15 == 0 and self.aligned
         if aligned and merge.ready is not None:
             # Common case, nothing left to look up: all is compiled for tensors aligned like these.
             self._launch(
                 first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slot,
-                query_at, scratch_at, out_at, counts_at, mask_at, mask_strides, aux_at,
+                query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
             )  # fmt: skip
             return out
-        row = () if states is None else (*states, *(self.ring if append is None else append.tensors))
+        row = () if states is None else (*states, *((*self.ring, *tables) if append is None else append.tensors))
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slot,
-            query, scratch, out, counts,
+            query, scratch, out, counts, tables,
             scratch if mask is None else mask.view(torch.uint8),
             mask_strides,
             scratch if s_aux is None else s_aux,
@@ -229,6 +234,7 @@ class DecodeLaunch:
         scratch: Any,
         out: Any,
         counts: tuple[Any, ...],
+        tables: tuple[Any, ...] | list[Any],
         mask: Any,
         mask_strides: tuple[int, int, int],
         s_aux: Any,
@@ -236,35 +242,27 @@ class DecodeLaunch:
         """Launch the three kernels with tensors or their addresses.
 
         `first`, `split` and `merge` are as `Launch.ready`; `parts` are `tensors`; `row` are the new token and where it
-        goes; `counts` are those of `HeldCounts` or `Sequences`. Another tensor stands in for an absent one.
+        goes; `counts` are those of `HeldCounts`, or the packed blocks of `Sequences`, and `tables` a block table and
+        numbers of tokens. Another tensor stands in for an absent mask.
         """
         (call_first, grid, fixed, numbers), (call_split, split_grid, fixed_split, of_split) = first, split
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
+        (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
+        call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slot, *numbers)
         if self.pages is None:
-            num_blocks, num_residual, num_sinks = counts
-            call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slot, *numbers)
             call_split(
                 *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
                 *mask_strides, *of_split,
             )  # fmt: skip
-            call_merge(
-                *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux,
-                out, None, None, None, *of_merge,
-            )  # fmt: skip
         else:
-            cu_seqlens_q, cu_seqlens_k, table, packed = counts
-            key, value, rows = row
-            call_first(
-                *grid, stream, *fixed, query, *row, table, cu_seqlens_q, cu_seqlens_k, *of_queries, scratch, *numbers
-            )
             call_split(
-                *split_grid, stream, *fixed_split, scratch, *blocks, rows, key, value, table, cu_seqlens_q,
-                cu_seqlens_k, packed, *of_split,
+                *split_grid, stream, *fixed_split, scratch, *blocks, *dense, *row[:2], table, cu_seqlens_q,
+                cu_seqlens_k, num_blocks, *of_split,
             )  # fmt: skip
-            call_merge(
-                *merge_grid, stream, *fixed_merge, scratch, None, None, None, *of_outputs, s_aux, out, cu_seqlens_q,
-                cu_seqlens_k, packed, *of_merge,
-            )  # fmt: skip
+        call_merge(
+            *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
+            cu_seqlens_q, cu_seqlens_k, *of_merge,
+        )  # fmt: skip
 
     def _step(
         self,
@@ -280,7 +278,7 @@ class DecodeLaunch:
         pages, on, kv_heads, value_dim = self.pages, target(self.device), self.kv_heads, self.value_dim
         if pages is None or shown is None:
             batch, query_heads, queries, key_dim = query.shape
-            room = (self.capacity, self.sinks + self.ring[0].shape[2])
+            room = (self.capacity, self.sinks + self.tensors[1][2].shape[2])
         else:
             (_, query_heads, key_dim), queries, (batch, width, fill) = query.shape, 1, shown
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
@@ -295,9 +293,10 @@ class DecodeLaunch:
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
             new = tuple(stride // 8 for x in (query, *states) for stride in x.stride()[:2])
-            constants = (key_dim, triton.next_power_of_2(key_dim), *self.place, *plan.rotate_constants[1:])
-            numbers = (batch, kv_heads, rows * batch, *new, width, pages.page_blocks, at.plain, at.scale)
-            first = (ROTATE_AND_APPEND_SINGLE, (kv_heads, batch + rows * batch, 1), numbers, constants, 1)
+            constants = (value_dim, triton.next_power_of_2(key_dim), *self.place, *plan.rotate_constants)
+            queries_of = (rows * batch, batch, kv_heads, None, new[1], new[0], at.plain, at.scale)
+            numbers = (None, *new[2:], *queries_of, width, pages.page_blocks)
+            first = (ROTATE_AND_APPEND, (kv_heads, batch + rows * batch, 1), numbers, constants, 1)
             split = SPLIT_PAGED
             split_numbers = (
                 *(batch, kv_heads, rows, *new[2:], width, pages.page_blocks, *options.log2_factors),
@@ -309,7 +308,7 @@ class DecodeLaunch:
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
             reduce_constants = (*reduce_constants, block_b, fill)
         else:
-            heads, sinks, ring = (rows, queries, kv_heads), self.tensors[1][0], self.ring[0]
+            heads, sinks, ring = (rows, queries, kv_heads), *self.tensors[1][:3:2]
             strides = () if states is None else (*states[0].stride()[:2], *states[1].stride()[:2])
             numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
             grid, constants = plan.rotate_grid, plan.rotate_constants
@@ -321,8 +320,8 @@ class DecodeLaunch:
                 # The split must wait until the counts are written.
                 split_constants = (*split_constants[:-1], 2) if overlaps else split_constants
             elif states is not None:
-                constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
-                numbers = (ring.shape[2], *strides, *numbers)
+                constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *NO_PLACE, *constants)
+                numbers = (ring.shape[2], *strides, *numbers, None, None)
                 first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, 1)
             else:
                 first = (ROTATE, grid, numbers, constants, 1)
@@ -335,7 +334,7 @@ class DecodeLaunch:
             reduce_constants = (*reduce_constants, 0, False)
         if on.fragments:
             split = SPLIT_FRAGMENTS if pages is None else SPLIT_PAGED_FRAGMENTS
-        index, dense = self.device.index, self.ring[0].dtype
+        index, dense = self.device.index, self.tensors[1][0].dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
         kernel, grid, numbers, constants, warps = first
