@@ -31,7 +31,7 @@ CONFIG = all_packed()
 KERNELS = {
     codec: ("ENCODE", "ENCODE_COMPLETED", "DEQUANTIZE"),
     prefix: ("ATTEND", "MERGE"),
-    decode: ("ROTATE_AND_APPEND", "SPLIT_PAGED", "REDUCE"),
+    decode: ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"),
     appends: ("APPEND_TAILS",),
 }
 
@@ -147,7 +147,7 @@ def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
     kinds = []
     for past, new in (((0, 300, 5), (20, 1, 3)), ((200, 0, 0), (2, 14, 8)), ((500, 16, 128), (16, 1, 2))):
         paged_step(Step(past=past, new=new, Hq=1))
-        decoding = ["ROTATE_AND_APPEND", "SPLIT_PAGED", "REDUCE"]
+        decoding = ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
         assert [name for name, *_ in log] == ["ATTEND", "MERGE", *decoding, "ENCODE_COMPLETED", "APPEND_TAILS"]
         kinds.append(how(log))
     assert kinds == [["compiled"] * 7, ["launched"] * 7, ["launched"] * 7]

@@ -22,13 +22,13 @@ from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
-from tq_kernels.decode.split import decode_split_paged
+from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
-from tq_kernels.turing.split import decode_split_paged_fragments
+from tq_kernels.turing.split import decode_split_fragments
 
 from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig
@@ -201,13 +201,13 @@ def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
 
 
 def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False) -> tuple[Any, Plan]:
-    p, bits = plan_for(arch, preset, dim, softcap), bits_of(preset)
-    constants = (dim, dim, *bits, softcap, *place(preset, dim), SEQUENCES, *p.tile_constants)
+    p = plan_for(arch, preset, dim, softcap)
+    constants = (*p.split_constants, *place(preset, dim), SEQUENCES, *p.tile_constants)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
-        decode_split_paged_fragments if arch == 75 else decode_split_paged,
-        ["*fp32", "*i32", "*i32", "*i32", "*fp16", *["*fp16"] * 3, *["*i32"] * 4, *["i32"] * 9, "fp32", "fp32",
-         *["i32"] * 6],
+        decode_split_fragments if arch == 75 else decode_split,
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[None] * 7, *["*fp16"] * 3, *["*i32"] * 3, *[None] * 3,
+         *["i32"] * 4, *[None] * 6, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
         constants,
         arch,
         num_warps=p.config.warps,

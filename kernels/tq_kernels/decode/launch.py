@@ -17,20 +17,20 @@ import triton
 
 from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launch
-from ..turing.split import decode_split_fragments, decode_split_paged_fragments
+from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, PendingToken, Sequences
 from .append import AppendLaunch, append_and_rotate, rotate_and_append
 from .plan import plan_decode
 from .reduce import reduce_splits
 from .rotate import rotate_query
-from .split import decode_split, decode_split_paged
+from .split import decode_split
 
 ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
     Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate)
 )
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-SPLIT_PAGED, SPLIT_PAGED_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)
-NO_TABLES, NO_PLACE = (None, None, None), (0, 0, 0, 0)
+NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (0, 0, 0), (0, 0, 0, 0)
+"""Tables, strides of a mask, and places of rows in pages, where there are none."""
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
 
@@ -87,28 +87,31 @@ class DecodeLaunch:
         sizes: tuple[Any, ...]
         if isinstance(held, Pages):
             blocks, scales = held[:4], (held.key_channel_scales, held.value_channel_scales)
-            self.ring: tuple[torch.Tensor | None, ...] = (held.rows, None)
+            ring: tuple[Any, ...] = (held.rows, None)
             self.bits, self.kv_heads, self.value_dim = held[7:9], held.rows.shape[1], held.rows.shape[4]
             self.place = (held.sinks, held.ring_rows, held.page_rows, held.block_words)
-            dense, sizes = (held.rows,), (self.place, held.page_blocks, held.ring_pages)
+            dense, sizes = (None,) * 4, (self.place, held.page_blocks, held.ring_pages)
         else:
             packed, sinks, ring = held
             blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
             scales, self.bits, self.block_strides = packed.channel_scales, packed.layout.bits, packed.block_strides
             self.kv_heads, self.capacity = packed.key_words.shape[1:3]
             self.sinks, self.value_dim = sinks[0].shape[2], ring[1].shape[3]
-            self.ring, dense = ring, (*sinks, *ring)
+            dense = (*sinks, *ring)
             sizes = (self.sinks, ring[0].shape[2:], sinks[0].stride(), ring[0].stride(), self.capacity)
             sizes = (*sizes, self.block_strides)
-        self.device = blocks[0].device
+        self.ring, self.dtype, self.device = ring, ring[0].dtype, blocks[0].device
         self.on_gpu = self.device.type == "cuda"
         # Tensors of blocks, dense rows, queries and outputs.
         self.tensors: tuple[Any, ...] = (blocks, dense, *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        self.addresses = tuple(tuple(tensor.data_ptr() for tensor in part) for part in self.tensors)
-        self.aligned = all(address % 16 == 0 for part in self.addresses for address in part)
-        self.ring_at = tuple(None if part is None else part.data_ptr() for part in self.ring)
-        self._steps = steps_of((self.device, dense[0].dtype, self.kv_heads, self.value_dim, self.bits, sizes))
+        *parts, self.ring_at = (
+            tuple(None if tensor is None else tensor.data_ptr() for tensor in part)
+            for part in (*self.tensors, self.ring)
+        )
+        self.addresses = tuple(parts)
+        self.aligned = all(not address or address % 16 == 0 for part in (*parts, self.ring_at) for address in part)
+        self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.value_dim, self.bits, sizes))
 
     def __call__(
         self,
@@ -150,7 +153,7 @@ class DecodeLaunch:
             with torch.cuda.device(self.device):
                 return self(query, held, mask, options, allocate, out, token, append, fill)
         if mask is None:
-            mask_rows, mask_strides = 0, (0, 0, 0)
+            mask_rows, mask_strides = 0, NO_MASK if self.pages is None else NO_TABLES
         else:
             mask_rows = min(mask.shape[2], 2)
             mask_strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
@@ -190,9 +193,9 @@ class DecodeLaunch:
             step = self._steps[key] = self._step(query, out, mask_rows, options, states, append, shown)
         scratch = allocate(step.size)
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
-        mask_at = scratch_at if mask is None else mask.data_ptr()
+        mask_at = None if self.pages is not None else scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
-        bits |= query_at | scratch_at | out_at | mask_at | aux_at
+        bits |= query_at | scratch_at | out_at | (mask_at or 0) | aux_at
         row_at: tuple[Any, ...] = ()
         slot: tuple[int | None, ...] = ()
         if token is not None and states is not None:
@@ -215,7 +218,7 @@ class DecodeLaunch:
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slot,
             query, scratch, out, counts, tables,
-            scratch if mask is None else mask.view(torch.uint8),
+            None if self.pages is not None else scratch if mask is None else mask.view(torch.uint8),
             mask_strides,
             scratch if s_aux is None else s_aux,
         )  # fmt: skip
@@ -236,7 +239,7 @@ class DecodeLaunch:
         counts: tuple[Any, ...],
         tables: tuple[Any, ...] | list[Any],
         mask: Any,
-        mask_strides: tuple[int, int, int],
+        mask_strides: tuple[int | None, ...],
         s_aux: Any,
     ) -> None:
         """Launch the three kernels with tensors or their addresses.
@@ -249,16 +252,10 @@ class DecodeLaunch:
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slot, *numbers)
-        if self.pages is None:
-            call_split(
-                *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
-                *mask_strides, *of_split,
-            )  # fmt: skip
-        else:
-            call_split(
-                *split_grid, stream, *fixed_split, scratch, *blocks, *dense, *row[:2], table, cu_seqlens_q,
-                cu_seqlens_k, num_blocks, *of_split,
-            )  # fmt: skip
+        call_split(
+            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
+            *(NO_TABLES if table is None else row[:3]), *tables, *mask_strides, *of_split,
+        )  # fmt: skip
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
             cu_seqlens_q, cu_seqlens_k, *of_merge,
@@ -288,7 +285,8 @@ class DecodeLaunch:
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
         tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
-        split, split_constants, reduce_constants = SPLIT, plan.split_constants, plan.reduce_constants
+        split, reduce_constants = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce_constants
+        split_constants = (*plan.split_constants, *NO_PLACE, 0, *plan.tile_constants)
         # Kernel, grid, numbers, constants and warps of the first launch; numbers of the others.
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
@@ -297,14 +295,9 @@ class DecodeLaunch:
             queries_of = (rows * batch, batch, kv_heads, None, new[1], new[0], at.plain, at.scale)
             numbers = (None, *new[2:], *queries_of, width, pages.page_blocks)
             first = (ROTATE_AND_APPEND, (kv_heads, batch + rows * batch, 1), numbers, constants, 1)
-            split = SPLIT_PAGED
-            split_numbers = (
-                *(batch, kv_heads, rows, *new[2:], width, pages.page_blocks, *options.log2_factors),
-                *(plan.row_tiles, plan.tile_rows, at.plain, at.scale, at.lse, at.partial),
-            )
+            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[2:], width)
             block_b = triton.next_power_of_2(batch)
-            of_bounds = (options.flags[0], *self.place, block_b)
-            split_constants = (key_dim, plan.rotate_constants[1], *self.bits, *of_bounds, *plan.tile_constants)
+            split_constants = (*plan.split_constants, *self.place, block_b, *plan.tile_constants)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
             reduce_constants = (*reduce_constants, block_b, fill)
         else:
@@ -326,15 +319,11 @@ class DecodeLaunch:
             else:
                 first = (ROTATE, grid, numbers, constants, 1)
             of_dense = tuple(part.stride(axis) // key_dim for part in (sinks, ring) for axis in (0, 1))
-            split_numbers = (
-                *(*heads, *self.block_strides, *of_dense, ring.shape[2], *options.log2_factors),
-                *(*tiles, at.plain, at.scale, *slots),
-            )
+            split_numbers = (*heads, *self.block_strides, *of_dense, ring.shape[2], *[None] * 5)
             reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
             reduce_constants = (*reduce_constants, 0, False)
-        if on.fragments:
-            split = SPLIT_FRAGMENTS if pages is None else SPLIT_PAGED_FRAGMENTS
-        index, dense = self.device.index, self.tensors[1][0].dtype
+        split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
+        index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
         kernel, grid, numbers, constants, warps = first
