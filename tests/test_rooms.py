@@ -67,7 +67,7 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2355,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1630,  # values of wide heads in two launches
-        "codec": 2210,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
+        "codec": 2195,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
         "turing": 935,
         "common": 1020,  # magnitudes, and signs from two bits; one way to launch again, for decode too
         "types": 320,  # options of a call, for both attention functions; where rows of a prompt go; addresses, strides

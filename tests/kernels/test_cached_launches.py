@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
 CONFIG = all_packed()
 KERNELS = {
-    codec: ("ENCODE", "ENCODE_COMPLETED", "DEQUANTIZE"),
+    codec: ("ENCODE", "DEQUANTIZE"),
     prefix: ("ATTEND", "MERGE"),
     decode: ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"),
     appends: ("APPEND_TAILS",),
@@ -148,7 +148,7 @@ def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
     for past, new in (((0, 300, 5), (20, 1, 3)), ((200, 0, 0), (2, 14, 8)), ((500, 16, 128), (16, 1, 2))):
         paged_step(Step(past=past, new=new, Hq=1))
         decoding = ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
-        assert [name for name, *_ in log] == ["ATTEND", "MERGE", *decoding, "ENCODE_COMPLETED", "APPEND_TAILS"]
+        assert [name for name, *_ in log] == ["ATTEND", "MERGE", *decoding, "ENCODE", "APPEND_TAILS"]
         kinds.append(how(log))
     assert kinds == [["compiled"] * 7, ["launched"] * 7, ["launched"] * 7]
 
@@ -215,7 +215,17 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
             "sink_values",
         ),
         *("residual_keys", "residual_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
-        *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k", "packed_blocks"),
+        *(
+            "operand_rows",
+            "rotated",
+            "block_table",
+            "tokens",
+            "rows",
+            "values",
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+            "packed_blocks",
+        ),
     }
     assert {p.name for p in numbers} - strided <= pointers
     if others is not None:

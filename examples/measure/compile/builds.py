@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
-from tq_kernels.codec.encode import encode_blocks, encode_completed
+from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantize_config, encode_config
 from tq_kernels.codec.quantize import LEVELS
 from tq_kernels.decode.append import append_and_encode, append_and_rotate, append_tails, rotate_and_append
@@ -57,11 +57,18 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype]),
-        *(config.k_step, on.asm, on.dependent_launch, config.stages),
+        *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 7),
     )
-    types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
+    types: list[str | None] = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
-    return build(encode_blocks, [*types, *["i32"] * 8], constants, arch, num_warps=config.warps, **options)
+    return build(
+        encode_blocks,
+        [*types, *[None] * 8, *["i32"] * 8, *[None] * 5],
+        constants,
+        arch,
+        num_warps=config.warps,
+        **options,
+    )
 
 
 def build_dequantize(
@@ -244,11 +251,13 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
-        *(dim, stored, tile_of(stored), *bits, *[LEVELS[own] for own in bits]),
-        *(MATRIX[dtype], config.k_step, *place(preset, dim), SEQUENCES, on.asm),
+        *(dim, stored, tile_of(stored), bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
+        *(False, 1, bits[1], LEVELS[bits[1]], *place(preset, dim), SEQUENCES),
     )
-    types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
-    return build(encode_completed, types, constants, arch, num_warps=config.warps)
+    own = f"*{dtype}"
+    types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
+    types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
+    return build(encode_blocks, types, constants, arch, num_warps=config.warps)
 
 
 def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:

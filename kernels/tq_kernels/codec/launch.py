@@ -14,12 +14,12 @@ from ..common.launcher import Kernel, Launch, launch_all, specialised
 from ..format import BLOCK_TOKENS
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
-from .encode import encode_blocks, encode_completed
+from .encode import encode_blocks
 from .quantize import LEVELS
 
-ENCODE, ENCODE_COMPLETED, DEQUANTIZE = (
-    Kernel(function) for function in (encode_blocks, encode_completed, dequantize_blocks)
-)
+ENCODE, DEQUANTIZE = Kernel(encode_blocks), Kernel(dequantize_blocks)
+NO_PAGES = (None,) * 8
+"""Tensors of `encode_blocks` that are for pages."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,18 @@ def encode(
     if not launches:
         return
     addresses = [
-        (states.data_ptr() + first * step, *[None if tensor is None else tensor.data_ptr() for tensor in others])
+        (
+            states.data_ptr() + first * step,
+            *[None if tensor is None else tensor.data_ptr() for tensor in others],
+            *NO_PAGES,
+        )
         for (states, *others), step in zip((of_keys, of_values), steps, strict=True)
     ]
     launch_all(
         launches,
         addresses,
         lambda: [
-            (states[:, :, first:stop], words, scales.view(torch.float16), *others)
+            (states[:, :, first:stop], words, scales.view(torch.float16), *others, *NO_PAGES)
             for states, words, _, *others in (of_keys, of_values)
         ],
     )
@@ -159,14 +163,14 @@ def _encode_launches(
             options["launch_pdl"] = True
         constants = (
             *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
-            *(config.k_step, on.asm, on.dependent_launch, config.stages),
+            *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 7),
         )
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         launch = Launch(
             kernel,
             device.index,
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (heads, blocks, start, blocks_b // BLOCK_TOKENS, blocks_h // BLOCK_TOKENS, *strides),
+            (heads, blocks, start, blocks_b // BLOCK_TOKENS, blocks_h // BLOCK_TOKENS, *strides, *[None] * 5),
             constants,
             (constants, config, specialised(strides), dtype, device.index),
             {"num_warps": config.warps} | options,
@@ -189,25 +193,19 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
     config = encode_config(tile, padded, (pages.key_bits, pages.value_bits), key.element_size(), on.capability)
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
+    bits = (pages.key_bits, pages.value_bits)
     constants = (
-        dim, padded, tile, pages.key_bits, pages.value_bits,
-        LEVELS[pages.key_bits],
-        LEVELS[pages.value_bits],
-        matrix_type(key.dtype, key.device),
-        config.k_step,
-        pages.sinks,
-        pages.ring_rows,
-        pages.page_rows,
-        pages.block_words,
+        *(dim, padded, tile, bits[0], LEVELS[bits[0]], False, matrix_type(key.dtype, device), config.k_step, on.asm),
+        *(False, 1, bits[1], LEVELS[bits[1]], pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words),
         triton.next_power_of_2(count),
-        on.asm,
-    )  # fmt: skip
-    ENCODE_COMPLETED(
+    )
+    numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
+    ENCODE(
         (min(most, programs), kv_heads, 2),
-        (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k, pages.key_words,
-         pages.value_words, pages.scales.view(torch.float16), pages.key_means, *rotations, pages.key_channel_scales,
-         pages.value_channel_scales),
-        (count, *tokens.row_strides, sequences.block_table.shape[1], pages.page_blocks),
+        (key, pages.key_words, pages.scales.view(torch.float16), pages.key_means, rotations[0],
+         pages.key_channel_scales, value, pages.value_words, rotations[1], pages.value_channel_scales, pages.rows,
+         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
+        numbers,
         constants,
         (constants, key.dtype, pages.key_means.dtype, rotations[0].dtype, device.index),
         num_warps=config.warps,

@@ -129,7 +129,7 @@ def reduce_splits(
     BLOCK_B: tl.constexpr,  # over pages: sequences, padded to a power of two
     FILL: tl.constexpr,  # over pages: no sequence has several new tokens, and padding tokens are written as 0
 ):  # fmt: skip
-    """Merge the slots of `decode_split` or `decode_split_paged`. Grid: (streams, tile_rows).
+    """Merge the slots of `decode_split`. Grid: (streams, tile_rows).
 
     TILE_R is the split's BLOCK_R.
     """
