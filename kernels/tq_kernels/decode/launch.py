@@ -88,7 +88,11 @@ class DecodeLaunch:
         if isinstance(held, Pages):
             blocks, scales = held[:4], (held.key_channel_scales, held.value_channel_scales)
             ring: tuple[Any, ...] = (held.rows, None)
-            self.bits, self.kv_heads, self.value_dim = held[7:9], held.rows.shape[1], held.rows.shape[4]
+            self.bits, self.kv_heads, self.value_dim = (
+                (held.key_bits, held.value_bits),
+                held.rows.shape[1],
+                held.rows.shape[4],
+            )
             self.place = (held.sinks, held.ring_rows, held.page_rows, held.block_words)
             dense, sizes = (None,) * 4, (self.place, held.page_blocks, held.ring_pages)
         else:
@@ -301,7 +305,7 @@ class DecodeLaunch:
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
             reduce_constants = (*reduce_constants, block_b, fill)
         else:
-            heads, sinks, ring = (rows, queries, kv_heads), *self.tensors[1][:3:2]
+            heads, sinks, ring = (rows, queries, kv_heads), self.tensors[1][0], self.tensors[1][2]
             strides = () if states is None else (*states[0].stride()[:2], *states[1].stride()[:2])
             numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
             grid, constants = plan.rotate_grid, plan.rotate_constants
