@@ -312,3 +312,8 @@ class Tokens(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+
+    @property
+    def row_strides(self) -> tuple[int, ...]:
+        """Strides of keys and then of values over tokens and heads, in units of 8 elements."""
+        return tuple(stride // 8 for states in self[1:] for stride in states.stride()[:2])

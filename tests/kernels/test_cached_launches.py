@@ -12,7 +12,8 @@ import pytest
 import torch
 from tq_kernels.codec import launch as codec
 from tq_kernels.common.launcher import Kernel
-from tq_kernels.decode import launch_paged as paged
+from tq_kernels.decode import append as appends
+from tq_kernels.decode import launch as decode
 from tq_kernels.prefix import launch as prefix
 from tq_kernels.types import AttentionOptions, PackedBlocks
 
@@ -30,7 +31,8 @@ CONFIG = all_packed()
 KERNELS = {
     codec: ("ENCODE", "DEQUANTIZE"),
     prefix: ("ATTEND", "MERGE"),
-    paged: ("ROTATE", "SPLIT", "REDUCE", "ENCODE", "APPEND"),
+    decode: ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"),
+    appends: ("APPEND_TAILS",),
 }
 
 
@@ -145,9 +147,27 @@ def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
     kinds = []
     for past, new in (((0, 300, 5), (20, 1, 3)), ((200, 0, 0), (2, 14, 8)), ((500, 16, 128), (16, 1, 2))):
         paged_step(Step(past=past, new=new, Hq=1))
-        assert [name for name, *_ in log] == ["ATTEND", "MERGE", "ROTATE", "SPLIT", "REDUCE", "ENCODE", "APPEND"]
+        decoding = ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
+        assert [name for name, *_ in log] == ["ATTEND", "MERGE", *decoding, "ENCODE", "APPEND_TAILS"]
         kinds.append(how(log))
     assert kinds == [["compiled"] * 7, ["launched"] * 7, ["launched"] * 7]
+
+
+def test_a_decode_step_over_pages_is_launched_by_address_once_compiled(log) -> None:
+    """By what is kept of the layer: another layer's pages are launched the same way, on their own addresses."""
+    inputs = [make(Step(past=(140, 300), new=(1, 1), sinks=4, spare=spare)) for spare in (2, 2)]
+    layers = [each.pages for each in inputs]
+    for layer in (0, 0, 1, 0):
+        triton_pages.paged_step(*inputs[layer].tokens, layers[layer], inputs[layer].sequences, inputs[layer].options)
+    steps = [log[at : at + 3] for at in range(0, 16, 4)]
+    assert [entry[1:3] for entry in steps[0]] == [("compiled", False)] * 3
+    assert all(entry[1:3] == ("launched", True) for step in steps[1:] for entry in step)
+    for step, layer in zip(steps, (0, 0, 1, 0), strict=True):
+        pages, (query, key, value) = layers[layer].tensors, inputs[layer].tokens
+        given = {value for entry in step for value in entry[3][1] if isinstance(value, int)}
+        shown = (*pages[:5], query, key, value, *inputs[layer].sequences[:4])
+        assert {tensor.data_ptr() for tensor in shown} <= given
+    assert all([entry[3][0] for entry in step] == [entry[3][0] for entry in steps[0]] for step in steps)
 
 
 def test_dtypes_of_prompts_over_pages_are_variants(log) -> None:
@@ -195,7 +215,17 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
             "sink_values",
         ),
         *("residual_keys", "residual_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
-        *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k", "packed_blocks"),
+        *(
+            "operand_rows",
+            "rotated",
+            "block_table",
+            "tokens",
+            "rows",
+            "values",
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+            "packed_blocks",
+        ),
     }
     assert {p.name for p in numbers} - strided <= pointers
     if others is not None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tq_kernels.codec import launch as codec_launch
 from tq_kernels.decode import launch as decode_launch
-from tq_kernels.decode import launch_paged as paged_launch
 from tq_kernels.prefix import dense as dense_launch
 from tq_kernels.prefix import launch as prefix_launch
 from tq_kernels.types import AttentionOptions
@@ -53,7 +52,7 @@ if INTERPRETED:
     @pytest.fixture(autouse=True)
     def on_turing(monkeypatch: pytest.MonkeyPatch) -> None:
         turing = dataclasses.replace(decode_launch.target(torch.device("cpu")), capability=(7, 5))
-        for module in (codec_launch, decode_launch, dense_launch, paged_launch, prefix_launch, triton_blocks):
+        for module in (codec_launch, decode_launch, dense_launch, prefix_launch, triton_blocks):
             monkeypatch.setattr(module, "target", lambda device: turing)
 
     @pytest.mark.parametrize(

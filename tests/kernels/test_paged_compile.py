@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tq_kernels.codec.encode import encode_completed
-from tq_kernels.decode.append import append_tails, rotate_and_append_single
+from tq_kernels.codec.encode import encode_blocks
+from tq_kernels.decode.append import append_tails, rotate_and_append
 from tq_kernels.decode.reduce import reduce_splits
-from tq_kernels.decode.split import decode_split_paged
+from tq_kernels.decode.split import decode_split
 from tq_kernels.prefix.windows import window_attention
 
 from examples.measure.compile.builds import (
@@ -119,8 +119,8 @@ def test_decode_over_windows_compiles_for(arch: int, shape: dict[str, Any]) -> N
 
 
 def test_no_length_decides_what_is_compiled() -> None:
-    kernels = (rotate_and_append_single, decode_split_paged, reduce_splits, encode_completed, append_tails)
+    kernels = (rotate_and_append, decode_split, reduce_splits, encode_blocks, append_tails)
     for kernel in (*kernels, window_attention):
         numbers = [p for p in kernel.params if not p.is_constexpr and p.name in kernel.do_not_specialize]
-        assert {"count"} <= {p.name for p in numbers}
+        assert {"count", "queries", "heads"} & {p.name for p in numbers}  # of sequences
         assert not any(p.name in ("tokens", "width", "workers") and not p.do_not_specialize for p in kernel.params)

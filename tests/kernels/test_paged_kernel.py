@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tq_kernels.common.device import Target
-from tq_kernels.decode import launch_paged as paged_launch
+from tq_kernels.decode import launch as decode_launch
 from tq_kernels.prefix import launch as prefix_launch
 from tq_kernels.types import Sequences
 
@@ -127,8 +127,8 @@ if INTERPRETED:
 
     def test_shares_span_blocks_and_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         """A device so small that every program has several blocks to read, and some several sequences."""
-        small = replace(paged_launch.target(torch.device("cpu")), multiprocessors=1)
-        monkeypatch.setattr(paged_launch, "target", lambda device: small)
+        small = replace(decode_launch.target(torch.device("cpu")), multiprocessors=1)
+        monkeypatch.setattr(decode_launch, "target", lambda device: small)
         check(Step(past=(1500, 20, 900, 128), new=(1, 1, 1, 1), Hq=2), torch.device("cpu"))
 
     def test_blocks_do_not_depend_on_chunks_or_company() -> None:

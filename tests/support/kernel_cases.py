@@ -285,7 +285,7 @@ def run_decode(inputs: Inputs, scratch_fill: float = torch.nan, held: Any = None
 
     case, packed = inputs.case, inputs.packed
     device = inputs.query.device
-    decoder = DecodeLaunch(packed, inputs.sinks, inputs.residual, kernel_rotations(inputs))
+    decoder = DecodeLaunch((packed, inputs.sinks, inputs.residual), kernel_rotations(inputs))
     return decoder(
         inputs.query,
         held_counts(case.blocks, case.residual, case.sinks, device) if held is None else held,

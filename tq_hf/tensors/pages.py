@@ -27,9 +27,9 @@ page `r // rows_per_page` of the request's table. Its pages are as large as one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
@@ -70,6 +70,8 @@ class LayerPages:
     layout: BlockLayout
     tensors: Pages
     blocks: torch.Tensor | None = None
+    launches: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """A backend's launches for these tensors, as of `tq_hf.tensors.layer.LayerTensors`."""
 
     @classmethod
     def of_pool(
@@ -151,8 +153,8 @@ class LayerPages:
     def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:
         """Write n blocks of one sequence to `pages` `[n]`."""
         held = (blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means)
-        for field, states in zip(self.tensors[:4], held, strict=True):
-            field[pages] = states[0].transpose(0, 1)
+        for part, states in zip(self.tensors[:4], held, strict=True):
+            part[pages] = states[0].transpose(0, 1)
 
     def block_rows(self, pages: torch.Tensor) -> KeyValue:
         """Keys and values `[1, Hkv, n * 128, D]` of the blocks in `pages` `[n]` of a layer that is not compressed."""

@@ -14,28 +14,22 @@ import triton
 import triton.language as tl
 from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
-from tq_kernels.codec.encode import encode_blocks, encode_completed
+from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantize_config, encode_config
 from tq_kernels.codec.quantize import LEVELS
-from tq_kernels.decode.append import (
-    append_and_encode,
-    append_and_rotate,
-    append_tails,
-    rotate_and_append,
-    rotate_and_append_single,
-)
+from tq_kernels.decode.append import append_and_encode, append_and_rotate, append_tails, rotate_and_append
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
-from tq_kernels.decode.split import decode_split_paged
+from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
 from tq_kernels.sampling import CHUNK, TILE, drop_unlikely, search_step
-from tq_kernels.turing.split import decode_split_paged_fragments
+from tq_kernels.turing.split import decode_split_fragments
 
 from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig
@@ -64,11 +58,18 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype]),
-        *(config.k_step, on.asm, on.dependent_launch, config.stages),
+        *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 7),
     )
-    types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
+    types: list[str | None] = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
-    return build(encode_blocks, [*types, *["i32"] * 8], constants, arch, num_warps=config.warps, **options)
+    return build(
+        encode_blocks,
+        [*types, *[None] * 8, *["i32"] * 8, *[None] * 5],
+        constants,
+        arch,
+        num_warps=config.warps,
+        **options,
+    )
 
 
 def build_dequantize(
@@ -153,8 +154,9 @@ def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16",
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`rotate_and_append`."""
     p = plan(arch, *bits, dim=dim)
-    types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
-    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=1)
+    own = f"*{dtype}"
+    types = [*[own] * 4, None, None, None, own, "*fp16", "*fp16", "*fp32", *["i32"] * 14, None, None]
+    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *(0,) * 4, *p.rotate_constants), arch, num_warps=1)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
@@ -196,7 +198,7 @@ def build_reduce(
 ) -> Compiled:
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
-    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *[None] * 3, *["i32"] * 13, None]
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, *["i32"] * 13, None]
     return build(reduce_splits, types, (*p.reduce_constants, 0, False), arch, num_warps=p.reduce_warps)
 
 
@@ -214,13 +216,13 @@ def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
 
 
 def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False) -> tuple[Any, Plan]:
-    p, bits = plan_for(arch, preset, dim, softcap), bits_of(preset)
-    constants = (dim, dim, *bits, softcap, *place(preset, dim), SEQUENCES, *p.tile_constants)
+    p = plan_for(arch, preset, dim, softcap)
+    constants = (*p.split_constants, *place(preset, dim), SEQUENCES, *p.tile_constants)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
-        decode_split_paged_fragments if arch == 75 else decode_split_paged,
-        ["*fp32", "*i32", "*i32", "*i32", "*fp16", *["*fp16"] * 3, *["*i32"] * 4, *["i32"] * 9, "fp32", "fp32",
-         *["i32"] * 6],
+        decode_split_fragments if arch == 75 else decode_split,
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[None] * 7, *["*fp16"] * 3, *["*i32"] * 3, *[None] * 3,
+         *["i32"] * 4, *[None] * 6, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
         constants,
         arch,
         num_warps=p.config.warps,
@@ -235,15 +237,15 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     """The kernels that rotate and append a step's rows, reduce splits, and append the newest rows of prompts."""
     p, tile, where = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim), place("4bit_nc", dim)
     rotate = build(
-        rotate_and_append_single,
-        [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
-        (dim, tile, *where, *p.rotate_constants[1:]),
+        rotate_and_append,
+        [*["*fp16"] * 3, None, *["*i32"] * 3, *["*fp16"] * 3, "*fp32", None, None, *["i32"] * 7, None, *["i32"] * 6],
+        (dim, tile, *where, *p.rotate_constants),
         arch,
         num_warps=1,
     )
     reduce = build(
         reduce_splits,
-        ["*fp32", *[None] * 3, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 3, *["i32"] * 14],
+        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],
         (*p.reduce_constants, SEQUENCES, True),
         arch,
         num_warps=p.reduce_warps,
@@ -257,11 +259,13 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
-        *(dim, stored, tile_of(stored), *bits, *[LEVELS[own] for own in bits]),
-        *(MATRIX[dtype], config.k_step, *place(preset, dim), SEQUENCES, on.asm),
+        *(dim, stored, tile_of(stored), bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
+        *(False, 1, bits[1], LEVELS[bits[1]], *place(preset, dim), SEQUENCES),
     )
-    types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
-    return build(encode_completed, types, constants, arch, num_warps=config.warps)
+    own = f"*{dtype}"
+    types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
+    types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
+    return build(encode_blocks, types, constants, arch, num_warps=config.warps)
 
 
 def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:

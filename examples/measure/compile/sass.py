@@ -101,13 +101,13 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     pdl = {"launch_pdl": True} if isinstance(arch, int) and arch >= 90 else {}
     types = [
-        *["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[dtype] * 4, "*i32", "*i32", "*u8"],
-        *[*["i32"] * 13, "fp32", "fp32", *["i32"] * 8],
+        *["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[dtype] * 4, "*i32", "*i32", "*u8", *[None] * 6],
+        *[*["i32"] * 13, *[None] * 5, "fp32", "fp32", *["i32"] * 8],
     ]
     return build(
         decode_split_fragments if target_of(arch).fragments else decode_split,
         types,
-        p.split_constants,
+        (*p.split_constants, *[0] * 5, *p.tile_constants),
         arch,
         num_warps=p.config.warps,
         num_stages=p.config.stages,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launcher import Kernel, Launch, specialised
+from ..common.launcher import Kernel, Launch, launch_all, specialised
 from ..format import (
     FAR,
     LARGEST_RATIO,
@@ -334,14 +334,14 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
     sinks, ring, counts = dense.sinks, dense.ring, dense.counts
     of_states = (keys.shape, values.shape[3], keys.stride(), values.stride(), keys.dtype, keys.device, values.device)
     places = (sinks[0].shape[2], ring[0].shape[2], *dense[2:7], scales is None, counts is None)
-    launch, sizes = _prompt_launch(of_states, of_queries, of_valid, first, places)
+    launch, sizes = _prompt_launch(STORE, of_states, of_queries, of_valid, first, places)
     if first is not None:
         sums, counters = allocate(sizes[0]), zeros(sizes[1])
     tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE[:2]), *sinks, *ring, *(counts or NONE))
-    STORE.launch(
-        launch,
-        [None if tensor is None else tensor.data_ptr() for tensor in tensors],
-        lambda: (*tensors[:3], None if valid is None else valid.view(torch.uint8), *tensors[4:]),
+    launch_all(
+        (launch,),
+        (tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors]),),
+        lambda: ((*tensors[:3], None if valid is None else valid.view(torch.uint8), *tensors[4:]),),
     )
 
 
@@ -350,6 +350,7 @@ NONE = (None, None, None)
 
 @lru_cache(maxsize=1024)
 def _prompt_launch(
+    kernel: Kernel,
     of_states: tuple[Any, ...],
     of_queries: tuple[Any, ...] | None,
     of_valid: tuple[Any, ...] | None,
@@ -385,11 +386,12 @@ def _prompt_launch(
     )
     place = (max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
     launch = Launch(
+        kernel,
+        device.index,
         (jobs + copies, batch * heads, 1),
         (heads, at[0], kinds, *at[1:], *place, *held, *strides),
         constants,
         (constants, (dtype, None if of_queries is None else of_queries[2], device.index), specialised(strides)),
-        device.index,
         {"num_warps": WARPS},
     )
     return launch, (batch * heads * jobs * (constants[4] + 1), 2 * batch * heads)

@@ -3,7 +3,7 @@
 A program takes the 128 rows of one block of keys or of values at a time. Rotating them is a matrix product with the
 dense rotation matrix; everything after it stays in registers. Keys and values are two launches; the second starts
 while the first drains. One kernel with both loops would hold two rotation matrices in shared memory, and half as many
-programs would run at once.
+programs would run at once. Over pages there is little to encode, and both are one launch: half as many to capture.
 
 A matrix product leaves rows r and r + 8 of its result in one thread, for tensor cores of every generation. The block
 is therefore rotated as two tiles of 64 rows: their rows r and r + 8 hold the same row of two neighbouring planes (see
@@ -262,48 +262,6 @@ def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["heads", "blocks", "start", "blocks_batch", "blocks_head"])
-def encode_blocks(
-    states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32
-    words,  # [B, H, N, 128 * DIM * BITS / 32] int32
-    scales,  # [B, H, N, 128, 2] float16: key scale, value scale
-    means,  # [B, H, N, DIM] float16, or None
-    rotation,  # [DIM, DIM] float32
-    channel_scales,  # [B, H, HEAD_DIM] float16
-    heads,
-    blocks,  # n
-    start,
-    blocks_batch,  # strides of the packed tensors, in blocks
-    blocks_head, stride_batch, stride_head, stride_token,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`."""
-    C: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, ASM, 0)
-    if PDL and not IS_VALUE:
-        cuda.gdc_launch_dependents()
-    k = tl.arange(0, K_STEP)
-    offsets = block_rows()[:, None] * stride_token + k[None, :]  # [64, K_STEP]
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    channel_scales += tl.program_id(1) * HEAD_DIM
-    high, low = resident_rotation(rotation, channel_scales, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
-
-    states += batch * stride_batch + head * stride_head
-    first_home = batch * blocks_batch + head * blocks_head + start
-    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
-        source = states + stride_token.to(tl.int64) * (block * TOKENS)
-        late = source + HALF_TOKENS * stride_token
-        home = first_home + block
-        if ASM >= AMPERE and STAGES > 1:
-            _prefetch_rows(states, tl.minimum(block + tl.num_programs(0), blocks - 1), stride_token, TILE)
-        out = Output(words, scales, means)
-        encode_block(source, late, offsets, offsets, out, home, rotation, channel_scales, high, low, C)
-    if PDL and IS_VALUE:
-        cuda.gdc_wait()
-
-
 @triton.jit
 def _rows_of(
     states, rows, pages, t, first, past, kv_head, page_blocks, stride_t, stride_h, DIM: tl.constexpr,
@@ -317,96 +275,129 @@ def _rows_of(
     return at[:, None]
 
 
-class PagedStates(NamedTuple):
-    """New keys or values, their strides over tokens and heads, and their rotation."""
+class EncodedStates(NamedTuple):
+    """Keys or values to encode, their strides (over tokens and heads alone over pages), and their rotation."""
 
     states: Any
-    stride_t: Any
+    stride_b: Any
     stride_h: Any
+    stride_t: Any
     rotation: Any
     channel_scales: Any
 
 
-class Pool(NamedTuple):
-    """Places of rows and blocks of sequences: arguments of `encode_completed`."""
+class BlockPlaces(NamedTuple):
+    """Places of blocks and of their rows: arguments of `encode_blocks`."""
 
+    heads: Any
+    start: Any
+    blocks_b: Any
+    blocks_h: Any
     rows: Any
     block_table: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     count: Any
     width: Any
-    page_blocks: Any
 
 
 @triton.jit
 def _encode_all(
-    new, pool, out, amounts, total, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr
-):
-    """Encode every `programs`-th block of all keys or values: `amounts` [BB] a sequence, `total` in all."""
-    kv_head = tl.program_id(1)
-    channel_scales = new.channel_scales + kv_head * C.HEAD_DIM
-    token = block_rows()  # [64]
+    new, places, out, amounts, total, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Encode every `programs`-th of `total` blocks; over pages `amounts` [BB] are those of each sequence."""
     k = tl.arange(0, C.K_STEP)[None, :]
+    if places.block_table is None:
+        offsets = block_rows()[:, None] * new.stride_t + k  # [64, K_STEP]
+        head = (tl.program_id(1) % places.heads).to(tl.int64)
+        batch = (tl.program_id(1) // places.heads).to(tl.int64)
+        states = new.states + (batch * new.stride_b + head * new.stride_h)
+        first_home = batch * places.blocks_b + head * places.blocks_h + places.start
+    else:
+        offsets, head, token = k, tl.program_id(1), block_rows()  # [64]
+    channel_scales = new.channel_scales + tl.program_id(1) * C.HEAD_DIM
     high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
-    for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
-        sequence, before = located(amounts, task)
-        first, _, past = lengths(pool.cu_seqlens_q, pool.cu_seqlens_k, sequence, pool.count)
-        block = due_blocks_in_kernel(past, SINKS, 0) + task - before
-        pages = pool.block_table + sequence.to(tl.int64) * pool.width
-        page = tl.load(pages + first_block_column(SINKS, RING, ROWS) + block).to(tl.int64)
-        position = SINKS + block * TOKENS
-        early = _rows_of(
-            new.states, pool.rows, pages, position + token, first, past, kv_head, pool.page_blocks, new.stride_t,
-            new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
-        )  # fmt: skip
-        late = _rows_of(
-            new.states, pool.rows, pages, position + token + HALF_TOKENS, first, past, kv_head, pool.page_blocks,
-            new.stride_t, new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
-        )  # fmt: skip
-        encode_block(
-            early, late, k, k, out, page * pool.page_blocks + kv_head, new.rotation, channel_scales, high, low, C
-        )
+    for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        if places.block_table is None:
+            early = states + new.stride_t.to(tl.int64) * (task * TOKENS)
+            late = early + HALF_TOKENS * new.stride_t
+            home = first_home + task
+            if C.ASM >= AMPERE and STAGES > 1:
+                _prefetch_rows(states, tl.minimum(task + tl.num_programs(0), total - 1), new.stride_t, C.TILE)
+        else:
+            sequence, before = located(amounts, task)
+            first, _, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, sequence, places.count)
+            block = due_blocks_in_kernel(past, SINKS, 0) + task - before
+            pages = places.block_table + sequence.to(tl.int64) * places.width
+            page = tl.load(pages + first_block_column(SINKS, RING, ROWS) + block).to(tl.int64)
+            position = SINKS + block * TOKENS
+            early = _rows_of(
+                new.states, places.rows, pages, position + token, first, past, head, places.blocks_b, new.stride_t,
+                new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
+            )  # fmt: skip
+            late = _rows_of(
+                new.states, places.rows, pages, position + token + HALF_TOKENS, first, past, head, places.blocks_b,
+                new.stride_t, new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
+            )  # fmt: skip
+            home = page * places.blocks_b + head
+        encode_block(early, late, offsets, offsets, out, home, new.rotation, channel_scales, high, low, C)
 
 
-@triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
-def encode_completed(
-    key,  # [T, Hkv, HEAD_DIM], strides in units of 8 elements
-    value,  # [T, Hkv, HEAD_DIM]
+@triton.jit(do_not_specialize="heads blocks start blocks_batch blocks_head key_t key_h value_t value_h width".split())
+def encode_blocks(
+    states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32; over pages keys [T, Hkv, HEAD_DIM]
+    words,  # [B, H, N, 128 * DIM * BITS / 32] int32; over pages [pages, Hkv, ...], like the next two
+    scales,  # [B, H, N, 128, 2] float16: key scale, value scale
+    means,  # [B, H, N, DIM] float16, or None
+    rotation,  # [DIM, DIM] float32
+    channel_scales,  # [B, H, HEAD_DIM] float16; over pages [Hkv, HEAD_DIM]
+    values,  # [T, Hkv, HEAD_DIM], their strides and those of keys in units of 8 elements; this and the rest over pages
+    value_words, value_rotation, value_channel_scales,
     rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
-    key_words,  # [pages, Hkv, 128 * DIM * KEY_BITS / 32] int32
-    value_words,  # [pages, Hkv, 128 * DIM * VALUE_BITS / 32] int32
-    scales,  # [pages, Hkv, 128, 2] float16
-    means,  # [pages, Hkv, DIM] float16
-    key_rotation,  # [DIM, DIM] float32
-    value_rotation,  # [DIM, DIM] float32
-    key_channel_scales,  # [Hkv, HEAD_DIM] float16
-    value_channel_scales,  # [Hkv, HEAD_DIM] float16
-    count,  # B
-    key_t, key_h, value_t, value_h,
+    heads,  # over pages B
+    blocks,  # n; over pages None, like `start`
+    start,
+    blocks_batch,  # strides of the packed tensors, in blocks; over pages from page to page
+    blocks_head, stride_batch, stride_head, stride_token,  # over pages None
+    key_t, key_h, value_t, value_h,  # over pages
     width,  # W
-    page_blocks, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, MATRIX: tl.constexpr,
-    K_STEP: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr, ASM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
+    IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, SINKS: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Encode the blocks that new tokens complete. Grid: (programs, Hkv, 2): keys, values."""
-    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
-    amounts = completed(new, past, SINKS)  # [BB]
-    total = tl.sum(amounts, 0)
-    if tl.program_id(0) >= total:
-        return
-    pool = Pool(rows, block_table, cu_seqlens_q, cu_seqlens_k, count, width, page_blocks)
-    KEYS: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, ASM, BLOCK_WORDS)
-    VALUES: tl.constexpr = EncodeShape(
-        HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
-    )  # fmt: skip
-    if tl.program_id(2) == 0:
-        new_keys = PagedStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
-        _encode_all(new_keys, pool, Output(key_words, scales, means), amounts, total, SINKS, RING, ROWS, KEYS)
+    """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`.
+
+    Over pages: those that new tokens complete, from rings and new tokens. Grid: (programs, B * H, 1); over pages
+    (programs, Hkv, 2): keys, values.
+    """
+    C: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, ASM, BLOCK_WORDS)
+    places = BlockPlaces(
+        heads, start, blocks_batch, blocks_head, rows, block_table, cu_seqlens_q, cu_seqlens_k, heads, width
+    )
+    if block_table is None:
+        if PDL and not IS_VALUE:
+            cuda.gdc_launch_dependents()
+        of_states = EncodedStates(states, stride_batch, stride_head, stride_token, rotation, channel_scales)
+        _encode_all(of_states, places, Output(words, scales, means), None, blocks, SINKS, RING, ROWS, STAGES, C)
+        if PDL and IS_VALUE:
+            cuda.gdc_wait()
     else:
-        new_values = PagedStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
-        _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, RING, ROWS, VALUES)
+        _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), heads)
+        amounts = completed(new, past, SINKS)  # [BB]
+        total = tl.sum(amounts, 0)
+        if tl.program_id(0) < total:
+            if tl.program_id(2) == 0:
+                of_keys = EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales)
+                _encode_all(of_keys, places, Output(words, scales, means), amounts, total, SINKS, RING, ROWS, STAGES, C)
+            else:
+                VALUES: tl.constexpr = EncodeShape(
+                    HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
+                )  # fmt: skip
+                of_values = EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales)
+                into = Output(value_words, scales, None)
+                _encode_all(of_values, places, into, amounts, total, SINKS, RING, ROWS, STAGES, VALUES)

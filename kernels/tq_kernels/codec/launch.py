@@ -10,14 +10,16 @@ import torch
 import triton
 
 from ..common.device import matrix_type, target
-from ..common.launcher import Kernel, Launch, specialised
+from ..common.launcher import Kernel, Launch, launch_all, specialised
 from ..format import BLOCK_TOKENS
-from ..types import KeyValue, PackedBlocks
+from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
 from .encode import encode_blocks
 from .quantize import LEVELS
 
 ENCODE, DEQUANTIZE = Kernel(encode_blocks), Kernel(dequantize_blocks)
+NO_PAGES = (None,) * 8
+"""Tensors of `encode_blocks` that are for pages."""
 
 
 @dataclass(frozen=True)
@@ -101,27 +103,41 @@ def encode(
     devices = (keys.device, values.device, scales.device)
     kind = (keys.dtype, devices, scales.stride(), packed.layout.bits)
     dims = (values.shape[3], rotations[0].shape[0], rotations[1].shape[0])
-    launches = _encode_launches(keys.shape, dims, keys.stride(), values.stride(), (stop - first, start), kind)
-    for (launch, stride), (states, *others) in zip(launches, (of_keys, of_values), strict=False):
-
-        def tensors(states: torch.Tensor = states, others: Any = others) -> tuple[torch.Tensor | None, ...]:
-            return states[:, :, first:stop], others[0], scales.view(torch.float16), *others[2:]
-
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in others]
-        ENCODE.launch(launch, [states.data_ptr() + first * stride, *addresses], tensors)
+    launches, steps = _encode_launches(
+        ENCODE, keys.shape, dims, keys.stride(), values.stride(), (stop - first, start), kind
+    )
+    if not launches:
+        return
+    addresses = [
+        (
+            states.data_ptr() + first * step,
+            *[None if tensor is None else tensor.data_ptr() for tensor in others],
+            *NO_PAGES,
+        )
+        for (states, *others), step in zip((of_keys, of_values), steps, strict=True)
+    ]
+    launch_all(
+        launches,
+        addresses,
+        lambda: [
+            (states[:, :, first:stop], words, scales.view(torch.float16), *others, *NO_PAGES)
+            for states, words, _, *others in (of_keys, of_values)
+        ],
+    )
 
 
 @lru_cache(maxsize=1024)
 def _encode_launches(
+    kernel: Kernel,
     shape: torch.Size,
     dims: tuple[int, int, int],
     key_strides: tuple[int, ...],
     value_strides: tuple[int, ...],
     place: tuple[int, int],
     kind: tuple[Any, ...],
-) -> tuple[tuple[Launch, int], ...]:
-    """Launches of `encode` for keys and values like these, and bytes from a token to the next; empty without a block.
-    `dims` are channels of values, then stored channels of keys and values; `place` is (number of tokens, first
+) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
+    """Launches of `encode` for keys and values like these, and bytes from a token to the next; no launches without a
+    block. `dims` are channels of values, then stored channels of keys and values; `place` is (number of tokens, first
     block)."""
     (batch, heads, _, key_dim), (value_dim, *padded), (length, start) = shape, dims, place
     blocks, rest = divmod(length, BLOCK_TOKENS)
@@ -132,7 +148,7 @@ def _encode_launches(
             f"The last dimension of keys and values must be contiguous; strides are {key_strides} and {value_strides}."
         )
     if batch * heads * blocks == 0:
-        return ()
+        return (), ()
     dtype, (device, *_), (blocks_b, blocks_h, block, _), all_bits = kind
     assert start + blocks < 2 or block == BLOCK_TOKENS  # blocks follow one another
     on, matrix = target(device), matrix_type(dtype, device)
@@ -147,19 +163,53 @@ def _encode_launches(
             options["launch_pdl"] = True
         constants = (
             *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
-            *(config.k_step, on.asm, on.dependent_launch, config.stages),
+            *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 7),
         )
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         launch = Launch(
+            kernel,
+            device.index,
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (heads, blocks, start, blocks_b // BLOCK_TOKENS, blocks_h // BLOCK_TOKENS, *strides),
+            (heads, blocks, start, blocks_b // BLOCK_TOKENS, blocks_h // BLOCK_TOKENS, *strides, *[None] * 5),
             constants,
             (constants, config, specialised(strides), dtype, device.index),
-            device.index,
             {"num_warps": config.warps} | options,
         )
-        launches.append((launch, strides[2] * dtype.itemsize))
-    return tuple(launches)
+        launches.append(launch)
+    return tuple(launches), (key_strides[2] * dtype.itemsize, value_strides[2] * dtype.itemsize)
+
+
+def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotations: KeyValue) -> None:
+    """Encode the blocks that new tokens complete, from the rings and the new tokens.
+
+    Args:
+        rotations: R of keys and of values, as in `encode`.
+    """
+    _, key, value = tokens
+    (total, kv_heads, dim), count = key.shape, sequences.cu_seqlens_q.shape[0] - 1
+    on, device = target(key.device), key.device
+    padded = rotations[0].shape[0]
+    tile = max(16, triton.next_power_of_2(padded))
+    config = encode_config(tile, padded, (pages.key_bits, pages.value_bits), key.element_size(), on.capability)
+    most = total // BLOCK_TOKENS + min(count, total)
+    programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
+    bits = (pages.key_bits, pages.value_bits)
+    constants = (
+        *(dim, padded, tile, bits[0], LEVELS[bits[0]], False, matrix_type(key.dtype, device), config.k_step, on.asm),
+        *(False, 1, bits[1], LEVELS[bits[1]], pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words),
+        triton.next_power_of_2(count),
+    )
+    numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
+    ENCODE(
+        (min(most, programs), kv_heads, 2),
+        (key, pages.key_words, pages.scales.view(torch.float16), pages.key_means, rotations[0],
+         pages.key_channel_scales, value, pages.value_words, rotations[1], pages.value_channel_scales, pages.rows,
+         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
+        numbers,
+        constants,
+        (constants, key.dtype, pages.key_means.dtype, rotations[0].dtype, device.index),
+        num_warps=config.warps,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

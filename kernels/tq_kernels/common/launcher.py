@@ -6,7 +6,7 @@ the launcher only passes arguments on. Addresses stand for tensors: no tensor, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce, wraps
@@ -49,25 +49,6 @@ class Launcher(NamedTuple):
     fixed: tuple[Any, ...]
 
 
-@dataclass(eq=False)
-class Launch:
-    """Launch without its tensors, shared by equal layers.
-
-    Args:
-        grid, numbers, constants, key, options: As in `Kernel`.
-        index: Index of the GPU.
-        variant: Kernel that was launched this way, and its launcher for aligned tensors.
-    """
-
-    grid: tuple[int, int, int]
-    numbers: tuple[float, ...]
-    constants: tuple[Any, ...]
-    key: tuple[Any, ...]
-    index: int
-    options: dict[str, Any]
-    variant: tuple[Kernel, Launcher] | None = field(default=None, init=False)
-
-
 class Kernel:
     """Triton kernel with its compiled variants, found without Triton's own argument analysis."""
 
@@ -108,23 +89,63 @@ class Kernel:
         launcher.call(*grid, stream, *launcher.fixed, *addresses, *numbers, *constants)
         return launcher
 
-    def launch(
-        self, launch: Launch, addresses: list[int | None], tensors: Callable[[], tuple[torch.Tensor | None, ...]]
-    ) -> None:
-        """Launch on `tensors`, all on one device; the function is called only if addresses do not suffice."""
-        aligned = not reduce(or_, filter(None, addresses), 0) & 15
-        if aligned and launch.variant is not None and launch.variant[0] is self:
-            (call, fixed), stream = launch.variant[1], current_raw_stream(launch.index)
-            call(*launch.grid, stream, *fixed, *addresses, *launch.numbers, *launch.constants)
-            return
-        launcher = self(launch.grid, tensors(), launch.numbers, launch.constants, launch.key, **launch.options)
-        if aligned and launcher is not None:
-            launch.variant = self, launcher
-
     def launcher(self, compiled: Any) -> Launcher | None:
         """Launcher of a compiled kernel, if this Triton is known."""
         launch = compiled_launch(compiled)
         return None if launch is None else direct(Launcher(*launch))
+
+
+@dataclass(eq=False)
+class Launch:
+    """Launch without its tensors, shared by equal layers.
+
+    Args:
+        kernel: Kernel to launch.
+        index: Index of the GPU.
+        grid, numbers, constants, key, options: As in `Kernel`.
+    """
+
+    kernel: Kernel
+    index: int | None
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: tuple[Any, ...]
+    key: tuple[Any, ...]
+    options: dict[str, Any]
+    ready: Any = field(default=None, init=False)
+    """Function, grid, first and last arguments of a launch, once a launch on aligned tensors has compiled it:
+    `function(*grid, stream, *first, *addresses, *last)`."""
+
+    def on_tensors(self, aligned: bool) -> Any:
+        """The same for tensors instead of addresses, of any variant. If they are `aligned`, this launch is then
+        `ready`."""
+
+        def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+            changing = tuple(x for x in arguments if isinstance(x, int))
+            pointers, numbers = arguments[: len(arguments) - len(changing)], (*changing, *self.numbers)
+            launcher = self.kernel((x, y, z), pointers, numbers, self.constants, self.key, **self.options)
+            if aligned and launcher is not None:
+                self.ready = launcher.call, self.grid, launcher.fixed, (*self.numbers, *self.constants)
+
+        return launch, self.grid, (), ()
+
+
+Arguments = Sequence[tuple[Any, ...]]
+"""Tensors or their addresses, of several launches."""
+
+
+def launch_all(launches: Sequence[Launch], addresses: Arguments, tensors: Callable[[], Arguments]) -> None:
+    """Launch one after the other: on addresses where all are aligned and this was done before, else on tensors."""
+    aligned = not reduce(or_, [address for each in addresses for address in each if address is not None]) & 15
+    if aligned and launches[-1].ready is not None:
+        stream = current_raw_stream(launches[-1].index)
+        for launch, arguments in zip(launches, addresses, strict=True):
+            call, grid, first, last = launch.ready
+            call(*grid, stream, *first, *arguments, *last)
+        return
+    for launch, arguments in zip(launches, tensors(), strict=True):
+        call, grid, _, _ = launch.on_tensors(aligned)
+        call(*grid, 0, *arguments)
 
 
 def direct(launcher: Launcher) -> Launcher:

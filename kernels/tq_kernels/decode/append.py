@@ -1,7 +1,8 @@
 """Append one token a sequence, and rotate the queries of a decode step in that launch.
 
-The counts of a growing store are on the host: `rotate_and_append` writes the row. A preallocated store has its counts
-in int32 tensors on the device (see `tq_hf/stores/preallocated.py`); kernels read every length there. `state` has the
+The counts of a growing store are on the host: `rotate_and_append` writes the row, or over pages one of each sequence
+(`append_tails` writes the newest rows of sequences with several tokens). A preallocated store has its counts in int32
+tensors on the device (see `tq_hf/stores/preallocated.py`); kernels read every length there. `state` has the
 counts between calls; `step_counts` has those of this step, the slot of the first residual row and the number of due
 blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the row and encodes the due
 block, if any. All programs compute the counts from `state`; the last to have read it writes them. Other programs rotate
@@ -24,7 +25,7 @@ from ..common.device import current_device, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
-from ..types import HeldCounts, KeyValue, PackedBlocks
+from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows
 
 
@@ -35,51 +36,85 @@ def load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
     return tl.load(states + batch * stride_b + head % heads * stride_h + d, mask=d < DIM)
 
 
+@triton.jit
+def _copy_rows(
+    key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DIM: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Copy keys and values of tokens `token` [n] int64 to the rows at pointers `at` [n]."""
+    d = tl.arange(0, TILE)[None, :]
+    inside = valid[:, None] & (d < DIM)
+    k = tl.load(key + (token * key_t + kv_head * key_h)[:, None] + d, mask=inside)
+    v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + d, mask=inside)
+    tl.store(at[:, None] + d, k, mask=inside)
+    tl.store(at[:, None] + (ROWS * DIM + d), v, mask=inside)
+
+
 @triton.jit(
-    do_not_specialize=[
-        "slot",
-        "capacity",
-        "keys_b",
-        "keys_h",
-        "values_b",
-        "values_h",
-        "rows",
-        "queries",
-        "kv_heads",
-        "query_b",
-        "query_h",
-        "query_s",
-        "plain_at",
-        "scale_at",
-    ]
+    do_not_specialize=(
+        "slot capacity keys_b keys_h values_b values_h rows queries kv_heads query_b query_h query_s plain_at scale_at "
+        "width page_blocks"
+    ).split()
 )
 def rotate_and_append(
-    keys,  # [B, Hkv, 1, DK]
-    values,  # [B, Hkv, 1, DV]
-    residual_keys,  # [B, Hkv, capacity, DK], contiguous
-    residual_values,  # [B, Hkv, capacity, DV]
-    query,  # this and the rest: as in `rotate_query`
-    rotation, channel_scales, scratch, slot, capacity, keys_b, keys_h, values_b, values_h, rows, queries,
-    kv_heads, query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr,
-    DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    keys,  # [B, Hkv, 1, DK]; over pages [T, Hkv, DK], strides in units of 8 elements, like values and queries
+    values,  # [B, Hkv, 1, DV]; over pages [T, Hkv, DK]
+    residual_keys,  # [B, Hkv, capacity, DK], contiguous; over pages [pages, Hkv, 2, ROWS, DK] of keys and values
+    residual_values,  # [B, Hkv, capacity, DV]; over pages None
+    block_table,  # [B, W] int32 over pages, or None, like the next two
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
+    query,  # [B, Hq, S, DK]; over pages [T, Hq, DK]; this and the rest as in `rotate_query`
+    rotation, channel_scales, scratch,
+    slot, capacity,  # None over pages
+    keys_b, keys_h, values_b, values_h,  # over pages strides over tokens and heads
+    rows,  # over pages G * B: row g B + b of a head is query g of sequence b
+    queries,  # over pages B
+    kv_heads, query_b, query_h, query_s, plain_at, scale_at,
+    width,  # W; None without pages, like the next
+    page_blocks, DV: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each head's new row to slot `slot` of the residual's ring (first program); rotate queries (the others).
 
-    Grid: (P, 1 + rows / BLOCK_R). The kernel that attends reads the residual after this one has ended.
+    Over pages the first B programs write: the row of each sequence with one new token, to its ring or sink page.
+    Grid: (P, 1 + rows / BLOCK_R); over pages (Hkv, B + rows / BLOCK_R). The kernel that attends reads the row after
+    this one has ended.
     """
     if PDL:
         cuda.gdc_launch_dependents()
-    if tl.program_id(1) == 0:
-        head = tl.program_id(0)
-        d = tl.arange(0, TILE)
-        k = load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
-        v = load_row(values, values_b, values_h, head, kv_heads, d, DV)
-        row = head.to(tl.int64) * capacity + slot
-        tl.store(residual_keys + row * DK + d, k, mask=d < DK)
-        tl.store(residual_values + row * DV + d, v, mask=d < DV)
+    index = tl.program_id(1)
+    if block_table is None:
+        if index == 0:
+            head = tl.program_id(0)
+            d = tl.arange(0, TILE)
+            k = load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
+            v = load_row(values, values_b, values_h, head, kv_heads, d, DV)
+            row = head.to(tl.int64) * capacity + slot
+            tl.store(residual_keys + row * DK + d, k, mask=d < DK)
+            tl.store(residual_values + row * DV + d, v, mask=d < DV)
+        else:
+            new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s)
+            rotate_rows(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
     else:
-        new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s)
-        rotate_rows(new, scratch, tl.program_id(1) - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
+        if index < queries:
+            head = tl.program_id(0)
+            first, new_tokens, past = lengths(cu_seqlens_q, cu_seqlens_k, index, queries)
+            exists = new_tokens == 1
+            one = tl.zeros([1], tl.int32)
+            pages = block_table + width.to(tl.int64) * index
+            row = one + row_of(past, SINKS, RING)
+            at = ring_rows(residual_keys, pages, row, exists, head, page_blocks, DK, ROWS, BLOCK_WORDS)
+            _copy_rows(
+                keys, values, (one + first).to(tl.int64), at, (one == 0) & exists, head,
+                keys_b * 8, keys_h * 8, values_b * 8, values_h * 8, DK, TILE, ROWS,
+            )  # fmt: skip
+        else:
+            new = Queries(
+                query, rotation, channel_scales, cu_seqlens_q, rows, queries, kv_heads, 0, query_h * 8, query_s * 8
+            )
+            rotate_rows(new, scratch, index - queries, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
 
 
 class AppendStates(NamedTuple):
@@ -344,76 +379,12 @@ TAIL_ROWS = tl.constexpr(32)
 """Number of rows a program of `append_tails` writes."""
 
 
-@triton.jit
-def _copy_rows(
-    key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DIM: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Copy keys and values of tokens `token` [n] int64 to the rows at pointers `at` [n]."""
-    d = tl.arange(0, TILE)[None, :]
-    inside = valid[:, None] & (d < DIM)
-    k = tl.load(key + (token * key_t + kv_head * key_h)[:, None] + d, mask=inside)
-    v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + d, mask=inside)
-    tl.store(at[:, None] + d, k, mask=inside)
-    tl.store(at[:, None] + (ROWS * DIM + d), v, mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=(
-        "count kv_heads head_rows query_t query_h key_t key_h value_t value_h width page_blocks plain_at scale_at"
-    ).split()
-)
-def rotate_and_append_single(
-    query,  # [T, Hq, DIM], strides in units of 8 elements, like key and value
-    key,  # [T, Hkv, DIM]
-    value,  # [T, Hkv, DIM]
-    rows,  # [pages, Hkv, 2, ROWS, DIM] in the dtype of key and value
-    block_table,  # [B, W] int32
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
-    rotation,  # as in `rotate_query`
-    channel_scales,  # [Hkv, DIM] fp16
-    scratch,
-    count,  # B
-    kv_heads,
-    head_rows,  # G * B
-    query_t, query_h, key_t, key_h, value_t, value_h,
-    width,  # W
-    page_blocks, plain_at, scale_at, DIM: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
-    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Rotate the queries of sequences with one new token, and write its row to the ring or the sink page.
-
-    Row g B + b of a head is query g of sequence b. The first B programs of a head write, the others rotate.
-    Grid: (Hkv, B + G B / BLOCK_R).
-    """
-    if PDL:
-        cuda.gdc_launch_dependents()
-    sequence = tl.program_id(1)
-    if sequence < count:
-        kv_head = tl.program_id(0)
-        first, new_tokens, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-        exists = new_tokens == 1
-        one = tl.zeros([1], tl.int32)
-        pages = block_table + width.to(tl.int64) * sequence
-        row = one + row_of(past, SINKS, RING)
-        at = ring_rows(rows, pages, row, exists, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
-        _copy_rows(
-            key, value, (one + first).to(tl.int64), at, (one == 0) & exists, kv_head,
-            key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
-        )  # fmt: skip
-    else:
-        new = Queries(
-            query, rotation, channel_scales, cu_seqlens_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8
-        )
-        rotate_rows(new, scratch, sequence - count, plain_at, scale_at, DIM, DKP, BLOCK_D, BLOCK_R)
-
-
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
 def append_tails(
-    key,  # as in `rotate_and_append_single`
-    value, rows, block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
+    key,  # [T, Hkv, DIM], strides in units of 8 elements, like value
+    value,
+    rows,  # as in `ring_rows`
+    block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
     page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -439,3 +410,22 @@ def append_tails(
         key, value, (first + fresh).to(tl.int64), at, valid, kv_head,
         key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
     )  # fmt: skip
+
+
+APPEND_TAILS = Kernel(append_tails)
+
+
+def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
+    """Write the newest rows of sequences with several new tokens to their rings, and sinks to their pages."""
+    _, key, value = tokens
+    count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
+    place = (pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words)
+    constants = (dim, triton.next_power_of_2(dim), *place)
+    APPEND_TAILS(
+        (count, key.shape[1], -(-(pages.ring_rows + pages.sinks) // TAIL_ROWS.value)),
+        (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
+        (count, *tokens.row_strides, sequences.block_table.shape[1], pages.page_blocks),
+        constants,
+        (constants, key.dtype, key.device.index),
+        num_warps=4,
+    )

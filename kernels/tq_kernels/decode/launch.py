@@ -1,12 +1,14 @@
-"""Launch decode attention, cheaply: three kernels; the first may also append the newest token.
+"""Launch decode attention, cheaply: three kernels; the first also appends the newest token.
 
 `DecodeLaunch` is for tensors that stay from step to step. It computes once all that does not change; a step only fills
-in addresses and what belongs to its query.
+in addresses and what belongs to its query. The tensors are those of a batch, found by strides, or pages of many
+sequences, found by a block table. Launches depend on shapes alone and kernels read lengths on the device: a captured
+graph can be replayed while sequences grow, begin and end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,14 +16,23 @@ import torch
 import triton
 
 from ..common.device import current_device, current_raw_stream, target
-from ..common.launcher import Kernel, Launcher
+from ..common.launcher import Kernel, Launch
 from ..turing.split import decode_split_fragments
-from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, PendingToken
+from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, PendingToken, Sequences
 from .append import AppendLaunch, append_and_rotate, rotate_and_append
-from .plan import Plan, plan_decode
+from .plan import plan_decode
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
+
+ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
+    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate)
+)
+SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
+NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (0, 0, 0), (0, 0, 0, 0)
+"""Tables, strides of a mask, and places of rows in pages, where there are none."""
+MOST_STEPS = 4096
+"""Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
 
 
 @lru_cache
@@ -41,66 +52,16 @@ def held_counts(blocks: int, rows: int, sinks: int, device: torch.device) -> Hel
 
 
 class Step(NamedTuple):
-    """Arguments shared by all steps with queries of one shape that write a token of the same strides, or none.
+    """Launches shared by all steps with queries of one shape that write a token of the same strides, or none.
 
     Args:
-        plan: The `Plan` of the step.
-        first_grid: Grid of the kernel that rotates queries, and may write a token before.
-        first_constants, split_constants: Constants that decide the variants of these kernels.
-        first, split, reduce: Numbers and constants of the kernels: for the first without the token's slot, for the
-            split before and after the mask's strides.
-        launchers: Launchers compiled by a call with aligned tensors.
+        size: Number of float32 elements of scratch.
+        launches: Launches of the kernel that rotates queries and may write a token before, of the split, and of the
+            merge. The first lacks the token's slot, the split the mask's strides.
     """
 
-    plan: Plan
-    first_grid: tuple[int, int, int]
-    first_constants: tuple[Any, ...]
-    split_constants: tuple[Any, ...]
-    first: tuple[Any, ...]
-    split: tuple[tuple[Any, ...], tuple[Any, ...]]
-    reduce: tuple[Any, ...]
-    launchers: list[Launcher]
-
-    def launch(
-        self,
-        launchers: Sequence[Launcher],
-        stream: int,
-        tensors: tuple[Any, ...],
-        mask_strides: tuple[int, int, int],
-        row: tuple[Any, ...],
-        slot: tuple[int, ...],
-        query: Any,
-        scratch: Any,
-        out: Any,
-        held: tuple[Any, ...],
-        mask: Any,
-        s_aux: Any,
-    ) -> None:
-        """Launch the three kernels, with tensors or their addresses.
-
-        `tensors` are those of a `DecodeLaunch`: of blocks, dense rows, queries and outputs. `row` and `slot` come
-        first among the first kernel's tensors and numbers. `held` are the counts of `HeldCounts`. Another tensor stands
-        in for an absent one.
-        """
-        (call_first, fixed_first), (call_split, fixed_split), (call_reduce, fixed_reduce) = launchers
-        plan, first_grid, _, _, of_first, (before_mask, after_mask), of_reduce, _ = self
-        blocks, dense, of_queries, of_outputs = tensors
-        num_blocks, num_residual, num_sinks = held
-        call_first(*first_grid, stream, *fixed_first, *row, query, *of_queries, scratch, *slot, *of_first)
-        call_split(
-            plan.workers, 1, 1, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks,
-            mask, *before_mask, *mask_strides, *after_mask,
-        )  # fmt: skip
-        call_reduce(
-            *plan.reduce_grid, stream, *fixed_reduce, scratch, num_blocks, num_residual, num_sinks, *of_outputs,
-            s_aux, out, None, None, None, *of_reduce,
-        )  # fmt: skip
-
-
-ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
-    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate)
-)
-SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
+    size: int
+    launches: tuple[Launch, Launch, Launch]
 
 
 @lru_cache(maxsize=256)
@@ -111,63 +72,81 @@ def steps_of(geometry: tuple[Any, ...]) -> dict[tuple[Any, ...], Step]:
 
 
 class DecodeLaunch:
-    """Launch of decode attention over fixed sinks, packed blocks and residual, any number of times.
+    """Launch of decode attention over fixed tensors, any number of times.
 
     Args:
-        packed: The blocks.
-        sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
-        residual: The same, a ring, all dimensions contiguous.
+        held: Packed blocks, sinks and residual of a batch, or pages. Sinks are keys `[B, Hkv, sinks, Dk]` and values
+            `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous; the residual is the same, a ring, all
+            dimensions contiguous.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
     """
 
-    def __init__(self, packed: PackedBlocks, sinks: KeyValue, residual: KeyValue, rotations: KeyValue) -> None:
-        self.packed, self.bits = packed, packed.layout.bits
-        self.device = packed.key_words.device
+    def __init__(self, held: tuple[PackedBlocks, KeyValue, KeyValue] | Pages, rotations: KeyValue) -> None:
+        self.pages = held if isinstance(held, Pages) else None
+        sizes: tuple[Any, ...]
+        if isinstance(held, Pages):
+            blocks, scales = held[:4], (held.key_channel_scales, held.value_channel_scales)
+            ring: tuple[Any, ...] = (held.rows, None)
+            self.bits, self.kv_heads, self.value_dim = (
+                (held.key_bits, held.value_bits),
+                held.rows.shape[1],
+                held.rows.shape[4],
+            )
+            self.place = (held.sinks, held.ring_rows, held.page_rows, held.block_words)
+            dense, sizes = (None,) * 4, (self.place, held.page_blocks, held.ring_pages)
+        else:
+            packed, sinks, ring = held
+            blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
+            scales, self.bits, self.block_strides = packed.channel_scales, packed.layout.bits, packed.block_strides
+            self.kv_heads, self.capacity = packed.key_words.shape[1:3]
+            self.sinks, self.value_dim = sinks[0].shape[2], ring[1].shape[3]
+            dense = (*sinks, *ring)
+            sizes = (self.sinks, ring[0].shape[2:], sinks[0].stride(), ring[0].stride(), self.capacity)
+            sizes = (*sizes, self.block_strides)
+        self.ring, self.dtype, self.device = ring, ring[0].dtype, blocks[0].device
         self.on_gpu = self.device.type == "cuda"
-        blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
         # Tensors of blocks, dense rows, queries and outputs.
-        self.tensors = (blocks, (*sinks, *residual), *zip(rotations, packed.channel_scales, strict=True))
+        self.tensors: tuple[Any, ...] = (blocks, dense, *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        self.addresses = tuple(tuple(tensor.data_ptr() for tensor in part) for part in self.tensors)
-        self.aligned = all(address % 16 == 0 for part in self.addresses for address in part)
-        self.ring, self.ring_at = residual, self.addresses[1][2:]
-        self.sinks, self.value_dim = sinks[0].shape[2], residual[1].shape[3]
-        dense = (
-            residual[0].dtype,
-            self.sinks,
-            residual[0].shape[2:],
-            self.value_dim,
-            sinks[0].stride(),
-            residual[0].stride(),
+        *parts, self.ring_at = (
+            tuple(None if tensor is None else tensor.data_ptr() for tensor in part)
+            for part in (*self.tensors, self.ring)
         )
-        sizes = (self.bits, packed.key_words.shape[1:3], packed.block_strides)
-        self._steps = steps_of((self.device, dense, sizes))
+        self.addresses = tuple(parts)
+        self.aligned = all(not address or address % 16 == 0 for part in (*parts, self.ring_at) for address in part)
+        self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.value_dim, self.bits, sizes))
 
     def __call__(
         self,
         query: torch.Tensor,
-        held: HeldCounts,
+        held: HeldCounts | Sequences,
         mask: torch.Tensor | None,
         options: AttentionOptions,
         allocate: Callable[[int], torch.Tensor],
         out: torch.Tensor | None = None,
         token: PendingToken | None = None,
         append: AppendLaunch | None = None,
+        fill: bool = False,
     ) -> torch.Tensor:
         """Attention of S queries, in three launches.
 
         Args:
-            query: `[B, Hq, S, Dk]` fp16, bf16 or fp32.
-            held: Counts of blocks, residual rows and sinks to attend to.
+            query: `[B, Hq, S, Dk]` fp16, bf16 or fp32; over pages `[T, Hq, D]`, of all new tokens.
+            held: Counts of blocks, residual rows and sinks to attend to; or the sequences over pages. Attention is
+                computed for sequences with one new token.
             mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and residual rows in this
-                order.
+                order. `None` over pages.
             options: If causal, the packed part and the sinks must be older than all queries.
             allocate: Function of a number of elements that returns float32 scratch of that size or more, aligned to
                 16 bytes.
             out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
-            token: Token to write to the residual first, in the residual's dtype.
+                Over pages `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
+            token: Token to write to the residual first, in the residual's dtype. Over pages keys and values
+                `[T, Hkv, D]` of all new tokens. Strides of these and of the query are multiples of 8.
             append: `AppendLaunch` that appends the token instead.
+            fill: Over pages, whether to write 0 for padding tokens; requires T >= B and at most one new token a
+                sequence.
 
         Returns:
             `out`. Rows that attend to nothing are 0.
@@ -176,12 +155,21 @@ class DecodeLaunch:
         if self.on_gpu and index != current_device():
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
-                return self(query, held, mask, options, allocate, out, token, append)
+                return self(query, held, mask, options, allocate, out, token, append, fill)
         if mask is None:
-            mask_rows, mask_strides = 0, (0, 0, 0)
+            mask_rows, mask_strides = 0, NO_MASK if self.pages is None else NO_TABLES
         else:
             mask_rows = min(mask.shape[2], 2)
             mask_strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
+        if isinstance(held, Sequences):
+            counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
+            packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
+            counts_at, shown = (packed_at, None, None), (*held.block_table.shape, fill)
+            bits = packed_at | tables_at[0] | tables_at[1] | tables_at[2]
+        else:
+            counts, counts_at, shown = held.tensors, held.addresses, None
+            tables = tables_at = NO_TABLES
+            bits = counts_at[0] | counts_at[1] | counts_at[2]
         states = None if token is None else token.states
         shape, (scaling, causal, softcap, s_aux, _) = query.shape, options
         key = (
@@ -190,9 +178,10 @@ class DecodeLaunch:
             None if out is None else (out.stride(), out.dtype),
             None if states is None else (states[0].stride(), states[1].stride()),
             None if append is None else append.numbers,
+            shown,
         )  # fmt: skip
         step = self._steps.get(key)
-        if step is None:
+        if step is None and shown is None:
             rows = (query, *(states or ()))
             if not all(part.stride()[-1] == 1 or part.is_contiguous() for part in rows):
                 # Kernels read contiguous rows, as models make them.
@@ -203,43 +192,78 @@ class DecodeLaunch:
         if out is None:
             out = query.new_empty(shape[0], shape[2], shape[1], self.value_dim)
         if step is None:
-            step = self._steps[key] = self._step(query, out, mask_rows, options, states, append)
-        scratch = allocate(step.plan.scratch.size)
-        # Common case, nothing left to look up: all is compiled for tensors aligned like these.
+            if len(self._steps) >= MOST_STEPS:
+                self._steps.clear()
+            step = self._steps[key] = self._step(query, out, mask_rows, options, states, append, shown)
+        scratch = allocate(step.size)
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
-        blocks_at, rows_at, sinks_at = held.addresses
-        mask_at = scratch_at if mask is None else mask.data_ptr()
+        mask_at = None if self.pages is not None else scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
-        bits = query_at | scratch_at | out_at | blocks_at | rows_at | sinks_at | mask_at | aux_at
+        bits |= query_at | scratch_at | out_at | (mask_at or 0) | aux_at
         row_at: tuple[Any, ...] = ()
-        slot: tuple[int, ...] = ()
-        if states is not None:
+        slot: tuple[int | None, ...] = ()
+        if token is not None and states is not None:
             keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
             if append is None:
-                row_at, slot = (keys_at, values_at, *self.ring_at), (token.slot,)
+                row_at, slot = (keys_at, values_at, *self.ring_at, *tables_at), (token.slot if shown is None else None,)
             else:
                 row_at = (keys_at, values_at, *append.addresses)
+        first, split, merge = step.launches
         aligned = bits & 15 == 0 and self.aligned
-        if aligned and step.launchers:
-            step.launch(
-                step.launchers, current_raw_stream(index), self.addresses, mask_strides, row_at, slot,
-                query_at, scratch_at, out_at, held.addresses, mask_at, aux_at,
+        if aligned and merge.ready is not None:
+            # Common case, nothing left to look up: all is compiled for tensors aligned like these.
+            self._launch(
+                first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slot,
+                query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
             )  # fmt: skip
             return out
-        row = () if states is None else (*states, *(self.ring if append is None else append.tensors))
-        s_aux = scratch if s_aux is None else s_aux
-        launched: list[Launcher | None] = []
-        step.launch(
-            self._compiling(step, launched, append, states is not None, query.dtype, out.dtype, s_aux.dtype),
-            0, self.tensors, mask_strides, row, slot,
-            query, scratch, out, held.tensors,
-            scratch if mask is None else mask.view(torch.uint8),
-            s_aux,
+        row = () if states is None else (*states, *((*self.ring, *tables) if append is None else append.tensors))
+        self._launch(
+            *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slot,
+            query, scratch, out, counts, tables,
+            None if self.pages is not None else scratch if mask is None else mask.view(torch.uint8),
+            mask_strides,
+            scratch if s_aux is None else s_aux,
         )  # fmt: skip
-        if aligned and None not in launched:
-            step.launchers[:] = launched
         return out
+
+    def _launch(
+        self,
+        first: Any,
+        split: Any,
+        merge: Any,
+        stream: int,
+        parts: tuple[tuple[Any, ...], ...],
+        row: tuple[Any, ...],
+        slot: tuple[int, ...],
+        query: Any,
+        scratch: Any,
+        out: Any,
+        counts: tuple[Any, ...],
+        tables: tuple[Any, ...] | list[Any],
+        mask: Any,
+        mask_strides: tuple[int | None, ...],
+        s_aux: Any,
+    ) -> None:
+        """Launch the three kernels with tensors or their addresses.
+
+        `first`, `split` and `merge` are as `Launch.ready`; `parts` are `tensors`; `row` are the new token and where it
+        goes; `counts` are those of `HeldCounts`, or the packed blocks of `Sequences`, and `tables` a block table and
+        numbers of tokens. Another tensor stands in for an absent mask.
+        """
+        (call_first, grid, fixed, numbers), (call_split, split_grid, fixed_split, of_split) = first, split
+        (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
+        (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
+        call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slot, *numbers)
+        call_split(
+            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
+            *(NO_TABLES if table is None else row[:3]), *tables, *mask_strides, *of_split,
+        )  # fmt: skip
+        call_merge(
+            *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
+            cu_seqlens_q, cu_seqlens_k, *of_merge,
+        )  # fmt: skip
 
     def _step(
         self,
@@ -249,100 +273,91 @@ class DecodeLaunch:
         options: AttentionOptions,
         states: KeyValue | None,
         append: AppendLaunch | None,
+        shown: tuple[int, int, bool] | None,
     ) -> Step:
-        batch, query_heads, queries, key_dim = query.shape
-        packed = self.packed
-        sinks, _, residual, residual_values = self.tensors[1]
-        kv_heads, capacity = packed.key_words.shape[1:3]
-        value_dim = residual_values.shape[3]
-        plan = plan_decode(
-            batch, query_heads, kv_heads, queries, key_dim, value_dim,
-            *self.bits,
-            capacity,
-            sinks.shape[2] + residual.shape[2],
-            options.causal,
-            mask_rows,
-            *options.flags,
-            target(self.device),
-        )  # fmt: skip
-        at = plan.scratch
-        rows = query_heads // kv_heads * queries
-        (sink_b, sink_h), (residual_b, residual_h) = (
-            (part.stride(0) // key_dim, part.stride(1) // key_dim) for part in (sinks, residual)
-        )
-        heads = (rows, queries, kv_heads)
-        tiles = (plan.row_tiles, plan.streams, plan.tile_rows)
-        slots = (at.lse, at.partial, plan.dense_splits)
-        before_mask = (*heads, *packed.block_strides, sink_b, sink_h, residual_b, residual_h, residual.shape[2])
-        after_mask = (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
-        rotate = (*heads, *query.stride()[:3], at.plain, at.scale)
-        strides = () if states is None else (*states[0].stride()[:2], *states[1].stride()[:2])
-        grid, constants, split_constants = plan.rotate_grid, plan.rotate_constants, plan.split_constants
-        if append is not None:
-            warps, overlaps = append.options["num_warps"], constants[-1]
-            grid = (grid[0], 2 + -(-rows // warps), 1)
-            constants = (*append.constants, warps, overlaps)  # a row for each warp
-            first = (*strides, *append.numbers, *rotate)
-            # The split must wait until the counts are written.
-            split_constants = (*split_constants[:-1], 2) if overlaps else split_constants
-        elif states is not None:
-            grid = (grid[0], 1 + grid[1], 1)
-            constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
-            first = (residual.shape[2], *strides, *rotate)
+        """Make the launches; `shown` are the shape of a block table and `fill`."""
+        pages, on, kv_heads, value_dim = self.pages, target(self.device), self.kv_heads, self.value_dim
+        if pages is None or shown is None:
+            batch, query_heads, queries, key_dim = query.shape
+            room = (self.capacity, self.sinks + self.tensors[1][2].shape[2])
         else:
-            first = rotate
-        return Step(
-            plan,
-            grid,
-            constants,
-            split_constants,
-            first=(*first, *constants),
-            split=(before_mask, (*after_mask, *split_constants)),
-            reduce=(
-                *heads, *tiles, plan.workers, *slots, *out.stride()[:3], None,
-                *plan.reduce_constants, 0, False,
-            ),
-            launchers=[],
-        )  # fmt: skip
-
-    def _compiling(
-        self,
-        step: Step,
-        launched: list[Launcher | None],
-        append: AppendLaunch | None,
-        writes: bool,
-        query_type: torch.dtype,
-        out_type: torch.dtype,
-        aux_type: torch.dtype,
-    ) -> tuple[Launcher, ...]:
-        """Launchers that find or compile the variant for their tensors, and add it to `launched`."""
-        plan, device, on = step.plan, self.device.index, target(self.device)
+            (_, query_heads, key_dim), queries, (batch, width, fill) = query.shape, 1, shown
+            room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
+        plan = plan_decode(
+            *(batch, query_heads, kv_heads, queries, key_dim, value_dim, *self.bits, *room),
+            *(options.causal, mask_rows, *options.flags, on),
+        )
+        at, rows = plan.scratch, query_heads // kv_heads * queries
+        tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
+        split, reduce_constants = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce_constants
+        split_constants = (*plan.split_constants, *NO_PLACE, 0, *plan.tile_constants)
+        # Kernel, grid, numbers, constants and warps of the first launch; numbers of the others.
+        first: tuple[Any, ...]
+        if pages is not None and shown is not None and states is not None:
+            new = tuple(stride // 8 for x in (query, *states) for stride in x.stride()[:2])
+            constants = (value_dim, triton.next_power_of_2(key_dim), *self.place, *plan.rotate_constants)
+            queries_of = (rows * batch, batch, kv_heads, None, new[1], new[0], at.plain, at.scale)
+            numbers = (None, *new[2:], *queries_of, width, pages.page_blocks)
+            first = (ROTATE_AND_APPEND, (kv_heads, batch + rows * batch, 1), numbers, constants, 1)
+            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[2:], width)
+            block_b = triton.next_power_of_2(batch)
+            split_constants = (*plan.split_constants, *self.place, block_b, *plan.tile_constants)
+            reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
+            reduce_constants = (*reduce_constants, block_b, fill)
+        else:
+            heads, sinks, ring = (rows, queries, kv_heads), self.tensors[1][0], self.tensors[1][2]
+            strides = () if states is None else (*states[0].stride()[:2], *states[1].stride()[:2])
+            numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
+            grid, constants = plan.rotate_grid, plan.rotate_constants
+            if append is not None:
+                warps, overlaps = append.options["num_warps"], constants[-1]
+                numbers = (*strides, *append.numbers, *numbers)
+                constants = (*append.constants, warps, overlaps)  # a row for each warp
+                first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, warps)
+                # The split must wait until the counts are written.
+                split_constants = (*split_constants[:-1], 2) if overlaps else split_constants
+            elif states is not None:
+                constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *NO_PLACE, *constants)
+                numbers = (ring.shape[2], *strides, *numbers, None, None)
+                first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, 1)
+            else:
+                first = (ROTATE, grid, numbers, constants, 1)
+            of_dense = tuple(part.stride(axis) // key_dim for part in (sinks, ring) for axis in (0, 1))
+            split_numbers = (*heads, *self.block_strides, *of_dense, ring.shape[2], *[None] * 5)
+            reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
+            reduce_constants = (*reduce_constants, 0, False)
+        split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
+        index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
-        warps = {"num_warps": plan.config.warps, "num_stages": plan.config.stages}
-        dense = self.ring[0].dtype
-
-        def by(kernel: Kernel, key: tuple[Any, ...], **options: Any) -> Launcher:
-            def call(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-                pointers = sum(isinstance(argument, torch.Tensor) for argument in arguments)
-                rest = arguments[pointers:]
-                launched.append(kernel((x, y, z), arguments[:pointers], rest, (), (*key, device), **options))
-
-            return Launcher(call, ())
-
-        if append is not None:
-            kernel, first_options = APPEND_AND_ROTATE, append.options
-        else:
-            kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": 1}
+        kernel, grid, numbers, constants, warps = first
+        first_options = {"num_warps": warps} if append is None else append.options
+        split_options = {"num_warps": plan.config.warps, "num_stages": plan.config.stages, **limit, **dependent}
+        aux = None if options.s_aux is None else options.s_aux.dtype
         # The dtypes of pointers decide a variant too.
-        return (
-            by(kernel, (step.first_constants, query_type, dense), **first_options),
-            by(
-                SPLIT_FRAGMENTS if on.fragments else SPLIT,
-                (step.split_constants, plan.config, dense),
-                **warps,
-                **limit,
-                **dependent,
+        return Step(
+            at.size,
+            (
+                Launch(
+                    kernel, index, grid, numbers, constants, (constants, query.dtype, dense, index), first_options
+                ),
+                Launch(
+                    split, index, (plan.workers, 1, 1), split_numbers, split_constants,
+                    (split_constants, plan.config, dense, index),
+                    split_options,
+                ),
+                Launch(
+                    REDUCE, index, plan.reduce_grid, reduce_numbers, reduce_constants,
+                    (reduce_constants, out.dtype, aux, index),
+                    {"num_warps": plan.reduce_warps} | dependent,
+                ),
             ),
-            by(REDUCE, (plan.reduce_constants, out_type, aux_type), num_warps=plan.reduce_warps, **dependent),
-        )
+        )  # fmt: skip
+
+
+def paged_scratch_bytes(
+    count: int, query_heads: int, kv_heads: int, dim: int, bits: tuple[int, int], rows: int, device: torch.device
+) -> int:
+    """Bytes of scratch of a step over pages for `count` sequences of any length, with `rows` rows of ring and sinks."""
+    shape = (count, query_heads, kv_heads, 1, dim, dim, *bits, 1 << 20, rows)
+    return 4 * plan_decode(*shape, False, 0, False, False, target(device)).scratch.size

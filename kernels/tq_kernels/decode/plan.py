@@ -206,7 +206,7 @@ class ScratchLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launches of decode attention for given shapes: of `DecodeLaunch` and of `attend_single`."""
+    """Launches of decode attention for given shapes: see `DecodeLaunch`."""
 
     config: SplitConfig
     workers: int
@@ -279,7 +279,6 @@ def plan_decode(
             causal and queries > 1 and not mask_rows,
             mask_rows,
             bounds,
-            *tile_constants,
         ),
         reduce_constants=(
             value_dim, dvp, block_dv, config.block_rows, reduce_slots, REDUCE_DENSE, has_aux, on.dependent_launch

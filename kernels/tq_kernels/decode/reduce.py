@@ -109,16 +109,15 @@ def merge_row(slots, row, packed, dense, rotation, sign, factor, s_aux, C: tl.co
 )
 def reduce_splits(
     scratch,
-    num_blocks,  # [] int32; this and the next two are None for sequences over pages
-    num_residual,  # [] int32
+    num_blocks,  # [] int32; over pages [sequences]
+    num_residual,  # [] int32; over pages None, like the next
     num_sinks,  # [] int32
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
     channel_scales,  # [B * Hkv, DV] fp16; over pages [Hkv, DV]
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous; over pages B is 1 and S all new tokens
-    cu_seqlens_q,  # [sequences + 1] int32 over pages, or None, like the next two
+    cu_seqlens_q,  # [sequences + 1] int32 over pages, or None, like the next
     cu_seqlens_k,  # [sequences + 1] int32
-    packed_blocks,  # [sequences] int32
     rows,  # G * S; over pages G
     queries,  # S
     kv_heads, row_tiles, streams, tile_rows, workers, lse_at, partial_at,
@@ -130,7 +129,7 @@ def reduce_splits(
     BLOCK_B: tl.constexpr,  # over pages: sequences, padded to a power of two
     FILL: tl.constexpr,  # over pages: no sequence has several new tokens, and padding tokens are written as 0
 ):  # fmt: skip
-    """Merge the slots of `decode_split` or `decode_split_paged`. Grid: (streams, tile_rows).
+    """Merge the slots of `decode_split`. Grid: (streams, tile_rows).
 
     TILE_R is the split's BLOCK_R.
     """
@@ -158,9 +157,9 @@ def reduce_splits(
         factor = tl.load(channel_scales + head % kv_heads * DV + d, mask=d < DV, other=1.0).to(tl.float32)
         b = tl.arange(0, BLOCK_B)
         _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
-        items = stream_items(new, past, packed_of(packed_blocks, b, count)) * heads
+        items = stream_items(new, past, packed_of(num_blocks, b, count)) * heads
         token, its_new, its_past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-        held = packed_of(packed_blocks, sequence, count)
+        held = packed_of(num_blocks, sequence, count)
         item = tl.sum(tl.where(b < sequence, items, 0), 0) + stream % heads * stream_items(its_new, its_past, held)
         blocks = tl.where(its_new == 1, held, 0)
         first = holder(item, workers, tl.sum(items, 0)) + stream

@@ -30,7 +30,6 @@ from ..common.schedule import (
     counted,
     dense_jobs,
     dense_rows,
-    dense_slots,
     first_block_column,
     first_jobs,
     lengths,
@@ -40,7 +39,6 @@ from ..common.schedule import (
     sharing,
     stream_items,
 )
-from ..common.softmax import log2_sum
 from ..format import TOKENS
 from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
 from .tiles import (
@@ -48,44 +46,51 @@ from .tiles import (
     DecodeShape,
     DenseTokens,
     dense_job,
-    dense_logits,
     dense_rows_of,
-    dense_states,
-    dense_sums,
     per_lane,
     prefetch,
     prefetch_rows,
+    store_dense,
 )
 
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h residual_capacity mask_b mask_s "
-        "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
-        "dense_splits"
+        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
+        "residual_capacity key_t key_h value_t value_h width scaling_log2 cap_log2 row_tiles streams tile_rows "
+        "plain_at scale_at lse_at partial_at dense_splits"
     ).split()
 )
 def decode_split(
     scratch,
-    key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
+    key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32; over pages [pages, Hkv, ...], like the next three
     value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
     scales,  # [B, Hkv, N, 128] int32
     key_means,  # [B, Hkv, N, DKP] fp16
-    num_blocks,  # [] int32
-    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype; the first num_sinks count
+    num_blocks,  # [] int32; over pages [B]
+    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, as up to `mask`
     sink_values,  # [B, Hkv, sinks, DV]
     residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
     residual_values,  # [B, Hkv, residual_capacity, DV]
     num_residual,  # [] int32
     num_sinks,  # [] int32
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
-    rows,
-    queries,
+    key,  # [T, Hkv, DK], strides in units of 8 elements; None without pages, as up to `cu_seqlens_k`
+    value,  # [T, Hkv, DV]
+    page_rows,  # [pages, Hkv, 2, ROWS, DK] in the model's dtype
+    block_table,  # [B, W] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
+    mask_b, mask_s, mask_t,
+    rows,  # G * S; over pages G
+    queries,  # S; over pages B
     kv_heads,
-    blocks_b,  # strides of the packed tensors in blocks
+    blocks_b,  # strides of the packed tensors in blocks; over pages from page to page
     blocks_h,
     sink_b,  # strides of sinks and residual in tokens
-    sink_h, residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t,
+    sink_h, residual_b, residual_h, residual_capacity,
+    key_t, key_h, value_t, value_h,
+    width,  # W
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     row_tiles,
@@ -96,230 +101,177 @@ def decode_split(
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
-    BOUNDS: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
+    BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
     BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr,
     BLOCK_R: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,  # the kernel in front: 0: has ended, 1: may still run, 2: may still run and writes the counts
 ):  # fmt: skip
-    """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,)."""
+    """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,).
+
+    With a block table, a worker's share is of packed blocks and dense jobs, and sequences differ in length.
+    """
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
     C: tl.constexpr = DecodeShape(
         DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
-        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0,
-    )  # fmt: skip
-    if PDL == 2:
-        cuda.gdc_wait()
-    if PDL:
-        # After that wait, because the merge reads the counts before its own wait.
-        cuda.gdc_launch_dependents()
-    # Before the wait, read nothing that the kernel in front writes: queries and perhaps a row of the residual.
-    blocks = tl.load(num_blocks)
-    residual_count = tl.load(num_residual)
-    sink_count = tl.load(num_sinks)
-    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
-    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-    local = tl.arange(0, BLOCK_R)
-    store_rows = local < tile_rows
-
-    total = counted(blocks) * streams
-    jobs = dense_jobs(sink_count + residual_count)
-    sharers = sharing(workers, total, jobs * streams)
-    start, end = packed_share(worker, sharers, total)
-    per_stream = tl.maximum(counted(blocks), 1)
-    first_job, without_share = first_jobs(worker, workers, total, sharers)
-    residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-    # Find the first stream here and count on from it: divisions behind the wait would make a short call longer.
-    first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
-    tile, head = first_stream % row_tiles, first_stream // row_tiles
-    batch, kv_head = head // kv_heads, head % kv_heads
-    if ASM >= AMPERE:
-        # Fetch the first block and dense rows while queries are made.
-        own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-        own_block += tl.maximum(start % per_stream - START, 0)
-        prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
-        prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
-        prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
-        if (first_job >= 0) & (first_job < jobs * streams):
-            job_head = first_job // jobs // row_tiles
-            own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
-            own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
-            first_low = first_job % jobs * DENSE_TOKENS
-            first_dense = DenseTokens(
-                sink_keys + own_sinks * DK, sink_values + own_sinks * DV, residual_keys + own_residual * DK,
-                residual_values + own_residual * DV, sink_count, residual_count, residual_start, residual_capacity,
-            )  # fmt: skip
-            k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
-            prefetch_rows(k_row, DK)
-            prefetch_rows(v_row, DV)
-    if PDL == 1:
-        cuda.gdc_wait()
-
-    for stream in tl.range(first_stream, last_stream, num_stages=1):
-        first = tl.maximum(start - stream * per_stream - START, 0)
-        last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
-        r = tile * BLOCK_R + local
-        stream_blocks = DecodeBlocks(
-            key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h
-        )
-        stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
-        stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
-        attend_share(
-            DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows), stream_blocks, stream_mask, first, last,
-            stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
-        )  # fmt: skip
-        tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
-        batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
-
-    job = first_job
-    if job < 0:
-        job = claim(claims, without_share, jobs * streams)
-    while job < jobs * streams:
-        stream = job // jobs
-        part = job % jobs
-        head = stream // row_tiles
-        batch, kv_head = head // kv_heads, head % kv_heads
-        r = (stream % row_tiles) * BLOCK_R + local
-        sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-        residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
-        low, packed_count = part * DENSE_TOKENS, blocks * TOKENS
-        query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * DK
-        scale = scratch + LINE * scale_at + head * rows + r
-        dense = DenseTokens(
-            sink_keys + sink_at * DK, sink_values + sink_at * DV, residual_keys + residual_at * DK,
-            residual_values + residual_at * DV, sink_count, residual_count, residual_start, residual_capacity,
-        )  # fmt: skip
-        job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
-        out, dense_total, dense_maximum = dense_job(
-            low, packed_count, query, scale, dense, job_mask, (r % queries) * mask_s, queries, r, rows, scaling_log2,
-            cap_log2, C,
-        )  # fmt: skip
-        slot = workers + streams + stream * dense_splits + part
-        tl.store(
-            scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(dense_maximum, dense_total), mask=store_rows
-        )
-        d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
-        at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
-        tl.store(scratch + LINE * partial_at + at, out * inverse[None, :], mask=store_rows[None, :] & (d < DV)[:, None])
-        job = claim(claims, without_share, jobs * streams)
-
-
-@triton.jit(
-    do_not_specialize=(
-        "count kv_heads groups key_t key_h value_t value_h width page_blocks scaling_log2 cap_log2 row_tiles tile_rows "
-        "plain_at scale_at lse_at partial_at"
-    ).split()
-)
-def decode_split_paged(
-    scratch,
-    key_words,  # [pages, Hkv, 128 * DIMP * KEY_BITS / 32] int32
-    value_words,  # [pages, Hkv, 128 * DIMP * VALUE_BITS / 32] int32
-    scales,  # [pages, Hkv, 128] int32
-    key_means,  # [pages, Hkv, DIMP] fp16
-    rows,  # [pages, Hkv, 2, ROWS, DIM] in the model's dtype
-    key,  # [T, Hkv, DIM], strides in units of 8 elements
-    value,  # [T, Hkv, DIM]
-    block_table,  # [B, W] int32
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
-    packed_blocks,  # [B] int32
-    count,  # B
-    kv_heads,
-    groups,  # G
-    key_t, key_h, value_t, value_h,
-    width,  # W
-    page_blocks,
-    scaling_log2,  # scaling * log2(e)
-    cap_log2,  # softcap * log2(e)
-    row_tiles,
-    tile_rows,  # min(G, BLOCK_R)
-    plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr,
-    VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr, BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Every worker's share: `partial` and `lse`. Grid: (workers,)."""
-    worker = tl.program_id(0)
-    workers = tl.num_programs(0)
-    DM: tl.constexpr = DIM if DIM > DIMP else DIMP
-    FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
-    C: tl.constexpr = DecodeShape(
-        DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, False, 0, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS,
     )  # fmt: skip
-    if PDL:
-        cuda.gdc_launch_dependents()
-    # Before the wait, read nothing that the kernel in front writes: queries, and rows of new tokens (read here from
-    # `key` and `value`).
+    to = DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows)
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
-    heads = kv_heads * row_tiles
+    if block_table is None:
+        if PDL == 2:
+            cuda.gdc_wait()
+        if PDL:
+            # After that wait, because the merge reads the counts before its own wait.
+            cuda.gdc_launch_dependents()
+        # Before the wait, read nothing that the kernel in front writes: queries and perhaps a row of the residual.
+        blocks = tl.load(num_blocks)
+        residual_count = tl.load(num_residual)
+        sink_count = tl.load(num_sinks)
+        claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
 
-    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B)
-    if ASM >= AMPERE:
-        # Fetch the share's first block while queries are read.
-        sequence = stream // heads
-        starts_packed = (start < end) & (start - at < packed_of(packed_blocks, sequence, count))
-        page = tl.load(
-            block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + (start - at), mask=starts_packed, other=0
-        )
-        first_block = page.to(tl.int64) * page_blocks + stream % heads // row_tiles
-        prefetch(key_words + first_block * BLOCK_WORDS, DIMP * KEY_BITS // 8, starts_packed)
-        prefetch(value_words + first_block * BLOCK_WORDS, DIMP * VALUE_BITS // 8, starts_packed)
-    if PDL:
-        cuda.gdc_wait()
+        total = counted(blocks) * streams
+        jobs = dense_jobs(sink_count + residual_count)
+        sharers = sharing(workers, total, jobs * streams)
+        start, end = packed_share(worker, sharers, total)
+        per_stream = tl.maximum(counted(blocks), 1)
+        first_job, without_share = first_jobs(worker, workers, total, sharers)
+        residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+        # Find the first stream here and count on from it: divisions behind the wait would make a short call longer.
+        first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
+        tile, head = first_stream % row_tiles, first_stream // row_tiles
+        batch, kv_head = head // kv_heads, head % kv_heads
+        if ASM >= AMPERE:
+            # Fetch the first block and dense rows while queries are made.
+            own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
+            own_block += tl.maximum(start % per_stream - START, 0)
+            prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
+            prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
+            prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
+            if (first_job >= 0) & (first_job < jobs * streams):
+                job_head = first_job // jobs // row_tiles
+                own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
+                own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
+                first_low = first_job % jobs * DENSE_TOKENS
+                first_dense = DenseTokens(
+                    sink_keys + own_sinks * DK, sink_values + own_sinks * DV, residual_keys + own_residual * DK,
+                    residual_values + own_residual * DV, sink_count, residual_count, residual_start, residual_capacity,
+                )  # fmt: skip
+                k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
+                prefetch_rows(k_row, DK)
+                prefetch_rows(v_row, DV)
+        if PDL == 1:
+            cuda.gdc_wait()
 
-    while at < end:
-        sequence = stream // heads
-        kv_head = stream % heads // row_tiles
-        g = stream % row_tiles * BLOCK_R + local
-        row_mask = g < groups
-        head_row = kv_head * (groups * count)
-        r = g * count + sequence  # [BR] rows of the head
-        token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-        pages = block_table + sequence.to(tl.int64) * width
-        held = packed_of(packed_blocks, sequence, count)
-        blocks = tl.where(new == 1, held, 0)
-        items = stream_items(new, past, held)
-        first = tl.maximum(start - at, 0)
-        last = tl.minimum(end - at, items)
-
-        # Unpipelined: its buffers would cost the packed part occupancy.
-        for job in tl.range(tl.maximum(first - blocks, 0), last - blocks, num_stages=1):
-            t = job * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
-            length = past - blocks * TOKENS + 1
-            k_row, v_row = dense_rows(
-                rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
-                blocks, past, length, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS, SINKS, RING,
-            )  # fmt: skip
-            inside = t < length
-            k, v = dense_states(k_row, v_row, inside, C)
-            dk = tl.arange(0, BLOCK_DK)
-            plain = scratch_fp16 + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
-            q = tl.load(plain, mask=(dk < DIM)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
-            factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
-            x = dense_logits(k, q, factor, cap_log2, BOUNDS)
-            x = tl.where(inside[:, None] & row_mask[None, :], x, -float("inf"))
-            out, total, maximum = dense_sums(x, v)
-            slot = workers + heads * count + stream * dense_slots(SINKS, RING) + job
-            tl.store(scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(maximum, total), mask=store_rows)
-            d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(total > 0, total, 1.0)
-            to = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
-            out_mask = store_rows[None, :] & (d < DIM)[:, None]
-            tl.store(scratch + LINE * partial_at + to, out * inverse[None, :], mask=out_mask)
-
-        if first < blocks:
-            blocks_of = DecodeBlocks(
-                key_words, value_words, scales, key_means, pages + FIRST_BLOCK, 0, kv_head, page_blocks, 1
+        for stream in tl.range(first_stream, last_stream, num_stages=1):
+            first = tl.maximum(start - stream * per_stream - START, 0)
+            last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
+            r = tile * BLOCK_R + local
+            stream_blocks = DecodeBlocks(
+                key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h
             )
+            stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+            stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
             attend_share(
-                DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows), blocks_of, DecodeMask(scratch, 0, 0),
-                first, per_lane(tl.minimum(last, blocks), ASM), DecodeRows(head_row, r, row_mask, local, store_rows, 1),
-                worker + stream, 0, scaling_log2, cap_log2, C,
+                to, stream_blocks, stream_mask, first, last,
+                stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
             )  # fmt: skip
-        at += items
-        stream += 1
+            tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
+            batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
+
+        job = first_job
+        if job < 0:
+            job = claim(claims, without_share, jobs * streams)
+        while job < jobs * streams:
+            stream = job // jobs
+            part = job % jobs
+            head = stream // row_tiles
+            batch, kv_head = head // kv_heads, head % kv_heads
+            r = (stream % row_tiles) * BLOCK_R + local
+            sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
+            residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
+            low, packed_count = part * DENSE_TOKENS, blocks * TOKENS
+            query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * DK
+            scale = scratch + LINE * scale_at + head * rows + r
+            dense = DenseTokens(
+                sink_keys + sink_at * DK, sink_values + sink_at * DV, residual_keys + residual_at * DK,
+                residual_values + residual_at * DV, sink_count, residual_count, residual_start, residual_capacity,
+            )  # fmt: skip
+            job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+            k_row, v_row, t, inside = dense_rows_of(low, dense, C)
+            out, dense_total, dense_maximum = dense_job(
+                k_row, v_row, t, inside, packed_count, query, scale, dense, job_mask, (r % queries) * mask_s, queries,
+                r, rows, scaling_log2, cap_log2, C,
+            )  # fmt: skip
+            slot = workers + streams + stream * dense_splits + part
+            store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
+            job = claim(claims, without_share, jobs * streams)
+    else:
+        FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
+        if PDL:
+            cuda.gdc_launch_dependents()
+        # Before the wait, read nothing that the kernel in front writes: queries, and rows of new tokens (read here from
+        # `key` and `value`).
+        heads = kv_heads * row_tiles
+
+        start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, num_blocks, queries, heads, BLOCK_B)
+        if ASM >= AMPERE:
+            # Fetch the share's first block while queries are read.
+            sequence = stream // heads
+            starts_packed = (start < end) & (start - at < packed_of(num_blocks, sequence, queries))
+            page = tl.load(
+                block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + (start - at), mask=starts_packed, other=0
+            )
+            first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
+            prefetch(key_words + first_block * BLOCK_WORDS, DKP * KEY_BITS // 8, starts_packed)
+            prefetch(value_words + first_block * BLOCK_WORDS, DKP * VALUE_BITS // 8, starts_packed)
+        if PDL:
+            cuda.gdc_wait()
+
+        while at < end:
+            sequence = stream // heads
+            kv_head = stream % heads // row_tiles
+            g = stream % row_tiles * BLOCK_R + local
+            row_mask = g < rows
+            head_row = kv_head * (rows * queries)
+            r = g * queries + sequence  # [BR] rows of the head
+            token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, queries)
+            pages = block_table + sequence.to(tl.int64) * width
+            held = packed_of(num_blocks, sequence, queries)
+            blocks = tl.where(new == 1, held, 0)
+            items = stream_items(new, past, held)
+            first = tl.maximum(start - at, 0)
+            last = tl.minimum(end - at, items)
+
+            # Unpipelined: its buffers would cost the packed part occupancy.
+            for job in tl.range(tl.maximum(first - blocks, 0), last - blocks, num_stages=1):
+                t = job * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
+                length = past - blocks * TOKENS + 1
+                k_row, v_row = dense_rows(
+                    page_rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
+                    blocks, past, length, token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
+                )  # fmt: skip
+                query = scratch_fp16 + (2 * LINE) * plain_at + (head_row + r) * DK
+                scale = scratch + LINE * scale_at + head_row + r
+                out, dense_total, dense_maximum = dense_job(
+                    k_row, v_row, t, t < length, 0, query, scale, None, None, None, 1, g, rows, scaling_log2,
+                    cap_log2, C,
+                )  # fmt: skip
+                slot = workers + streams + stream * dense_splits + job
+                store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
+
+            if first < blocks:
+                blocks_of = DecodeBlocks(
+                    key_words, value_words, scales, key_means, pages + FIRST_BLOCK, 0, kv_head, blocks_b, 1
+                )
+                attend_share(
+                    to, blocks_of, DecodeMask(scratch, 0, 0), first, per_lane(tl.minimum(last, blocks), ASM),
+                    DecodeRows(head_row, r, row_mask, local, store_rows, 1), worker + stream, 0, scaling_log2,
+                    cap_log2, C,
+                )  # fmt: skip
+            at += items
+            stream += 1

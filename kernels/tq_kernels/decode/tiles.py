@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.schedule import DENSE_TOKENS
-from ..common.softmax import bounded, finite
+from ..common.schedule import DENSE_TOKENS, LINE
+from ..common.softmax import bounded, finite, log2_sum
 from ..common.unpack import chunk_start, load_levels, load_signs, small_unit, unpack_scales
 
 ROWS32 = tl.constexpr(32)
@@ -285,19 +285,20 @@ def prefetch_rows(row, DIM: tl.constexpr):
 
 @triton.jit
 def dense_job(
-    low, packed_count, query, scale, dense, mask, mask_offset, queries, r, rows, scaling_log2, cap_log2, C: tl.constexpr
-):
-    """Attention over dense tokens `low` to `low + 32`: (sum [BDM, BR], total [BR], maximum [BR]).
+    k_row, v_row, t, inside, packed_count, query, scale, dense, mask, mask_offset, queries, r, rows, scaling_log2,
+    cap_log2, C: tl.constexpr,
+):  # fmt: skip
+    """Attention over 32 dense tokens: (sum [BDM, BR], total [BR], maximum [BR]).
 
     Args:
+        k_row, v_row, t, inside: Results of `dense_rows_of`.
         packed_count: Number of tokens in packed blocks, between sinks and residual.
         query, scale: [BR] pointers to the rows' queries and to the scales they were divided by.
-        dense: `DenseTokens`.
+        dense: `DenseTokens`; like the next two `None` without a mask.
         mask: The sequence's `DecodeMask`, and `mask_offset` [BR] the offset of each row's query.
         queries, r, rows: S, [BR] rows of the head, and their number.
         C: A `DecodeShape`.
     """
-    k_row, v_row, t, inside = dense_rows_of(low, dense, C)
     # Load states first: the compiler lets a product wait for its queries before it loads what comes after them.
     k, v = dense_states(k_row, v_row, inside, C)
     d = tl.arange(0, C.BLOCK_DK)
@@ -312,3 +313,14 @@ def dense_job(
         allowed = allowed & allowed_tile(mask.start, position, mask_offset, mask.stride_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
     return dense_sums(x, v)
+
+
+@triton.jit
+def store_dense(scratch, slot, local, stored, out, total, maximum, C: tl.constexpr):
+    """Store a result of `dense_job` in `slot` of a `DecodeScratch`: rows `local` [BR] where `stored`."""
+    lse = scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + local
+    tl.store(lse, log2_sum(maximum, total), mask=stored)
+    d, inverse = tl.arange(0, C.BLOCK_DM), 1.0 / tl.where(total > 0, total, 1.0)
+    at = slot.to(tl.int64) * (scratch.tile_rows * C.DM) + local[None, :] * C.DM + d[:, None]
+    partial = scratch.start + LINE * scratch.partial + at
+    tl.store(partial, out * inverse[None, :], mask=stored[None, :] & (d < C.DV)[:, None])

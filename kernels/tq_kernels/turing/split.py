@@ -24,7 +24,6 @@ from ..common.schedule import (
     counted,
     dense_jobs,
     dense_rows,
-    dense_slots,
     first_block_column,
     first_jobs,
     lengths,
@@ -123,20 +122,21 @@ def store_partial(
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h residual_capacity mask_b mask_s "
-        "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
-        "dense_splits"
+        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
+        "residual_capacity key_t key_h value_t value_h width scaling_log2 cap_log2 row_tiles streams tile_rows "
+        "plain_at scale_at lse_at partial_at dense_splits"
     ).split()
 )
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
     key_words, value_words, scales, key_means, num_blocks, sink_keys, sink_values, residual_keys,
-    residual_values, num_residual, num_sinks, mask, rows, queries, kv_heads, blocks_b, blocks_h, sink_b, sink_h,
-    residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t, scaling_log2, cap_log2, row_tiles,
-    streams, tile_rows, plain_at, scale_at, lse_at, partial_at, dense_splits, DK: tl.constexpr,
-    DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, BOUNDS: tl.constexpr,
-    TILES: tl.constexpr,
+    residual_values, num_residual, num_sinks, mask, key, value, page_rows, block_table, cu_seqlens_q, cu_seqlens_k,
+    mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b, blocks_h, sink_b, sink_h, residual_b, residual_h,
+    residual_capacity, key_t, key_h, value_t, value_h, width, scaling_log2, cap_log2, row_tiles, streams, tile_rows,
+    plain_at, scale_at, lse_at, partial_at, dense_splits, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
+    DVP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
     worker = tl.program_id(0)
@@ -145,235 +145,215 @@ def decode_split_fragments(
     lane = tl.arange(0, LANES)
     g = lane // 4
     t = lane % 4
-    blocks = tl.load(num_blocks)
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
-
-    total = counted(blocks) * streams
-    sharers = sharing(workers, total, dense_jobs(tl.load(num_sinks) + tl.load(num_residual)) * streams)
-    start, end = packed_share(worker, sharers, total)
-    per_stream = tl.maximum(counted(blocks), 1)
     KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
     VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
     KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
-    for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
-        first = tl.maximum(start - stream * per_stream - START, 0)
-        last = tl.minimum(end - stream * per_stream - START, blocks)
-        head = stream // row_tiles
-        batch = head // kv_heads
-        kv_head = head % kv_heads
-        first_row = (stream % row_tiles) * (8 * TILES)
-        factor = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
-        gain = ones(TILES) if BOUNDS else factor
-        q = operands(scratch_fp16 + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
-        sums, maximum = initial(TILES)
-        acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
-        block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-        mask_row = mask + batch.to(tl.int64) * mask_b
-        sinks = tl.load(num_sinks) if MASK else 0
-        for step in tl.range(2 * first, 2 * last):
-            block = step // 2
-            half = step % 2
-            at = block0 + block
-            allowed = ()
-            if MASK:
-                for plane in tl.static_range(4):
-                    for tile in tl.static_range(TILES):
-                        for i in tl.static_range(4):
-                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
-                            r = first_row + 8 * tile + 2 * t + i % 2
-                            seen = mask_row + (sinks + token).to(tl.int64) * mask_t + (r % queries) * mask_s
-                            allowed += (load_flag(seen, r < rows),)
-            acc, sums, maximum = attend_packed(
-                acc, sums, maximum, q, factor, cap_log2,
-                Half(
-                    key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
-                    value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                    scales + at * TOKENS + half * 16,
-                    key_means + at * DKP,
-                ),
-                allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, BOUNDS, TILES),
+    if block_table is None:
+        blocks = tl.load(num_blocks)
+
+        total = counted(blocks) * streams
+        sharers = sharing(workers, total, dense_jobs(tl.load(num_sinks) + tl.load(num_residual)) * streams)
+        start, end = packed_share(worker, sharers, total)
+        per_stream = tl.maximum(counted(blocks), 1)
+        for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
+            first = tl.maximum(start - stream * per_stream - START, 0)
+            last = tl.minimum(end - stream * per_stream - START, blocks)
+            head = stream // row_tiles
+            batch = head // kv_heads
+            kv_head = head % kv_heads
+            first_row = (stream % row_tiles) * (8 * TILES)
+            factor = logit_factors(
+                scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES
+            )
+            gain = ones(TILES) if BOUNDS else factor
+            q = operands(
+                scratch_fp16 + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES
+            )
+            sums, maximum = initial(TILES)
+            acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
+            block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
+            mask_row = mask + batch.to(tl.int64) * mask_b
+            sinks = tl.load(num_sinks) if MASK else 0
+            for step in tl.range(2 * first, 2 * last):
+                block = step // 2
+                half = step % 2
+                at = block0 + block
+                allowed = ()
+                if MASK:
+                    for plane in tl.static_range(4):
+                        for tile in tl.static_range(TILES):
+                            for i in tl.static_range(4):
+                                token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
+                                r = first_row + 8 * tile + 2 * t + i % 2
+                                seen = mask_row + (sinks + token).to(tl.int64) * mask_t + (r % queries) * mask_s
+                                allowed += (load_flag(seen, r < rows),)
+                acc, sums, maximum = attend_packed(
+                    acc, sums, maximum, q, factor, cap_log2,
+                    Half(
+                        key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
+                        value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                        scales + at * TOKENS + half * 16,
+                        key_means + at * DKP,
+                    ),
+                    allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, BOUNDS, TILES),
+                )  # fmt: skip
+            store_partial(
+                Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
+                small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
             )  # fmt: skip
-        store_partial(
-            Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
-            small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
-        )  # fmt: skip
 
-    # Load again: the loop above has no register to spare.
-    residual_count = tl.load(num_residual)
-    sink_count = tl.load(num_sinks)
-    jobs = dense_jobs(sink_count + residual_count)
-    residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-    job, without_share = first_jobs(worker, workers, total, sharing(workers, total, jobs * streams))
-    if job < 0:
-        job = claim(claims, without_share, jobs * streams)
-    while job < jobs * streams:
-        stream = job // jobs
-        part = job % jobs
-        head = stream // row_tiles
-        batch = head // kv_heads
-        kv_head = head % kv_heads
-        first_row = (stream % row_tiles) * (8 * TILES)
-        gain = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
-        plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * DK
-        q = ()
-        for tile in tl.static_range(TILES):
-            r = first_row + 8 * tile + g
-            pairs = ()
-            for chunk in tl.static_range((DK + 15) // 16):
-                pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
-            q += (pairs,)
-        sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-        residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
-        mask_row = mask + batch.to(tl.int64) * mask_b
-        key_rows, value_rows, inside, allowed = (), (), (), ()
-        for group in tl.static_range(2):
-            token = ()
-            for half in tl.static_range(2):
-                j = part * DENSE_TOKENS + 16 * group + 8 * half + g
-                sink = j < sink_count
-                row = residual_start + j - sink_count  # the residual is a ring
-                row = tl.where(row >= residual_capacity, row - residual_capacity, row)
-                key_rows += (tl.where(sink, sink_keys + (sink_at + j) * DK, residual_keys + (residual_at + row) * DK),)
-                value_rows += (
-                    tl.where(sink, sink_values + (sink_at + j) * DV, residual_values + (residual_at + row) * DV),
-                )
-                inside += (j < sink_count + residual_count,)
-                token += (j,)
-            for tile in tl.static_range(TILES):
-                for i in tl.static_range(4):
-                    j = token[i // 2]
-                    r = first_row + 8 * tile + 2 * t + i % 2
-                    seen = inside[2 * group + i // 2] & (r < rows)
-                    if CAUSAL:
-                        seen = seen & (j - sink_count <= residual_count - queries + r % queries)
-                    if MASK:
-                        position = tl.where(j < sink_count, j, j + blocks * TOKENS)
-                        at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
-                        seen = load_flag(at, seen)
-                    allowed += (seen,)
-        sums, maximum = initial(TILES)
-        acc, sums, maximum = attend_dense(
-            zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-            key_rows, value_rows, inside, allowed, t, DK, DV, BOUNDS, TILES,
-        )  # fmt: skip
-        if BOUNDS:
-            gain = ones(TILES)
-        slot = workers + streams + stream * dense_splits + part
-        slots = Slots(lse, partial, tile_rows, g, t)
-        store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DV, DM, 1, TILES, True)
-        job = claim(claims, without_share, jobs * streams)
-
-
-@triton.jit(
-    do_not_specialize=(
-        "count kv_heads groups key_t key_h value_t value_h width page_blocks scaling_log2 cap_log2 row_tiles tile_rows "
-        "plain_at scale_at lse_at partial_at"
-    ).split()
-)
-def decode_split_paged_fragments(
-    scratch,  # arguments as for decode_split_paged
-    key_words, value_words, scales, key_means, rows, key, value, block_table, cu_seqlens_q, cu_seqlens_k, packed_blocks,
-    count, kv_heads, groups, key_t, key_h, value_t, value_h, width, page_blocks, scaling_log2, cap_log2, row_tiles,
-    tile_rows, plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
-    worker = tl.program_id(0)
-    workers = tl.num_programs(0)
-    DM: tl.constexpr = DIM if DIM > DIMP else DIMP
-    FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
-    KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
-    VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
-    KEY_WIDTH: tl.constexpr = DIMP // KEY_QUARTERS
-    lane = tl.arange(0, LANES)
-    g = lane // 4
-    t = lane % 4
-    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
-    scale = scratch + LINE * scale_at
-    lse = scratch + LINE * lse_at
-    partial = scratch + LINE * partial_at
-    heads = kv_heads * row_tiles
-    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B)
-    while at < end:
-        sequence = stream // heads
-        kv_head = stream % heads // row_tiles
-        first_row = stream % row_tiles * (8 * TILES)
-        row0 = kv_head * (groups * count) + sequence  # query r of the head is row `row0 + count * r`
-        token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-        pages = block_table + sequence.to(tl.int64) * width
-        held = packed_of(packed_blocks, sequence, count)
-        blocks = tl.where(new == 1, held, 0)
-        items = stream_items(new, past, held)
-        length = past - blocks * TOKENS + 1
-        first = tl.maximum(start - at, 0)
-        last = tl.minimum(end - at, items)
-
-        for job in tl.range(tl.maximum(first - blocks, 0), last - blocks):
-            gain = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2, TILES)
-            plain = scratch_fp16 + (2 * LINE) * plain_at
+        # Load again: the loop above has no register to spare.
+        residual_count = tl.load(num_residual)
+        sink_count = tl.load(num_sinks)
+        jobs = dense_jobs(sink_count + residual_count)
+        residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+        claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
+        job, without_share = first_jobs(worker, workers, total, sharing(workers, total, jobs * streams))
+        if job < 0:
+            job = claim(claims, without_share, jobs * streams)
+        while job < jobs * streams:
+            stream = job // jobs
+            part = job % jobs
+            head = stream // row_tiles
+            batch = head // kv_heads
+            kv_head = head % kv_heads
+            first_row = (stream % row_tiles) * (8 * TILES)
+            gain = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
+            plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * DK
             q = ()
             for tile in tl.static_range(TILES):
                 r = first_row + 8 * tile + g
                 pairs = ()
-                for chunk in tl.static_range((DIM + 15) // 16):
-                    pairs += load_dense(plain + (row0 + r * count) * DIM, r < groups, t, chunk, DIM, DIM % 4 == 0)
+                for chunk in tl.static_range((DK + 15) // 16):
+                    pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
                 q += (pairs,)
+            sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
+            residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
+            mask_row = mask + batch.to(tl.int64) * mask_b
             key_rows, value_rows, inside, allowed = (), (), (), ()
             for group in tl.static_range(2):
+                token = ()
                 for half in tl.static_range(2):
-                    j = job * DENSE_TOKENS + 16 * group + 8 * half + g
-                    k_row, v_row = dense_rows(
-                        rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
-                        blocks, past, length, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS, SINKS, RING,
-                    )  # fmt: skip
-                    key_rows += (k_row,)
-                    value_rows += (v_row,)
-                    inside += (j < length,)
+                    j = part * DENSE_TOKENS + 16 * group + 8 * half + g
+                    sink = j < sink_count
+                    row = residual_start + j - sink_count  # the residual is a ring
+                    row = tl.where(row >= residual_capacity, row - residual_capacity, row)
+                    key_rows += (
+                        tl.where(sink, sink_keys + (sink_at + j) * DK, residual_keys + (residual_at + row) * DK),
+                    )
+                    value_rows += (
+                        tl.where(sink, sink_values + (sink_at + j) * DV, residual_values + (residual_at + row) * DV),
+                    )
+                    inside += (j < sink_count + residual_count,)
+                    token += (j,)
                 for tile in tl.static_range(TILES):
                     for i in tl.static_range(4):
+                        j = token[i // 2]
                         r = first_row + 8 * tile + 2 * t + i % 2
-                        allowed += (inside[2 * group + i // 2] & (r < groups),)
+                        seen = inside[2 * group + i // 2] & (r < rows)
+                        if CAUSAL:
+                            seen = seen & (j - sink_count <= residual_count - queries + r % queries)
+                        if MASK:
+                            position = tl.where(j < sink_count, j, j + blocks * TOKENS)
+                            at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
+                            seen = load_flag(at, seen)
+                        allowed += (seen,)
             sums, maximum = initial(TILES)
             acc, sums, maximum = attend_dense(
-                zero_quads(((DIM + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-                key_rows, value_rows, inside, allowed, t, DIM, DIM, BOUNDS, TILES,
+                zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
+                key_rows, value_rows, inside, allowed, t, DK, DV, BOUNDS, TILES,
             )  # fmt: skip
             if BOUNDS:
                 gain = ones(TILES)
-            slot = workers + heads * count + stream * dense_slots(SINKS, RING) + job
+            slot = workers + streams + stream * dense_splits + part
             slots = Slots(lse, partial, tile_rows, g, t)
-            store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DIM, DM, 1, TILES, True)
+            store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DV, DM, 1, TILES, True)
+            job = claim(claims, without_share, jobs * streams)
+    else:
+        FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
+        heads = kv_heads * row_tiles
+        start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, num_blocks, queries, heads, BLOCK_B)
+        while at < end:
+            sequence = stream // heads
+            kv_head = stream % heads // row_tiles
+            first_row = stream % row_tiles * (8 * TILES)
+            row0 = kv_head * (rows * queries) + sequence  # query r of the head is row `row0 + queries * r`
+            token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, queries)
+            pages = block_table + sequence.to(tl.int64) * width
+            held = packed_of(num_blocks, sequence, queries)
+            blocks = tl.where(new == 1, held, 0)
+            items = stream_items(new, past, held)
+            length = past - blocks * TOKENS + 1
+            first = tl.maximum(start - at, 0)
+            last = tl.minimum(end - at, items)
 
-        if first < blocks:
-            factor = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES)
-            packed_gain = ones(TILES) if BOUNDS else factor
-            rotated = operands(
-                scratch_fp16 + ROTATED, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES
-            )
-            packed_sums, packed_maximum = initial(TILES)
-            packed = zero_quads(value_tiles(DIMP, VALUE_BITS) * TILES)
-            for step in tl.range(2 * first, 2 * tl.minimum(last, blocks)):
-                half = step % 2
-                page = tl.load(pages + FIRST_BLOCK + step // 2).to(tl.int64)
-                block = page * page_blocks + kv_head
-                packed, packed_sums, packed_maximum = attend_packed(
-                    packed, packed_sums, packed_maximum, rotated, factor, cap_log2,
-                    Half(
-                        key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
-                        value_words + block * BLOCK_WORDS + half * 8,
-                        scales + block * BLOCK_WORDS + half * 16,
-                        key_means + block * (2 * BLOCK_WORDS),
-                    ),
-                    (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, False, BOUNDS, TILES),
+            for job in tl.range(tl.maximum(first - blocks, 0), last - blocks):
+                gain = logit_factors(scale, row0, queries, first_row, rows, t, scaling_log2, TILES)
+                plain = scratch_fp16 + (2 * LINE) * plain_at
+                q = ()
+                for tile in tl.static_range(TILES):
+                    r = first_row + 8 * tile + g
+                    pairs = ()
+                    for chunk in tl.static_range((DK + 15) // 16):
+                        pairs += load_dense(plain + (row0 + r * queries) * DK, r < rows, t, chunk, DK, DK % 4 == 0)
+                    q += (pairs,)
+                key_rows, value_rows, inside, allowed = (), (), (), ()
+                for group in tl.static_range(2):
+                    for half in tl.static_range(2):
+                        j = job * DENSE_TOKENS + 16 * group + 8 * half + g
+                        k_row, v_row = dense_rows(
+                            page_rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
+                            blocks, past, length, token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
+                        )  # fmt: skip
+                        key_rows += (k_row,)
+                        value_rows += (v_row,)
+                        inside += (j < length,)
+                    for tile in tl.static_range(TILES):
+                        for i in tl.static_range(4):
+                            r = first_row + 8 * tile + 2 * t + i % 2
+                            allowed += (inside[2 * group + i // 2] & (r < rows),)
+                sums, maximum = initial(TILES)
+                acc, sums, maximum = attend_dense(
+                    zero_quads(((DK + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
+                    key_rows, value_rows, inside, allowed, t, DK, DK, BOUNDS, TILES,
                 )  # fmt: skip
-            store_partial(
-                Slots(lse, partial, tile_rows, g, t), worker + stream, packed, packed_sums, packed_maximum, packed_gain,
-                PROBABILITY_BITS, small_unit(VALUE_BITS), DIMP, DM, VALUE_QUARTERS, TILES, False,
-            )  # fmt: skip
-        at += items
-        stream += 1
+                if BOUNDS:
+                    gain = ones(TILES)
+                slot = workers + streams + stream * dense_splits + job
+                slots = Slots(lse, partial, tile_rows, g, t)
+                store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DK, DM, 1, TILES, True)
+
+            if first < blocks:
+                factor = logit_factors(
+                    scale, row0, queries, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES
+                )
+                packed_gain = ones(TILES) if BOUNDS else factor
+                rotated = operands(
+                    scratch_fp16 + ROTATED, row0, queries, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES
+                )
+                packed_sums, packed_maximum = initial(TILES)
+                packed = zero_quads(value_tiles(DKP, VALUE_BITS) * TILES)
+                for step in tl.range(2 * first, 2 * tl.minimum(last, blocks)):
+                    half = step % 2
+                    page = tl.load(pages + FIRST_BLOCK + step // 2).to(tl.int64)
+                    block = page * blocks_b + kv_head
+                    packed, packed_sums, packed_maximum = attend_packed(
+                        packed, packed_sums, packed_maximum, rotated, factor, cap_log2,
+                        Half(
+                            key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
+                            value_words + block * BLOCK_WORDS + half * 8,
+                            scales + block * BLOCK_WORDS + half * 16,
+                            key_means + block * (2 * BLOCK_WORDS),
+                        ),
+                        (), g, t, PackedShape(DKP, DKP, KEY_BITS, VALUE_BITS, False, BOUNDS, TILES),
+                    )  # fmt: skip
+                store_partial(
+                    Slots(lse, partial, tile_rows, g, t), worker + stream, packed, packed_sums, packed_maximum,
+                    packed_gain, PROBABILITY_BITS, small_unit(VALUE_BITS), DKP, DM, VALUE_QUARTERS, TILES, False,
+                )  # fmt: skip
+            at += items
+            stream += 1

@@ -15,6 +15,7 @@ from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_inference_mode
 from ...config import TurboQuantConfig
 from ...tensors.layer import Counts, DeviceCounts, LayerTensors, View
+from ...tensors.pages import LayerPages
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator, current_workspace
@@ -33,6 +34,7 @@ if HAS_TRITON:
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
 
 R = TypeVar("R")
+T = TypeVar("T", LayerTensors, LayerPages)
 
 MAX_QUERIES = 16
 """Most queries per sequence that the decode kernel takes whatever the history; kernels of prefill take more."""
@@ -53,12 +55,12 @@ def supports_states(tensor: torch.Tensor) -> bool:
     return able and backend.chosen != "torch"
 
 
-def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors], R]:
+def once_per_layer(make: Callable[[T], R]) -> Callable[[T], R]:
     """Decorate a function that makes a launch for a layer's tensors, so that it is made once."""
     name = make.__name__
 
     @wraps(make)
-    def launch_of(tensors: LayerTensors) -> R:
+    def launch_of(tensors: T) -> R:
         launch: R | None = tensors.launches.get(name)
         if launch is None:
             launch = tensors.launches[name] = make(tensors)
@@ -204,7 +206,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
     """The decode kernels on these tensors, made once."""
     rotation = rotations(tensors.config, tensors.layout, tensors.row.device, torch.float16)
-    return DecodeLaunch(tensors.blocks, tensors.sinks, tensors.ring, rotation)
+    return DecodeLaunch((tensors.blocks, tensors.sinks, tensors.ring), rotation)
 
 
 def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:

@@ -21,12 +21,14 @@ from ..workspace import Workspace, allocator
 from . import blocks
 
 if HAS_TRITON:
+    from tq_kernels.codec.launch import encode_new_blocks
     from tq_kernels.common.device import target
-    from tq_kernels.decode.launch_paged import append_new_rows, attend_single, encode_new_blocks, single_scratch_bytes
+    from tq_kernels.decode.append import append_new_rows
+    from tq_kernels.decode.launch import DecodeLaunch, paged_scratch_bytes
     from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
-    from tq_kernels.types import Tokens
+    from tq_kernels.types import PendingToken, Tokens
 
 
 SCRATCH = "attention over pages"
@@ -71,7 +73,7 @@ def decode_scratch_bytes(
         return 0
     bits = (config.key_bits, config.value_bits)
     rows = ring_pages(config, layout, like.dtype) * rows_per_page(layout, like.dtype) + config.sink_tokens
-    return single_scratch_bytes(requests, *heads, layout.key_dim, bits, rows, like.device)
+    return paged_scratch_bytes(requests, *heads, layout.key_dim, bits, rows, like.device)
 
 
 def step_scratch_bytes(
@@ -102,6 +104,13 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
     return states if channels == 1 and tokens % 8 == heads % 8 == 0 else states.contiguous()
 
 
+@blocks.once_per_layer
+def decode_launch(pages: LayerPages) -> DecodeLaunch:
+    """The decode kernels on these pages, made once."""
+    rotation = blocks.rotations(pages.config, pages.layout, pages.tensors.rows.device, torch.float16)
+    return DecodeLaunch(pages.tensors, rotation)
+
+
 @explains_failures
 def paged_step(
     query: torch.Tensor,
@@ -129,14 +138,16 @@ def paged_step(
     if total == 0:
         return out
     tokens = Tokens(_rows(query), _rows(key), _rows(value))
-    rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
     scratch = allocator(None if is_capturing() else workspace, SCRATCH, device)
     with blocks.launching_on(query):
         if attend_prompts is not None:
             attend_prompts(out)
         elif not single:
+            rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
             attend_many(tokens, pages.tensors, sequences, rotation_fp16, options, allocate=scratch, out=out)
-        attend_single(tokens, pages.tensors, sequences, rotation_fp16, options, allocate=scratch, out=out, fill=fill)
+        decode_launch(pages)(
+            tokens.query, sequences, None, options, scratch, out, PendingToken((tokens.key, tokens.value)), fill=fill
+        )
         if store:
             encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
         if store and not single:
