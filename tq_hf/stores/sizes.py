@@ -11,7 +11,7 @@ from tq_kernels.types import PackedBlocks
 
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, LayerTensors, check_room
-from ..tensors.residual import ring_capacity
+from ..tensors.residual import new_rows, ring_capacity
 from .checks import Kind, check_states, kind_of
 
 GROWTH = 1.125
@@ -33,56 +33,40 @@ def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], devic
     return PackedBlocks.allocate(config.layout(*dims), batch, heads, 0, device)
 
 
-class Room(NamedTuple):
-    """Shapes of a new store's tensors.
-
-    Args:
-        none: Tensors without blocks, shared by equal layers.
-        words: Key words, value words, scales and key means of `none`, each with its own shape; `None` to share it.
-        sinks, ring: Shapes of keys and of values.
-    """
-
-    none: PackedBlocks
-    words: list[tuple[torch.Tensor, tuple[int, int, int, int] | None]]
-    sinks: list[tuple[int, int, int, int]]
-    ring: list[tuple[int, int, int, int]]
-
-
 @lru_cache(maxsize=1024)
-def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None) -> Room:
-    """Compute the shapes of a new store's tensors.
+def _room(
+    config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None
+) -> tuple[PackedBlocks, int, int]:
+    """Tensors without blocks, number of blocks of a new store, and number of rows of its ring.
 
     Raises:
-        ValueError: They do not fit each other, or exceed `max_cache_len`.
+        ValueError: Keys and values do not fit each other, or exceed `max_cache_len`.
     """
     check_states(keys, values)
     (batch, heads, tokens, key_dim), _, device = keys
-    due = config.num_blocks(tokens)
-    num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
     if max_cache_len is not None:
         check_room(tokens, 0, max_cache_len)
+    due = config.num_blocks(tokens)
     rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
     none = _no_blocks(config, (batch, heads, key_dim, values[0][3]), device)
-    # A preallocated layer owns even tensors without blocks: graphs hold their addresses.
-    own = num_blocks > 0 or max_cache_len is not None
-    tensors = [none.key_words, none.value_words, none.scales, none.key_means]
-    words = [(x, (batch, heads, num_blocks, x.shape[3]) if own else None) for x in tensors]
-    capacity, dims = residual_capacity(config, rows, max_cache_len), (key_dim, values[0][3])
-    sinks, ring = ([(batch, heads, count, dim) for dim in dims] for count in (config.sink_tokens, capacity))
-    return Room(none, words, sinks, ring)
+    num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
+    return none, num_blocks, residual_capacity(config, rows, max_cache_len)
 
 
 def new_tensors(
     config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int | None, prompt: bool
 ) -> LayerTensors:
     """Tensors of a new store; see `LayerStore.allocate`."""
-    room = _room(config, kind_of(keys), kind_of(values), max_cache_len)
-    none = room.none
+    none, num_blocks, ring_rows = _room(config, kind_of(keys), kind_of(values), max_cache_len)
     scales = none.channel_scales.map(torch.empty_like if prompt else torch.clone)
-    own = [like if shape is None else like.new_empty(shape) for like, shape in room.words]
-    blocks = PackedBlocks(none.layout, own[0], own[1], own[2], own[3], scales)
-    sinks = keys.new_empty(room.sinks[0]), values.new_empty(room.sinks[1])
-    return LayerTensors(config, blocks, sinks, (keys.new_empty(room.ring[0]), values.new_empty(room.ring[1])))
+    words = [none.key_words, none.value_words, none.scales, none.key_means]
+    # A preallocated layer owns even tensors without blocks: graphs hold their addresses.
+    if num_blocks or max_cache_len is not None:
+        batch, heads = keys.shape[:2]
+        words = [like.new_empty(batch, heads, num_blocks, like.shape[3]) for like in words]
+    blocks = PackedBlocks(none.layout, words[0], words[1], words[2], words[3], scales)
+    states = keys, values
+    return LayerTensors(config, blocks, new_rows(states, config.sink_tokens), new_rows(states, ring_rows))
 
 
 def count_sinks(config: TurboQuantConfig, tokens: int, sinks: int, past: int) -> int:

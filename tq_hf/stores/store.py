@@ -35,7 +35,7 @@ from ..compat import mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
-from ..tensors.residual import copied_ring, new_ring, ring_parts, write_rows, write_token
+from ..tensors.residual import copied_ring, new_rows, ring_parts, write_rows, write_token
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits
@@ -67,7 +67,7 @@ class LayerStore:
         self.scales_are_fixed = scales_are_fixed
         self.max_cache_len = max_cache_len
         self.device_counts = device_counts
-        self.num_held = None if counts is None else counts.tokens
+        self.num_held: int | None = 0 if counts is NOTHING else None
         """Number of tokens of a preallocated store; `None` after a compiled step, which does not count on the host."""
         self.config = tensors.config
         self.layout = tensors.layout
@@ -230,10 +230,11 @@ class LayerStore:
     ) -> View:
         """`append` of several tokens whose states are known to fit the store."""
         tokens, room, held = keys.shape[2], self.max_cache_len, self.settle().without_encoded_rows()
+        past = held.tokens
         if room is None:
             self.counts = held  # also if the call fails: it may have written to these rows
         else:
-            check_room(tokens, held.tokens, room)
+            check_room(tokens, past, room)
         before = self.tensors, self.counts, self._deferred
         try:
             self.counts = held
@@ -241,9 +242,9 @@ class LayerStore:
                 # The returned view reads the old rows after the new ones are in place.
                 first, ring = held.blocks * BLOCK_TOKENS, self.tensors.ring
                 self.tensors = self.tensors.with_ring(copied_ring(ring, first, held.residual, ring[0].shape[2]))
-            if tokens > SHORT_CALL or (tokens > 1 and held.tokens == 0):
-                return self._append_prompt((keys, values), defer, padding)
-            return self._append_tokens((keys, values), padding)
+            if tokens > SHORT_CALL or (tokens > 1 and past == 0):
+                return self._append_prompt((keys, values), past, defer, padding)
+            return self._append_tokens((keys, values), past, padding)
         except BaseException:
             self._undo(before)
             raise
@@ -289,9 +290,9 @@ class LayerStore:
         return View(tensors, counts, past + 1, past, pending)
 
     @outside_inference_mode
-    def _append_tokens(self, states: KeyValue, padding: Padding | None) -> View:
-        """Several tokens after others, or a first one: they are copied to the sinks and to the residual."""
-        (sinks, blocks, held, _), past, tokens = self.counts, self.counts.tokens, states[0].shape[2]
+    def _append_tokens(self, states: KeyValue, past: int, padding: Padding | None) -> View:
+        """Several tokens after `past` others, or a first one: they are copied to the sinks and to the residual."""
+        (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
         if padding is not None:
             states, order, _ = self._exchange(padding, states)
             self.tensors = self.tensors.with_order(order)
@@ -311,10 +312,10 @@ class LayerStore:
         self._keep_in_place()
         return view
 
-    def _append_prompt(self, states: KeyValue, defer: bool, padding: Padding | None) -> View:
+    def _append_prompt(self, states: KeyValue, past: int, defer: bool, padding: Padding | None) -> View:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them, or
         from copies in another order."""
-        view, order, real = self._view(self.counts.tokens, states[0].shape[2], states), self.tensors.order, None
+        view, order, real = self._view(past, states[0].shape[2], states), self.tensors.order, None
         if padding is not None:
             states, order, real = self._exchange(padding, states)
         if defer and self.config.balance and not self.scales_are_fixed and not self.counts.blocks:
@@ -382,10 +383,10 @@ class LayerStore:
             write_rows(complete, first + held, (prompt[0][:, :, to_sinks:start], prompt[1][:, :, to_sinks:start]))
             ring = copied_ring(complete, first + begun * BLOCK_TOKENS, kept, capacity)
         elif capacity > self.tensors.ring_rows:
-            ring = new_ring(ring, capacity)
+            ring = new_rows(ring, capacity)
         slot = ((blocks + due) * BLOCK_TOKENS + kept) % ring[0].shape[2]
         counts = Counts(sinks + to_sinks, blocks + due, kept + tokens - end)
-        scales = None if self.scales_are_fixed or blocks else self.blocks.channel_scales
+        scales = None if self.scales_are_fixed or blocks else self.tensors.blocks.channel_scales
         dense = DenseRows(self.tensors.sinks, ring, sinks, to_sinks, end, slot, counts[:3], self.device_counts)
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
         if begun:
@@ -407,11 +408,11 @@ class LayerStore:
         first, stop = tokens or (0, states[0].shape[2])
         if blocks := (stop - first) // BLOCK_TOKENS:
             self._make_room(start, start + blocks)
-            dispatch.encode(self.config, *states, self.blocks, start, tokens)
+            dispatch.encode(self.config, *states, self.tensors.blocks, start, tokens)
 
     def _make_room(self, held: int, needed: int) -> None:
         """Make room for `needed` blocks, and keep the first `held`."""
-        if needed > self.blocks.capacity:
+        if needed > self.tensors.blocks.capacity:
             # Fit a prompt exactly; make room to spare once the cache is growing.
             capacity = needed if held == 0 else max(needed, int(held * GROWTH) + 1)
             self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
@@ -590,7 +591,7 @@ class LayerStore:
             self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
         for buffer, name in zip(self.tensors.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
-        ring = new_ring(self.tensors.ring, residual_capacity(self.config, counts.residual, self.max_cache_len))
+        ring = new_rows(self.tensors.ring, residual_capacity(self.config, counts.residual, self.max_cache_len))
         rows = held["residual_keys"].to(device), held["residual_values"].to(device)
         write_rows(ring, counts.blocks * BLOCK_TOKENS, rows)
         index = held.get("sink_index")

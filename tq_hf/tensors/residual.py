@@ -23,11 +23,11 @@ def ring_capacity(rows: int) -> int:
     return max(1, -(-rows // BLOCK_TOKENS)) * BLOCK_TOKENS
 
 
-def new_ring(like: KeyValue, capacity: int) -> KeyValue:
-    """Room for `capacity` keys and values like these, `[B, Hkv, capacity, D]`, not filled."""
+def new_rows(like: KeyValue, count: int) -> KeyValue:
+    """Room for `count` keys and values like these, `[B, Hkv, count, D]`, not filled."""
     keys, values = like
     batch, heads, _, key_dim = keys.shape
-    return keys.new_empty(batch, heads, capacity, key_dim), values.new_empty(batch, heads, capacity, values.shape[3])
+    return keys.new_empty(batch, heads, count, key_dim), values.new_empty(batch, heads, count, values.shape[3])
 
 
 @outside_inference_mode
@@ -68,7 +68,7 @@ def ring_parts(ring: KeyValue, first: int, count: int) -> Iterator[tuple[int, Ke
 @outside_inference_mode
 def copied_ring(ring: KeyValue, first: int, count: int, capacity: int) -> KeyValue:
     """A new ring of `capacity` rows, with rows `first` to `first + count` of this one."""
-    new = new_ring(ring, capacity)
+    new = new_rows(ring, capacity)
     for skipped, part in ring_parts(ring, first, count):
         write_rows(new, first + skipped, part)
     return new
