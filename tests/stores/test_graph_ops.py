@@ -139,3 +139,17 @@ def test_counts_of_a_prompt_that_was_reset_before_it_was_read_are_none() -> None
     store.reset()
     assert not store.device_counts.state.any() and store.device_counts.length == 0
     assert store.device_counts.step_counts[5, 0] == 0, "the programs of the append kernel never count to their number"
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_store_that_moves_does_not_read_its_length_on_the_device(tokens, monkeypatch) -> None:
+    """As an offloaded layer does around each step."""
+    pair = states(0, 2, HEADS, tokens + 1, DIM)
+    store = LayerStore.allocate(TurboQuantConfig(), *pair, 64)
+    store.append(*rows(pair, 0, tokens))
+    moved = store.map(torch.clone)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__int__", None)
+        patch.setattr(torch.Tensor, "tolist", None)
+        view = moved.append(*rows(pair, tokens))
+    assert view.past_length == tokens and moved.length == tokens + 1

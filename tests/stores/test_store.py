@@ -340,7 +340,7 @@ def test_a_long_call_that_fails_leaves_what_was_held(failing, calls, deferred, r
     last = rows(pair, start, sum(calls))
     if deferred:
         store.append(*last, defer=True)
-    held, before = None if deferred else store.settle(), (store.is_deferred, store.length)
+    held, before = None if deferred else store.settle(), (store.is_deferred, store.length, store.tensors)
 
     def fails(*arguments: object) -> None:
         raise RuntimeError("no memory")
@@ -348,7 +348,7 @@ def test_a_long_call_that_fails_leaves_what_was_held(failing, calls, deferred, r
     with monkeypatch.context() as context, pytest.raises(RuntimeError, match="no memory"):
         context.setattr(dispatch, failing, fails)
         store.encode_deferred() if deferred else store.append(*last)
-    assert before == (store.is_deferred, store.length)
+    assert before == (store.is_deferred, store.length, store.tensors)
     if held is not None:
         now = store.settle()
         assert now == (held if room else held.without_encoded_rows())
