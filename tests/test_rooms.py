@@ -74,7 +74,7 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2355,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1630,  # values of wide heads in two launches
-        "codec": 2200,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
+        "codec": 2205,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
         "sampling": 165,  # top_k, top_p and min_p without a sort
         "turing": 935,
         "common": 1020,  # magnitudes, and signs from two bits; one way to launch again, for decode too
@@ -89,10 +89,10 @@ BUDGETS = {
         "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1490,  # rollback of uneven layers; lost gradients; assigned and written keys; states of padded rows
-        "stores": 1250,  # named parts of a long call; blocks that did not change keep their codes; sinks of padded rows
+        "stores": 990,  # one store; named parts of a long call; blocks keep their codes; sinks of padded rows
         "ops": 2350,  # wide heads over a history, one dequantized at a time; tokens to sample; a launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
-        "tensors": 795,  # the order of padded rows; blocks of pages that stay dense
+        "tensors": 810,  # the order of padded rows; blocks of pages that stay dense; counts say what they are
         "cache": 485,  # one cache for both attentions of an encoder-decoder is refused; padding of a call
         "attention": 305,  # lost gradients; masks of the user's own beside empty room; masks of padded rows
         "memory": 105,

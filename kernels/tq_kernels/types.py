@@ -234,8 +234,7 @@ class DenseRows(NamedTuple):
         start: First token that goes to the ring, with all tokens after it; they must fit.
         slot: Slot of the ring for token `start`.
         held: Number of sinks, packed blocks and ring rows of the store afterwards.
-        counts: Tensors to write `held` to (`state`, `step_counts` and `length` of `tq_hf.stores.preallocated`), or
-            `None`.
+        counts: Tensors to write `held` to (`DeviceCounts` of `tq_hf.tensors.layer`), or `None`.
     """
 
     sinks: KeyValue

@@ -97,7 +97,7 @@ def test_a_prompt_waits_for_its_queries_and_for_nothing_else():
     first = cache.layers[0].store
     assert first.is_deferred and cache.get_seq_length() == 300
     cache.update(keys, keys, 1)
-    assert not first.is_deferred and first.num_blocks == 1
+    assert not first.is_deferred and first.counts.blocks == 1
 
 
 @pytest.mark.parametrize("length", [None, 500])

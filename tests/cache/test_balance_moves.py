@@ -63,7 +63,7 @@ def test_a_crop_that_leaves_tokens_leaves_their_channel_scales(length):
     model(tokens(300, seed=4), **as_input(cache))
     assert cache.get_seq_length() == 450
     if length is None:
-        assert cache.layers[0].store.num_blocks > 0
+        assert cache.layers[0].store.counts.blocks > 0
     assert is_balanced(cache)
 
 

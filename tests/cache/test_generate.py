@@ -184,7 +184,7 @@ def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     mask = prompts(3, 300, padding)["attention_mask"]
     forward(model, cache, mask, 300)
-    assert all(layer.store.num_blocks == 2 for layer in packed_layers(cache))
+    assert all(layer.store.counts.blocks == 2 for layer in packed_layers(cache))
     length, rows = 300, torch.arange(3)
     crop, order = 70, torch.tensor([2, 0, 0])  # 70 tokens back: into the second block
     for change, new_tokens in ((None, 1), (None, 9), ("crop", 1), ("reorder", 1), (None, 160), (None, 1)):

@@ -114,7 +114,7 @@ def test_room_for_growth_is_counted():
     tight = cache.memory_footprint().packed
     pushed(cache, 1, BLOCK, layers=1)
     store = cache.layers[0].store
-    used, capacity = store.num_blocks + store.num_pending, store.blocks.capacity
+    used, capacity = store.counts.blocks + store.counts.pending, store.blocks.capacity
     assert used == 21 and capacity > used
     assert cache.memory_footprint().packed == tight // 20 * capacity
 

@@ -18,7 +18,7 @@ from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
 from tq_hf.codec import balance
 from tq_hf.ops import backend, dispatch
-from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.store import LayerStore
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -171,7 +171,7 @@ def check_batch(device: torch.device) -> None:
 def check_store(device: torch.device) -> None:
     """A store asks for them, with the sinks left out and the padding that the mask shows."""
     queries, keys, values = (x.to(device) for x in prompt(tokens=500, dtype=FP16))
-    store = GrowingStore.allocate(TurboQuantConfig(), keys, values)
+    store = LayerStore.allocate(TurboQuantConfig(), keys, values)
     store.append(keys, values, defer=True)
     attended = torch.ones(1, 500, dtype=torch.bool, device=device)
     attended[:, :200] = False

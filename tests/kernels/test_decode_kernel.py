@@ -12,7 +12,7 @@ from tq_kernels.types import AttentionOptions, HeldCounts
 from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, make_inputs, oracle, relative_rms, run_decode
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference
-from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.store import LayerStore
 
 BASE = Case()
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -137,7 +137,7 @@ def check_pending_tokens(device: torch.device) -> None:
         torch.randn(2, 40, 2, dim, generator=generator).half().to(device).transpose(1, 2) for dim in (80, 96)
     )
     config = TurboQuantConfig(sink_tokens=4, residual_length=0)
-    late, early = (GrowingStore.allocate(config, keys, values) for _ in range(2))
+    late, early = (LayerStore.allocate(config, keys, values) for _ in range(2))
     for store in (late, early):
         store.append(keys[:, :, :30], values[:, :, :30])
     for token in range(30, 34):
@@ -149,7 +149,7 @@ def check_pending_tokens(device: torch.device) -> None:
         assert relative_rms(out, expected.cpu().double()) <= 1e-3
         assert views[0].pending is not None and views[0].pending.states is None  # the kernel has written it
         assert torch.equal(dispatch.attend(query, views[0], None, AttentionOptions(0.1)), out)
-    for ring, expected in zip(late.residual.ring, early.residual.ring, strict=True):
+    for ring, expected in zip(late.tensors.ring, early.tensors.ring, strict=True):
         assert torch.equal(ring[:, :, :30], expected[:, :, :30])
 
 

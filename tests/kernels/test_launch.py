@@ -16,7 +16,7 @@ from tq_kernels.common import launcher
 from tq_kernels.decode import launch
 from tq_kernels.types import AttentionOptions
 
-from tests.support.helpers import all_packed, assert_same, concatenated, filled, rows, states
+from tests.support.helpers import assert_same, filled, rows, states
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
@@ -24,8 +24,7 @@ from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import Workspace, release_workspaces
 from tq_hf.stores import graph_ops
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
@@ -48,7 +47,7 @@ def query(batch: int = 1) -> torch.Tensor:
 
 
 @pytest.fixture
-def store(log) -> GrowingStore:
+def store(log) -> LayerStore:
     """A store that is decoding, with room in its residual."""
     config = TurboQuantConfig(sink_tokens=4, residual_length=128)
     store = filled(config, states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
@@ -84,10 +83,10 @@ def test_a_settled_launch_passes_what_the_first_one_did(store, log, options, lat
 
 
 @pytest.fixture
-def preallocated(log, monkeypatch) -> PreallocatedStore:
+def preallocated(log, monkeypatch) -> LayerStore:
     """A preallocated store with sinks and rows, whose counts no kernel changes here."""
     pair = states(0, tokens=100, dim=64, value_dim=32, dtype=torch.float16)
-    store = PreallocatedStore.allocate(TurboQuantConfig(sink_tokens=4), *pair, 1000)
+    store = LayerStore.allocate(TurboQuantConfig(sink_tokens=4), *pair, 1000)
     store.append(*pair)
     return store
 
@@ -104,7 +103,7 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         ] or seed == 2
         assert view.pending.states is None and kept.shape == (1, 1, 4, 32)
         first = log[0][3][1]
-        given = (*new, *store.counts, *store.tensors.sinks, *store.tensors.ring)
+        given = (*new, *store.device_counts, *store.tensors.sinks, *store.tensors.ring)
         assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
         log.clear()
         graph_ops.attend_token(q, view, None, AttentionOptions(0.3))
@@ -131,14 +130,14 @@ def test_a_split_reads_counts_when_they_are_written(preallocated, log, monkeypat
 def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
     for seed in range(2, 6):
         new = token(seed)
-        slot = (store.residual.first + store.residual.count) % store.residual.capacity
+        slot = (store.counts.blocks * 128 + store.counts.residual) % store.tensors.ring_rows
         view = store.append(*new)
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
         assert view.pending.states is None  # written, and the model's tensors are let go
         assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
         keys_at, values_at, *ring_at = log[0][3][1][:4]
         assert (keys_at, values_at) == (new[0].data_ptr(), new[1].data_ptr())
-        assert ring_at == [part.data_ptr() for part in store.residual.ring]
+        assert ring_at == [part.data_ptr() for part in store.tensors.ring]
         assert slot in log[0][3][1]
         log.clear()
 
@@ -207,7 +206,7 @@ def test_nothing_is_compiled_while_a_residual_grows(log, residual):
     new, capacities = (keys[:, :, :1].contiguous(), values[:, :, :1].contiguous()), set()
     for _ in range(1400):
         dispatch.attend(query(), store.append(*new), None, AttentionOptions(0.1))
-        capacities.add(store.residual.capacity)
+        capacities.add(store.tensors.ring_rows)
     assert len(capacities) > (3 if residual == 1024 else 0)
     # By constants: the addresses of these tensors have whatever alignment the host gives them.
     for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"):
@@ -240,22 +239,22 @@ def addresses(log: list[tuple[Any, ...]]) -> set[int]:
     return {value for entry in log for value in entry[3][1] if isinstance(value, int)}
 
 
-def packed_residual_and_sinks(store: GrowingStore) -> set[int]:
+def packed_residual_and_sinks(store: LayerStore) -> set[int]:
     tensors = [tensor for group in store.by_kind().values() for tensor in group]
     return {tensor.data_ptr() for tensor in tensors}
 
 
-def moved(store: GrowingStore) -> GrowingStore:
+def moved(store: LayerStore) -> LayerStore:
     """As layers that are offloaded come back: in tensors of other addresses."""
     return store.map(torch.clone)
 
 
-def prefilled(store: GrowingStore) -> GrowingStore:
+def prefilled(store: LayerStore) -> LayerStore:
     store.append(*states(7, tokens=300, dim=64, value_dim=32, dtype=torch.float16))
     return store
 
 
-def grown(store: GrowingStore) -> GrowingStore:
+def grown(store: LayerStore) -> LayerStore:
     """Decoded on until a block is encoded into larger buffers."""
     blocks = store.blocks
     while store.blocks is blocks:
@@ -263,13 +262,14 @@ def grown(store: GrowingStore) -> GrowingStore:
     return store
 
 
-def cropped(store: GrowingStore) -> GrowingStore:
+def cropped(store: LayerStore) -> LayerStore:
     store.crop(150)
     return store
 
 
-def copied(store: GrowingStore) -> GrowingStore:
-    store._replace_residual(store.residual.copied(store.residual.capacity))
+def copied(store: LayerStore) -> LayerStore:
+    tensors = store.tensors
+    store.tensors = tensors.with_ring(tuple(part.clone() for part in tensors.ring))
     return store
 
 
@@ -331,54 +331,6 @@ def test_what_launches_of_a_layer_need_is_not_compiled_anew_for_each_layer(store
 # The late row
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda store, view: dispatch.dense(view),
-        lambda store, view: dispatch.dense(store.view()),
-        lambda store, view: dispatch.dense(deepcopy(store).view()),
-        lambda store, view: dispatch.dense(store.map(torch.clone).view()),
-        lambda store, view: dispatch.dense(GrowingStore(
-            store.tensors.with_ring(store.residual.write_pending_token()), store.counts
-        ).view()),
-    ],
-    ids=["view", "store", "copied", "mapped", "saved"],
-)  # fmt: skip
-@torch.no_grad()
-def test_whoever_reads_a_pending_token_finds_it(read):
-    pair = states(0, tokens=30)
-    store = filled(all_packed(), pair)
-    for seed in (1, 2):
-        new = states(seed, tokens=1)
-        view = store.append(*new)
-        assert view.pending is not None and view.pending.states is not None
-        pair = concatenated(pair, new)
-        assert_same(read(store, view), pair)
-
-
-@torch.no_grad()
-def test_a_pending_token_that_was_cropped_does_not_come_back():
-    pair = states(0, tokens=30)
-    store = filled(all_packed(), pair)
-    store.append(*states(1, tokens=1))
-    store.crop(1)
-    other, third = states(2, tokens=1), states(3, tokens=1)
-    store.append(*other)
-    assert_same(dispatch.dense(store.view()), concatenated(pair, other))
-    store.append(*third)
-    store.crop(2)
-    assert_same(dispatch.dense(store.view()), pair)
-
-
-@torch.no_grad()
-def test_rows_that_nobody_reads_are_written_one_after_the_other():
-    pair = states(0, tokens=100)
-    store = filled(all_packed(), rows(pair, 0, 90))
-    for i in range(90, 100):
-        store.append(*rows(pair, i, i + 1))
-    assert_same(dispatch.dense(store.view()), pair)
-
-
 def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
     def without_room(self, name, request):
         raise torch.OutOfMemoryError("no room")
@@ -388,7 +340,7 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
     monkeypatch.setattr(Workspace, "_fit", without_room)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
-    *_, (_, part) = store.residual.parts()
+    *_, (_, part) = store.view().dense_parts()
     assert_same(rows(part, part[0].shape[2] - 1), token(2))
 
 

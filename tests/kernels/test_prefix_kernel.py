@@ -16,7 +16,7 @@ from tq_hf.config import PRESETS
 from tq_hf.ops import dispatch, reference
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace, release_workspaces
-from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.store import LayerStore
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, residual=37, residual_capacity=96)
@@ -154,7 +154,7 @@ if INTERPRETED:
         monkeypatch.setattr(triton_blocks, "MAX_SHORT_SCORES", short)
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(1, 1, 300 + queries, 32, generator=generator).half() for _ in range(2)]
-        store = GrowingStore.allocate(TurboQuantConfig(residual_length=10), *states)
+        store = LayerStore.allocate(TurboQuantConfig(residual_length=10), *states)
         store.append(*(x[:, :, :300] for x in states))
         view = store.append(*(x[:, :, 300:] for x in states))
         assert (view.new is None) == (queries < 130) and view.num_blocks == 2

@@ -10,8 +10,7 @@ from tests.support.kernel_cases import INTERPRETED, child, gpu
 from tq_hf.ops import dispatch
 from tq_hf.ops.backend import HAS_TRITON
 from tq_hf.ops.triton import blocks as triton_blocks
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
 from tq_hf.tensors.layer import LayerTensors
 
 CPU = torch.device("cpu")
@@ -90,9 +89,9 @@ def check_store(preallocated: bool, dims: tuple[int, int], device: torch.device)
     config = all_packed(sink_tokens=4)
     made = states(0, batch=3, heads=1, tokens=300, dim=dims[0], value_dim=dims[1], dtype=torch.float16)
     pair = (made[0].to(device), made[1].to(device))
-    store: GrowingStore | PreallocatedStore = filled(config, pair)
+    store: LayerStore = filled(config, pair)
     if preallocated:
-        store = PreallocatedStore.allocate(config, *pair, 400)
+        store = LayerStore.allocate(config, *pair, 400)
         store.append(*pair)
     order = torch.tensor([2, 0, 0], device=device)
     places = [tensor.data_ptr() for tensor in store.tensors.arguments()]

@@ -20,7 +20,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.stores import graph_ops
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
@@ -75,7 +75,7 @@ def test_a_layer_that_comes_back_from_elsewhere_is_launched_as_before(log, monke
     """Offloading: tensors have other addresses in every step, and the numbers and compiled kernels are the same."""
     pair = states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16)
     config = TurboQuantConfig(sink_tokens=4)
-    store = filled(config, pair) if room is None else PreallocatedStore.allocate(config, *pair, room)
+    store = filled(config, pair) if room is None else LayerStore.allocate(config, *pair, room)
 
     def step(store, seed):
         view = store.append(*token(seed))

@@ -14,8 +14,7 @@ from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import reference
 from tq_hf.stores.graph_ops import attend_token
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] + (["cpu"] if INTERPRETED else [])
 
@@ -57,8 +56,8 @@ def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset
     config = TurboQuantConfig.from_preset(preset, residual_length=0, sink_tokens=4)
     total = prompt + steps
     keys, values = states(total, device, dim=dim)
-    preallocated = PreallocatedStore.allocate(config, keys, values, total)
-    growing = GrowingStore.allocate(config, keys, values)
+    preallocated = LayerStore.allocate(config, keys, values, total)
+    growing = LayerStore.allocate(config, keys, values)
     growing.append(keys[:, :, :prompt], values[:, :, :prompt])
     preallocated.append(keys[:, :, :prompt], values[:, :, :prompt])
     query = torch.randn(2, HEADS * GROUP, 1, dim, generator=torch.Generator().manual_seed(1)).half().to(device)
@@ -68,26 +67,26 @@ def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset
         step = preallocated.append(*new)
         view = growing.append(*new)
         # Attention appends the token in passing, once, and anybody may be next to read it.
-        for _ in range(2 if token in (prompt, total - 1) or growing.num_pending else 0):
+        for _ in range(2 if token in (prompt, total - 1) or growing.counts.pending else 0):
             actual = attend_token(query, step, None, AttentionOptions(dim**-0.5))
             expected = reference.attend(query, view, None, AttentionOptions(dim**-0.5))
             assert relative_error(actual, expected) < 2e-3
         assert preallocated.length.item() == token + 1
-        assert tuple(preallocated.state.tolist()) == tuple(growing.counts)
-    store = preallocated.as_growing()
-    dense, expected = (s.view() for s in (store, growing))
-    for (start, part), (other_start, other) in zip(dense.dense_parts, expected.dense_parts, strict=True):
+        assert preallocated.settle() == growing.counts
+    dense, expected = (s.view() for s in (preallocated, growing))
+    for (start, part), (other_start, other) in zip(dense.dense_parts(), expected.dense_parts(), strict=True):
         assert start == other_start
         assert torch.equal(part[0], other[0]) and torch.equal(part[1], other[1])
-    for name, tensor in store.blocks.tensors().items():
-        assert torch.equal(tensor[:, :, : store.num_blocks], growing.blocks.tensors()[name][:, :, : store.num_blocks])
+    for name, tensor in preallocated.blocks.tensors().items():
+        held = slice(growing.counts.blocks)
+        assert torch.equal(tensor[:, :, held], growing.blocks.tensors()[name][:, :, held])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_full_store_is_left_as_it_is(device):
     config = TurboQuantConfig(residual_length=0, sink_tokens=4)
     keys, values = states(50, device)
-    store = PreallocatedStore.allocate(config, keys, values, 50)
+    store = LayerStore.allocate(config, keys, values, 50)
     store.append(keys[:, :, :49], values[:, :, :49])
     store.append(keys[:, :, 49:], values[:, :, 49:])
     before = snapshot(store)

@@ -140,7 +140,7 @@ def test_assisted_greedy_is_greedy(preset, seeds):
         for lookup in (None, 4):
             cache = TurboQuantCache(model.config, preset, residual_length=24, sink_tokens=4)
             outputs.append(model.generate(ids, **as_input(cache), prompt_lookup_num_tokens=lookup, **options))
-            assert any(layer.store.num_blocks for layer in cache.layers)
+            assert any(layer.store.counts.blocks for layer in cache.layers)
         assert torch.equal(*outputs), seed
 
 

@@ -15,7 +15,7 @@ from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace, release_workspaces
-from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.store import LayerStore
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -48,7 +48,7 @@ def oracle(query: torch.Tensor, view, mask: torch.Tensor | None) -> torch.Tensor
 @pytest.mark.parametrize("preset", PRESETS)
 def test_fused_and_buffered_agree_with_fp64(preset, queries, past, padded):
     """T = past + S, odd and prime among them."""
-    store = GrowingStore.allocate(TurboQuantConfig.from_preset(preset), *states(1, 0))
+    store = LayerStore.allocate(TurboQuantConfig.from_preset(preset), *states(1, 0))
     store.append(*states(past, 1))
     view = store.append(*states(queries, 2))
     generator = torch.Generator("cuda").manual_seed(3)
@@ -67,7 +67,7 @@ def test_scratch_is_of_the_size_of_the_queries():
     sizes = []
     for past in (4000, 40000):
         release_workspaces()
-        store = GrowingStore.allocate(TurboQuantConfig(), *states(1, 0))
+        store = LayerStore.allocate(TurboQuantConfig(), *states(1, 0))
         store.append(*states(past, 1))
         view = store.append(*states(1500, 2))
         query = torch.randn(2, HQ, 1500, DIM, device="cuda", dtype=torch.float16)

@@ -27,7 +27,7 @@ from tq_hf.ops import backend, dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace
 from tq_hf.stores import graph_ops
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -170,13 +170,13 @@ def buffered() -> Launch:
 
 
 def append_on_device() -> Launch:
-    store = PreallocatedStore.allocate(CONFIG, *states(0, tokens=1), 300)
+    store = LayerStore.allocate(CONFIG, *states(0, tokens=1), 300)
     view = store.append(*states(1, tokens=1))
     return lambda: graph_ops.dense(view)
 
 
 def attend_on_device() -> Launch:
-    store = PreallocatedStore.allocate(CONFIG, *states(0, tokens=1), 300)
+    store = LayerStore.allocate(CONFIG, *states(0, tokens=1), 300)
     view = store.append(*states(1, tokens=1))
     return lambda: graph_ops.attend_token(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
 

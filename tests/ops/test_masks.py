@@ -9,7 +9,7 @@ from tq_kernels.types import AttentionOptions
 from tests.support.helpers import all_packed, filled, states
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
 
 REFUSED = "200 columns for {} tokens.*a column for every token"
 
@@ -34,7 +34,7 @@ def test_a_short_mask_is_refused(queries: int, dtype: torch.dtype) -> None:
 def test_a_preallocated_step_refuses_a_short_mask(counted: bool, needed: int) -> None:
     """Against the tokens held where the host counts them, else against all there is room for."""
     pair = states(0, heads=1, tokens=250, dim=32)
-    store = PreallocatedStore.allocate(all_packed(), *pair, 300)
+    store = LayerStore.allocate(all_packed(), *pair, 300)
     store.append(*pair)
     view = store.append(*states(1, heads=1, tokens=1, dim=32))
     assert view.past_length == 250

@@ -14,8 +14,7 @@ from tests.support.kernel_cases import INTERPRETED
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import backend, dispatch
 from tq_hf.stores import graph_ops
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels compute it there")
 
@@ -47,18 +46,18 @@ def dequantize() -> None:
 
 def balance() -> None:
     pair = states(0, 1, 2, 128, 16)
-    GrowingStore.allocate(CONFIG, *pair).append(*pair)
+    LayerStore.allocate(CONFIG, *pair).append(*pair)
 
 
 def attend(queries: int) -> None:
     pair = states(0, 1, 2, 300, 16)
-    view = GrowingStore.allocate(TurboQuantConfig(), *pair).append(*pair)
+    view = LayerStore.allocate(TurboQuantConfig(), *pair).append(*pair)
     dispatch.attend(states(1, 1, 4, queries, 16)[0], view, None, OPTIONS)
 
 
 def append() -> None:
     pair = states(0, 1, 2, 20, 16)
-    store = PreallocatedStore.allocate(CONFIG, *pair, 64)
+    store = LayerStore.allocate(CONFIG, *pair, 64)
     store.append(*rows(pair, 0, 19))
     graph_ops.append_pending_token(store.append(*rows(pair, 19)))
 

@@ -13,7 +13,7 @@ from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference, workspace
 from tq_hf.ops.cpu import attention as cpu_attention
 from tq_hf.ops.cpu.attention import attend_dense
-from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.store import LayerStore
 from tq_hf.tensors.layer import View
 
 CONFIG = TurboQuantConfig(residual_length=60, sink_tokens=4)
@@ -30,7 +30,7 @@ def viewed(
 ) -> View:
     """A view of `past` cached tokens and `queries` new ones."""
     pair = states(queries, batch, heads, past + queries, dim, value_dim)
-    store = GrowingStore.allocate(config, *pair)
+    store = LayerStore.allocate(config, *pair)
     store.append(*rows(pair, 0, past))
     return store.append(*rows(pair, past))
 

@@ -94,7 +94,7 @@ def test_blocks_whose_rows_are_still_dense_come_back_as_they_were(tmp_path, crop
     cache = TurboQuantCache(model.config, model=model, residual_length=0)
     run(model, cache, tokens(2, 120))
     run(model, cache, tokens(2, 20))
-    assert cache.layers[0].store.num_pending == 1
+    assert cache.layers[0].store.counts.pending == 1
     assert cache.layers[0].store.blocks.scales.count_nonzero()
     cache.save(tmp_path / "c.safetensors")
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
@@ -331,7 +331,7 @@ def test_the_file_opens_with_safetensors_itself(tmp_path):
     cache.save(tmp_path / "c.safetensors")
     tensors = load_file(tmp_path / "c.safetensors")
     store = cache.layers[1].store
-    assert torch.equal(tensors["layers.1.key_words"], store.blocks.key_words[:, :, : store.num_blocks])
+    assert torch.equal(tensors["layers.1.key_words"], store.blocks.key_words[:, :, : store.counts.blocks])
     assert torch.equal(tensors["layers.0.keys"], cache.layers[0].keys)
     assert all(isinstance(cache.layers[i], TurboQuantLayer) == (f"layers.{i}.scales" in tensors) for i in range(4))
 

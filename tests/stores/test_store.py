@@ -1,4 +1,5 @@
-"""One layer's store: what it holds depends on the tokens alone, what it shows is exact where it promises to be."""
+"""One layer's store, growing or preallocated: what it holds depends on the tokens alone, what it shows is exact where
+it promises to be."""
 
 from __future__ import annotations
 
@@ -25,18 +26,19 @@ from tests.support.helpers import (
     snapshot,
     states,
 )
-from tests.support.store_cases import CONFIGS, SIZES, configs, gradients
-from tq_hf import PRESETS, TurboQuantConfig
+from tests.support.store_cases import SIZES, configs, gradients, rooms, shown
+from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch
-from tq_hf.stores import growing as store_module
-from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores import sizes
+from tq_hf.stores.store import LayerStore
 
 
 class Expected:
-    """What a store must hold, from its documentation: all tokens, and how many blocks of them are packed."""
+    """What a store must hold, from its documentation: all tokens, and how many blocks of them are packed. The ring of a
+    preallocated store has `ring_rows` rows for ever."""
 
-    def __init__(self, config: TurboQuantConfig, like) -> None:
-        self.config = config
+    def __init__(self, config: TurboQuantConfig, like, ring_rows: int | None) -> None:
+        self.config, self.ring_rows = config, ring_rows
         self.tokens = rows(like, 0, 0)
         self.settled = self.pending = 0
 
@@ -64,15 +66,16 @@ class Expected:
     def append(self, new):
         """Take in new tokens; returns what their queries must see."""
         self.settled, self.pending = self.settled + self.pending, 0
-        short = 0 < self.length and new[0].shape[2] <= store_module.SHORT_CALL
+        short = 0 < self.length and new[0].shape[2] <= sizes.SHORT_CALL
         self.tokens = concatenated(self.tokens, new)
-        shown = self.read(self.settled)
+        seen = self.read(self.settled)
         due = self.due(self.length)
-        if short:
+        fits = self.ring_rows is None or self.length - self.sinks - self.settled * BLOCK <= self.ring_rows
+        if short and fits:
             self.pending = due
         else:
             self.settled += due
-        return shown
+        return seen
 
     def crop(self, tokens: int) -> None:
         length, sinks = max(0, self.length - tokens), self.sinks
@@ -86,11 +89,13 @@ class Expected:
         self.tokens = rows(self.tokens, 0, length)
 
 
-def check(store: GrowingStore, expected: Expected) -> None:
+def check(store: LayerStore, expected: Expected) -> None:
     """The store holds what is expected, bit for bit."""
     sinks, settled, pending = expected.sinks, expected.settled, expected.pending
-    assert (store.length, store.num_sinks) == (expected.length, sinks)
-    assert store.num_blocks + store.num_pending == settled + pending
+    assert store.length == expected.length
+    counts = store.settle()
+    assert (counts.tokens, counts.sinks) == (expected.length, sinks) and store.length == expected.length
+    assert counts.blocks + counts.pending == settled + pending
     assert_same(rows(store.tensors.sinks, 0, sinks), rows(expected.tokens, 0, sinks))
     assert_same(residual_tensors(store), rows(expected.tokens, sinks + (settled + pending) * BLOCK))
     for name, tensor in expected.packed(settled + pending).tensors().items():
@@ -100,18 +105,17 @@ def check(store: GrowingStore, expected: Expected) -> None:
 APPEND = st.tuples(st.just("append"), SIZES)
 STEP = st.tuples(st.just("append"), st.just(1))
 CALLS = st.one_of(
-    APPEND,
-    APPEND,
-    STEP,
-    STEP,
-    STEP,
+    *[APPEND] * 2,
+    *[STEP] * 6,
     st.tuples(st.just("crop"), st.one_of(st.integers(0, 12), SIZES)),
-    st.tuples(st.just("select"), st.lists(st.integers(0, 5), min_size=1, max_size=3)),
+    st.tuples(st.sampled_from(["select", "reorder"]), st.lists(st.integers(0, 5), min_size=1, max_size=3)),
     st.tuples(st.just("read"), st.none()),
+    st.tuples(st.just("assign"), st.integers(0, 12)),
+    st.tuples(st.just("save"), st.none()),
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(
     bits=st.sampled_from([(4, 4), (8, 3), (2, 2)]),
     residual=st.sampled_from([0, 1, 100, 128, 200]),
@@ -119,119 +123,100 @@ CALLS = st.one_of(
     prompt=SIZES,
     calls=st.lists(CALLS, min_size=3, max_size=12),
 )
-def check_any_sequence_of_calls(bits, residual, sinks, prompt, calls):
+def check_any_sequence_of_calls(room, bits, residual, sinks, prompt, calls):
     config = TurboQuantConfig(key_bits=bits[0], value_bits=bits[1], residual_length=residual, sink_tokens=sinks)
     shape = dict(heads=1, dim=8, value_dim=12)
-    store = GrowingStore.allocate(config, *states(0, 2, **shape))
-    expected = Expected(config, states(0, 2, **shape))
+    store = LayerStore.allocate(config, *states(0, 2, **shape), room)
+    expected = Expected(config, states(0, 2, **shape), room and store.tensors.ring_rows)
     for seed, (call, argument) in enumerate([("append", prompt), *calls]):
+        batch = store.tensors.batch_size
         if call == "append":
-            new = states(seed, store.tensors.batch_size, tokens=argument, **shape)
+            new = states(seed, batch, tokens=argument, **shape)
             past = expected.length
             view = store.append(*new)
-            assert (view.past_length, view.length) == (past, past + argument)
-            assert_same(dispatch.dense(view), expected.append(new))
+            assert view.past_length == past
+            seen = expected.append(new)
+            if argument > 1 or seed % 3:  # else the token is pending when the next call comes
+                assert_same(shown(view), seen)
         elif call == "crop":
             store.crop(argument)
             expected.crop(argument)
-        elif call == "select":
-            indices = torch.tensor(argument) % store.tensors.batch_size
-            store = store.map(lambda tensor, indices=indices: tensor[indices])
+        elif call == "assign":  # rows cut off at the end
+            keys, values = rows(dispatch.dense(store.view()), 0, max(0, expected.length - argument))
+            store.assign(keys, values)
+            expected.crop(argument)
+        elif call in ("select", "reorder"):
+            if call == "reorder":
+                argument = (argument * batch)[:batch]
+            indices = torch.tensor(argument) % batch
+            if call == "reorder":
+                store.reorder(indices)
+            else:
+                store = store.map(lambda tensor, indices=indices: tensor[indices])
             expected.tokens = (expected.tokens[0][indices], expected.tokens[1][indices])
+        elif call == "save":
+            saved, store = store.export(), LayerStore.allocate(config, *rows(expected.tokens, 0, 0), room)
+            store.restore(*saved)
         else:
             assert_same(dispatch.dense(store.view()), expected.read(expected.settled + expected.pending))
-        check(store, expected)
+        if seed % 2:  # else the next call finds what this one left for later
+            check(store, expected)
+    check(store, expected)
 
 
-def test_any_sequence_of_calls_holds_and_shows_what_it_should():
-    append_token = GrowingStore._append_token
-    with mock.patch.object(GrowingStore, "_append_token", autospec=True, side_effect=append_token) as token:
-        check_any_sequence_of_calls()
-    assert token.call_count > 100, "the path of decoding is hardly taken"
+@pytest.mark.parametrize(("room", "step"), [(None, "_append_token"), (6000, "_append_on_device")])
+def test_any_sequence_of_calls_holds_and_shows_what_it_should(room, step):
+    original = getattr(LayerStore, step)
+    with mock.patch.object(LayerStore, step, autospec=True, side_effect=original) as token:
+        check_any_sequence_of_calls(room)
+    assert token.call_count > 60, "the path of decoding is hardly taken"
 
 
-@settings(max_examples=40)
-@given(
-    name=st.sampled_from(list(CONFIGS)),
-    calls=st.lists(st.one_of(st.integers(1, 5), st.integers(1, 128), st.integers(129, 500)), min_size=1, max_size=8),
+@rooms
+@gradients
+@configs
+@pytest.mark.parametrize(
+    "calls", [[300], [1, 299], [290, 10], [100, 128, 72], [200, 129, 300], [1] * 420], ids=lambda calls: str(calls[:3])
 )
-def test_what_is_held_does_not_depend_on_how_it_was_appended(name, calls):
-    pair = states(1, tokens=sum(calls), dim=8)
-    split, whole = filled(CONFIGS[name], pair, calls), filled(CONFIGS[name], pair)
-    assert split.length == whole.length == sum(calls)
-    assert_same(residual_tensors(split), residual_tensors(whole))
-    assert_same(rows(split.tensors.sinks, 0, split.num_sinks), rows(whole.tensors.sinks, 0, whole.num_sinks))
-    for tensor_name, tensor in packed_tensors(whole).items():
-        assert torch.equal(packed_tensors(split)[tensor_name], tensor), tensor_name
-
-
-@gradients
-@configs
-def test_decoding_token_by_token_holds_the_same_as_one_prefill(config, recorded):
-    pair = states(2, tokens=420, dim=8)
-    with torch.set_grad_enabled(recorded):
-        steps, whole = filled(config, pair, [1] * 420), filled(config, pair)
-    assert_same(residual_tensors(steps), residual_tensors(whole))
-    for name, tensor in packed_tensors(whole).items():
-        assert torch.equal(packed_tensors(steps)[name], tensor), name
-
-
-@gradients
-@configs
-@pytest.mark.parametrize("calls", [[300], [1, 299], [290, 10], [100, 128, 72], [200, 129, 300]])
-def test_tokens_of_a_call_are_exact_in_that_call_and_follow_the_past(config, calls, recorded):
+def test_tokens_of_a_call_are_exact_in_that_call_and_follow_the_past(config, calls, recorded, room):
     pair = states(3, tokens=sum(calls), dim=8)
-    store = GrowingStore.allocate(config, *pair)
-    past = 0
-    for size in calls:
-        before = dispatch.dense(store.view())
+    store = LayerStore.allocate(config, *pair, room)
+    past, read_every = 0, 1 if len(calls) < 10 else 83
+    for i, size in enumerate(calls):
+        before = dispatch.dense(store.view()) if i % read_every == 0 else None
         with torch.set_grad_enabled(recorded):
             view = store.append(*rows(pair, past, past + size))
-        assert (view.past_length, view.length) == (past, past + size)
-        shown = dispatch.dense(view)
-        assert_same(rows(shown, past), rows(pair, past, past + size))
-        assert_same(rows(shown, 0, past), before)
+        if before is not None:
+            seen = shown(view)
+            assert_same(rows(seen, past), rows(pair, past, past + size))
+            assert_same(rows(seen, 0, past), before)
         past += size
+        assert view.past_length == past - size and store.length == past
+    whole = filled(config, pair)
+    assert_same(residual_tensors(store), residual_tensors(whole))
+    for name, tensor in packed_tensors(whole).items():
+        assert torch.equal(packed_tensors(store)[name], tensor), name
 
 
-@configs
-def test_all_but_complete_old_blocks_stays_exact(config):
-    length = 700
-    pair = states(4, tokens=length, dim=16)
-    read = dispatch.dense(filled(config, pair).view())
-    packed = (length - config.sink_tokens - config.residual_length) // BLOCK * BLOCK
-    assert_same(rows(read, 0, config.sink_tokens), rows(pair, 0, config.sink_tokens))
-    assert_same(rows(read, config.sink_tokens + packed), rows(pair, config.sink_tokens + packed))
-    assert not torch.isclose(read[0], pair[0])[:, :, config.sink_tokens : config.sink_tokens + packed].all(-1).any()
-
-
-def test_reading_changes_neither_the_store_nor_a_view_in_use():
+@rooms
+def test_reading_changes_neither_the_store_nor_a_view_in_use(room):
     """`.keys` may be read between `update` and attention, and before an assisted decoder crops."""
     pair = states(5, tokens=300, dim=8)
-    store = GrowingStore.allocate(all_packed(), *pair)
-    store.append(*rows(pair, 0, 250))
-    view = store.append(*rows(pair, 250, 260))
-    assert store.num_pending == 1
-    shown = [part.clone() for part in dispatch.dense(view)]
-    before = snapshot(store)
-    dispatch.dense(store.view())
-    assert_unchanged(store, before)
-    assert_same(dispatch.dense(view), tuple(shown))
-
-
-def test_what_is_read_does_not_alias_what_is_held():
-    pair = states(6, tokens=300, dim=8)
-    store = filled(TurboQuantConfig(residual_length=60), pair)
-    before = snapshot(store)
+    store = filled(all_packed(), rows(pair, 0, 250), max_cache_len=room)
+    view = store.append(*rows(pair, 250, 256))
+    assert store.counts.pending == 1
+    seen, before = [part.clone() for part in shown(view)], snapshot(store)
     for part in dispatch.dense(store.view()):
         part.fill_(7)
     assert_unchanged(store, before)
+    assert_same(shown(view), tuple(seen))
 
 
-@pytest.mark.parametrize("calls", [[300], [290, 10], [1, 299]])
-def test_the_models_own_tensors_are_neither_kept_nor_aliased(calls):
+@rooms
+@pytest.mark.parametrize("calls", [[300], [290, 10], [1, 299]], ids=str)
+def test_the_models_own_tensors_are_neither_kept_nor_aliased(calls, room):
     pair = states(7, tokens=300, dim=8)
-    store = filled(all_packed(sink_tokens=2), pair, calls)
+    store = filled(all_packed(sink_tokens=2), pair, calls, room)
     before = snapshot(store)
     pair[0].fill_(7), pair[1].fill_(7)
     assert_unchanged(store, before)
@@ -245,121 +230,40 @@ def test_the_models_own_tensors_are_neither_kept_nor_aliased(calls):
 # Crop
 
 
-@configs
-@pytest.mark.parametrize("removed", [0, 1, 20])
-def test_crop_within_the_residual_equals_never_having_appended(config, removed):
-    pair = states(9, tokens=530, dim=8)
-    cropped, straight = filled(config, pair, [500, 10, 20]), filled(config, rows(pair, 0, 530 - removed))
-    cropped.crop(removed)
-    assert cropped.length == 530 - removed
-    more = states(10, tokens=400, dim=8)
-    for store in (cropped, straight):
-        assert_same(rows(dispatch.dense(store.append(*rows(more, 0, 3))), 530 - removed), rows(more, 0, 3))
-        store.append(*rows(more, 3))
-    assert_same(residual_tensors(cropped), residual_tensors(straight))
-    for name, tensor in packed_tensors(straight).items():
-        assert torch.equal(packed_tensors(cropped)[name], tensor), name
-
-
-def test_crop_of_the_call_that_completed_a_block_is_exact():
-    """Assisted decoding: candidates complete a block, which is encoded, and are then rejected."""
+@rooms
+@pytest.mark.parametrize("removed, blocks", [(4, 1), (0, 2)], ids=["cut", "complete"])
+def test_crop_of_the_call_that_completed_a_block_is_exact(removed, blocks, room):
+    """Assisted decoding: candidates complete a block, which is encoded, and are then rejected. A block that stays
+    complete stays packed."""
     pair = states(11, tokens=300, dim=8)
-    store = GrowingStore.allocate(all_packed(), *pair)
-    store.append(*rows(pair, 0, 250))
-    store.append(*rows(pair, 250, 260))
-    assert (store.num_blocks, store.num_pending) == (1, 1)
-    store.crop(8)
-    assert (store.num_blocks, store.num_pending, store.length) == (1, 0, 252)
-    assert_same(rows(dispatch.dense(store.view()), BLOCK), rows(pair, BLOCK, 252))
-    store.append(*rows(pair, 252, 300))
-    straight = filled(all_packed(), pair)
-    assert_same(dispatch.dense(store.view()), dispatch.dense(straight.view()))
+    store = filled(all_packed(), rows(pair, 0, 256), [250, 6], room)
+    assert store.settle() == (0, 1, BLOCK, 1)
+    store.crop(removed)
+    length = 256 - removed
+    assert (store.counts.blocks + store.counts.pending, store.length) == (blocks, length)
+    assert_same(rows(dispatch.dense(store.view()), blocks * BLOCK), rows(pair, blocks * BLOCK, length))
+    store.append(*rows(pair, length, 300))
+    assert_same(dispatch.dense(store.view()), dispatch.dense(filled(all_packed(), pair).view()))
 
 
-def test_crop_that_keeps_a_pending_block_complete_keeps_it_packed():
-    pair = states(12, tokens=260, dim=8)
-    store = GrowingStore.allocate(all_packed(), *pair)
-    store.append(*rows(pair, 0, 250))
-    store.append(*rows(pair, 250, 260))
-    store.crop(3)
-    straight = filled(all_packed(), rows(pair, 0, 257))
-    assert_same(dispatch.dense(store.view()), dispatch.dense(straight.view()))
-    assert store.num_blocks + store.num_pending == 2
-
-
+@rooms
 @configs
-def test_crop_into_a_packed_block_keeps_survivors_as_they_were_read(config):
+@pytest.mark.parametrize("past_sinks", [BLOCK + 50, 2 * BLOCK, 0, -1, -4, -700])
+def test_crop_into_packed_blocks_keeps_survivors_as_they_were_read(config, past_sinks, room):
+    """Within a block, at its edge, and where sinks alone or nothing stays."""
     pair = states(13, tokens=700, dim=8)
-    store = filled(config, pair)
+    store = filled(config, pair, max_cache_len=room)
     read = dispatch.dense(store.view())
-    length = config.sink_tokens + BLOCK + 50
-    store.crop(700 - length)
-    assert (store.length, store.num_blocks, store.residual.count) == (length, 1, 50)
+    length = max(0, config.sink_tokens + past_sinks)
+    store.crop(700 - length if past_sinks > -700 else 10**6)
+    blocks, residual = divmod(max(0, past_sinks), BLOCK)
+    assert store.settle() == (min(length, config.sink_tokens), blocks, residual, 0) and store.length == length
+    assert store.view().length == length
     assert_same(dispatch.dense(store.view()), rows(read, 0, length))
     new = states(14, tokens=9, dim=8)
-    assert_same(dispatch.dense(store.append(*new)), concatenated(rows(read, 0, length), new))
-
-
-@configs
-def test_crop_to_the_edge_of_a_block_leaves_the_residual_empty(config):
-    pair = states(15, tokens=700, dim=8)
-    store = filled(config, pair)
-    read = dispatch.dense(store.view())
-    length = config.sink_tokens + 2 * BLOCK
-    store.crop(700 - length)
-    assert (store.length, store.num_blocks, store.residual.count) == (length, 2, 0)
-    assert_same(dispatch.dense(store.view()), rows(read, 0, length))
-
-
-@pytest.mark.parametrize("length", [0, 1, 4, 5])
-def test_crop_to_the_sinks_and_below_keeps_the_first_tokens_exact(length):
-    pair = states(16, tokens=700, dim=8)
-    config = all_packed(sink_tokens=5)
-    store = filled(config, pair)
-    store.crop(700 - length)
-    assert (store.length, store.num_sinks, store.num_blocks, store.residual.count) == (length, length, 0, 0)
-    store.append(*rows(pair, length))
-    straight = filled(config, pair)
-    assert_same(dispatch.dense(store.view()), dispatch.dense(straight.view()))
-    for name, tensor in packed_tensors(straight).items():
-        assert torch.equal(packed_tensors(store)[name], tensor), name
-
-
-@pytest.mark.parametrize("tokens", [700, 701, 10**6])
-def test_cropping_everything_leaves_a_usable_empty_store(tokens):
-    pair = states(17, tokens=700, dim=8)
-    store = filled(PRESETS["4bit_nc"], pair)
-    store.crop(tokens)
-    assert store.length == 0 and store.view().length == 0
-    view = store.append(*rows(pair, 0, 200))
-    assert_same(dispatch.dense(view), rows(pair, 0, 200))
-
-
-# Batch operations
-
-
-@configs
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.index_select(0, torch.tensor([2, 0, 0])),
-        lambda x: x.repeat_interleave(2, dim=0),
-        lambda x: x[torch.tensor([1])],
-    ],
-    ids=["reorder", "repeat", "select"],
-)
-@pytest.mark.parametrize("calls", [[400], [380, 20]], ids=["settled", "pending"])
-def test_batch_operations_equal_doing_them_on_the_inputs(config, function, calls):
-    pair = states(18, batch=3, tokens=400, dim=8)
-    changed = tuple(function(part) for part in pair)
-    store, straight = filled(config, pair, calls), filled(config, changed, calls)
-    store = store.map(function)
-    assert store.tensors.batch_size == straight.tensors.batch_size == changed[0].shape[0]
-    new = states(19, batch=changed[0].shape[0], tokens=140, dim=8)
-    assert_same(dispatch.dense(store.append(*new)), dispatch.dense(straight.append(*new)))
-    assert_same(residual_tensors(store), residual_tensors(straight))
-    for name, tensor in packed_tensors(straight).items():
-        assert torch.equal(packed_tensors(store)[name], tensor), name
+    assert_same(shown(store.append(*new)), concatenated(rows(read, 0, length), new))
+    store.append(*rows(pair, length + 9))
+    assert store.length == 700
 
 
 # Refusals
@@ -381,10 +285,11 @@ WRONG = {
 }
 
 
+@rooms
 @pytest.mark.parametrize("message", WRONG)
 @pytest.mark.parametrize("calls", [[300], [250, 50]], ids=["settled", "pending"])
-def test_states_that_do_not_fit_are_refused_and_change_nothing(message, calls):
-    store = filled(all_packed(), states(20, batch=2, tokens=300), calls)
+def test_states_that_do_not_fit_are_refused_and_change_nothing(message, calls, room):
+    store = filled(all_packed(), states(20, batch=2, tokens=300), calls, room)
     before = snapshot(store)
     with pytest.raises(ValueError, match=message):
         store.append(*WRONG[message](*states(21, batch=2, tokens=5)))
@@ -393,7 +298,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(message, calls):
 
 @pytest.mark.parametrize("held, more", [(0, 301), (300, 1), (290, 11), (100, 300)])
 def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held, more):
-    store = GrowingStore.allocate(all_packed(), *states(22), 300)
+    store = LayerStore.allocate(all_packed(), *states(22), 300)
     if held:
         store.append(*states(23, tokens=held))
     before = snapshot(store)
@@ -404,14 +309,49 @@ def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held
     assert store.length == 300
 
 
-def test_a_call_that_fails_after_a_deferred_prompt_leaves_the_prompt(monkeypatch):
+@rooms
+def test_a_call_that_fails_after_a_deferred_prompt_leaves_the_prompt(room, monkeypatch):
     """Which is encoded by then: the residual is another one."""
     config, prompt = all_packed(), states(1, tokens=300)
-    expected, store = filled(config, prompt), GrowingStore.allocate(config, *prompt)
+    expected, store = filled(config, prompt), LayerStore.allocate(config, *prompt, room)
     store.append(*prompt, defer=True)
-    assert store.is_deferred
+    assert store.is_deferred and store.length == 300
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
         patch.setattr(store, "_append_tokens", mock.Mock(side_effect=RuntimeError("no memory")))
         store.append(*states(2, tokens=5))
-    assert store.length == 300 and store.counts == expected.counts
+    assert store.length == 300 and store.settle() == expected.counts
     assert_same(dispatch.dense(store.view()), dispatch.dense(expected.view()))
+
+
+@rooms
+@pytest.mark.parametrize("failing", ["store_prompt", "encode"])
+@pytest.mark.parametrize(
+    "calls, deferred",
+    [([300], False), ([300], True), ([100, 300], False), ([100, 300], True), ([259, 1, 200], False)],
+    ids=["first", "first, deferred", "later", "later, deferred", "after a pending block"],
+)
+def test_a_long_call_that_fails_leaves_what_was_held(failing, calls, deferred, room, monkeypatch):
+    """And holds the call when it is repeated."""
+    config, pair = TurboQuantConfig(residual_length=0), states(0, tokens=sum(calls))
+    start = sum(calls[:-1])
+    store, alone = LayerStore.allocate(config, *pair, room), filled(config, pair, calls)
+    if start:
+        store = filled(config, rows(pair, 0, start), calls[:-1], room)
+    last = rows(pair, start, sum(calls))
+    if deferred:
+        store.append(*last, defer=True)
+    held, before = None if deferred else store.settle(), (store.is_deferred, store.length, store.tensors)
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as context, pytest.raises(RuntimeError, match="no memory"):
+        context.setattr(dispatch, failing, fails)
+        store.encode_deferred() if deferred else store.append(*last)
+    assert before == (store.is_deferred, store.length, store.tensors)
+    if held is not None:
+        now = store.settle()
+        assert now == (held if room else held.without_encoded_rows())
+    store.encode_deferred() if deferred else store.append(*last)
+    assert store.settle() == alone.counts
+    assert_same(dispatch.dense(store.view()), dispatch.dense(alone.view()))

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.helpers import (
     BLOCK,
@@ -21,11 +19,12 @@ from tests.support.helpers import (
     rows,
     states,
 )
-from tests.support.store_cases import SIZES, configs
+from tests.support.store_cases import configs
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
 from tq_hf.layers.handle import LazyStates, resolve
 from tq_hf.ops import dispatch
-from tq_hf.stores.growing import GROWTH, GrowingStore
+from tq_hf.stores.sizes import GROWTH
+from tq_hf.stores.store import LayerStore
 
 # Sizes and work
 
@@ -41,22 +40,22 @@ def test_bytes_after_a_prefill_follow_config_arithmetic(name, tokens):
 
 @configs
 def test_reserves_stay_within_the_growth_factor(config):
-    store = GrowingStore.allocate(config, *states(27, dim=8))
+    store = LayerStore.allocate(config, *states(27, dim=8))
     for start in range(0, 6000, 75):
         store.append(*states(start, tokens=75, dim=8))
-        blocks = store.num_blocks + store.num_pending
+        blocks = store.counts.blocks + store.counts.pending
         assert blocks <= store.blocks.capacity <= max(1, blocks * GROWTH + 1)
-        assert store.residual.count <= store.residual.capacity <= config.residual_length + 3 * BLOCK
+        assert store.counts.residual <= store.tensors.ring_rows <= config.residual_length + 3 * BLOCK
 
 
 def test_a_residual_that_holds_everything_grows_geometrically():
     config = TurboQuantConfig(residual_length=10**6)
-    store = GrowingStore.allocate(config, *states(28, tokens=60, dim=8))
+    store = LayerStore.allocate(config, *states(28, tokens=60, dim=8))
     capacities = set()
     for start in range(0, 6000, 60):
         store.append(*states(start, tokens=60, dim=8))
-        capacities.add(store.residual.capacity)
-        assert store.residual.capacity <= GROWTH * store.residual.count + 2 * BLOCK
+        capacities.add(store.tensors.ring_rows)
+        assert store.tensors.ring_rows <= GROWTH * store.counts.residual + 2 * BLOCK
     assert len(capacities) <= math.log(6000 / BLOCK) / math.log(GROWTH) + 2
 
 
@@ -71,10 +70,10 @@ def test_blocks_are_encoded_once_and_never_again(monkeypatch):
         encode(config, keys, values, out, start, tokens)
 
     monkeypatch.setattr(dispatch, "encode", spy)
-    store = GrowingStore.allocate(PRESETS["4bit_nc"], *states(29, dim=8))
+    store = LayerStore.allocate(PRESETS["4bit_nc"], *states(29, dim=8))
     for seed, tokens in enumerate([700, 1, 1, 127, 128, 129, 5, 300, 60, 60, 60]):
         store.append(*states(seed, tokens=tokens, dim=8))
-    assert encoded_blocks == list(range(store.num_blocks + store.num_pending))
+    assert encoded_blocks == list(range(store.counts.blocks + store.counts.pending))
 
 
 def test_layers_alike_share_only_what_has_no_elements():
@@ -92,36 +91,8 @@ def test_layers_alike_share_only_what_has_no_elements():
         assert_same(dispatch.dense(store.view()), dispatch.dense(alone.view()))
 
 
-@pytest.mark.parametrize("calls", [[300], [100, 300]], ids=["first", "later"])
-@pytest.mark.parametrize("failing", ["store_prompt", "encode"])
-def test_a_long_call_that_fails_leaves_what_was_held(failing, calls, monkeypatch):
-    """Deferred or not, and again when it is repeated."""
-    config, pair = TurboQuantConfig(residual_length=0), states(0, tokens=sum(calls))
-    for defer in (True, False):
-        store, alone = GrowingStore.allocate(config, *pair), filled(config, pair, calls)
-        start = sum(calls[:-1])
-        if start:
-            store.append(*rows(pair, 0, start))
-        last = rows(pair, start, sum(calls))
-        deferred = defer and not start
-        if deferred:
-            store.append(*last, defer=True)
-        before = (store.num_sinks, store.num_blocks, store.residual.count, store.is_deferred, store.length)
-
-        def fails(*arguments: object) -> None:
-            raise RuntimeError("no memory")
-
-        with monkeypatch.context() as context, pytest.raises(RuntimeError, match="no memory"):
-            context.setattr(dispatch, failing, fails)
-            store.encode_deferred() if deferred else store.append(*last)
-        assert before == (store.num_sinks, store.num_blocks, store.residual.count, store.is_deferred, store.length)
-        store.encode_deferred() if deferred else store.append(*last)
-        assert store.counts == alone.counts
-        assert_same(dispatch.dense(store.view()), dispatch.dense(alone.view()))
-
-
 def test_packed_blocks_stay_in_place_between_growths():
-    store = GrowingStore.allocate(all_packed(), *states(30, dim=8))
+    store = LayerStore.allocate(all_packed(), *states(30, dim=8))
     addresses = []
     for step in range(60):
         store.append(*states(step, tokens=BLOCK, dim=8))
@@ -150,7 +121,7 @@ def test_work_of_a_chunk_does_not_depend_on_the_history(config):
 
     def bytes_written(history: int) -> int:
         store = filled(config, states(34, tokens=history, dim=8))
-        while store.blocks.capacity < store.num_blocks + store.num_pending + 2:
+        while store.blocks.capacity < store.counts.blocks + store.counts.pending + 2:
             store.append(*states(35, tokens=BLOCK, dim=8))
         with CountedBytes() as counter:
             store.append(*states(36, tokens=BLOCK, dim=8))
@@ -182,39 +153,6 @@ def test_a_preallocated_layer_has_room_for_its_length_and_little_more(max_cache_
     layer.update(*states(39, tokens=max(1, max_cache_len // 2), dim=8))
     assert layer.store.blocks.capacity == config.num_blocks(max_cache_len)
     assert layer.store.tensors.ring[0].shape[2] <= min(max_cache_len, config.residual_length + BLOCK) + BLOCK - 1
-
-
-@settings(max_examples=20)
-@given(
-    config=st.sampled_from([all_packed(residual_length=100), TurboQuantConfig(residual_length=90, key_bits=8)]),
-    prompt=SIZES,
-    calls=st.lists(
-        st.one_of(
-            st.tuples(st.just("update"), st.one_of(st.integers(1, 5), st.integers(129, 300))),
-            st.tuples(st.just("decode"), st.sampled_from([10, 40])),
-            st.tuples(st.just("crop"), st.one_of(st.integers(0, 12), SIZES)),
-            st.tuples(st.just("reorder"), st.lists(st.integers(0, 1), min_size=2, max_size=2)),
-        ),
-        min_size=2,
-        max_size=6,
-    ),
-)
-def test_a_preallocated_layer_holds_and_shows_what_a_growing_one_does(config, prompt, calls):
-    growing, fixed = TurboQuantLayer(config), TurboQuantLayer(config, max_cache_len=2000)
-    for seed, (call, argument) in enumerate([("update", prompt), *calls]):
-        if call in ("update", "decode"):
-            sizes = [argument] if call == "update" else [1] * argument
-            new = states(seed, 2, 1, sum(sizes), dim=8)
-            for start in range(0, sum(sizes), sizes[0]):
-                part = rows(new, start, start + sizes[0])
-                shown, padded = growing.update(*part), fixed.update(*part)
-                assert_same(rows(padded, 0, shown[0].shape[2]), shown)
-        elif call == "crop":
-            growing.crop(-argument), fixed.crop(-argument)
-        else:
-            growing.reorder_cache(torch.tensor(argument)), fixed.reorder_cache(torch.tensor(argument))
-        assert int(fixed.get_seq_length()) == growing.get_seq_length()
-        assert_same((fixed.keys, fixed.values), (growing.keys, growing.values))
 
 
 @pytest.mark.parametrize("name", ["turboquant", "sdpa", "eager"])

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.layers.compressed import _one_nan
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.stores.store import LayerStore
+from tq_hf.tensors.residual import ring_parts
 
 CPU = torch.device("cpu")
 BLOCK = BlockLayout.tokens
@@ -75,9 +75,9 @@ def dequantized(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue |
 
 def filled(
     config: TurboQuantConfig, pair: KeyValue, calls: list[int] | None = None, max_cache_len: int | None = None
-) -> GrowingStore:
+) -> LayerStore:
     """A store that was given `pair` in calls of these many tokens (by default in one call)."""
-    store = GrowingStore.allocate(config, *pair, max_cache_len)
+    store = LayerStore.allocate(config, *pair, max_cache_len)
     start = 0
     for size in [pair[0].shape[2]] if calls is None else calls:
         store.append(*rows(pair, start, start + size))
@@ -86,14 +86,16 @@ def filled(
     return store
 
 
-def packed_tensors(store: GrowingStore) -> dict[str, torch.Tensor]:
+def packed_tensors(store: LayerStore) -> dict[str, torch.Tensor]:
     """The used blocks of a store, those not yet dropped from the residual included."""
-    return store.blocks.slice(0, store.num_blocks + store.num_pending).tensors()
+    counts = store.settle()
+    return store.blocks.slice(0, counts.blocks + counts.pending).tensors()
 
 
-def residual_tensors(store: GrowingStore) -> KeyValue:
+def residual_tensors(store: LayerStore) -> KeyValue:
     """The dense rows of a store that no packed block holds."""
-    parts = [part for _, part in store.residual.parts(store.num_pending * store.layout.tokens)]
+    _, blocks, count, _ = store.settle().without_encoded_rows()
+    parts = [part for _, part in ring_parts(store.tensors.ring, blocks * BLOCK, count)]
     return concatenated(*parts) if parts else rows(store.tensors.sinks, 0, 0)
 
 
@@ -102,17 +104,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def snapshot(store: GrowingStore | PreallocatedStore | None) -> dict[str, object]:
+def snapshot(store: LayerStore | None) -> dict[str, object]:
     """Everything a store holds, cloned: equal by `assert_unchanged` only if nothing was touched."""
     if store is None:
         return {}
     tensors = {f"{kind} {i}": t.clone() for kind, group in store.by_kind().items() for i, t in enumerate(group)}
-    if isinstance(store, PreallocatedStore):
-        return tensors  # its counts are tensors
-    return tensors | {"counts": store.counts, "first residual row": store.residual.first, "length": store.length}
+    return tensors | {"counts": store.settle(), "length": int(store.length)}
 
 
-def assert_unchanged(store: GrowingStore | PreallocatedStore | None, before: dict[str, object]) -> None:
+def assert_unchanged(store: LayerStore | None, before: dict[str, object]) -> None:
     """The store is as it was at `before = snapshot(store)`."""
     after = snapshot(store)
     assert after.keys() == before.keys()

@@ -84,7 +84,7 @@ def warn_beyond_fp16(layers: Mapping[int, Any]) -> None:
     """
     checked, sizes = [], []
     for index, layer in layers.items():
-        parts = layer.store.view().dense_parts if layer.store is not None else []
+        parts = layer.store.view().dense_parts() if layer.store is not None else []
         if not parts or parts[-1][1][0].is_meta or parts[-1][1][0].shape[2] == 0:
             continue
         channel_scales = layer.store.blocks.channel_scales

@@ -20,7 +20,7 @@ from tq_kernels.types import KeyValue
 from transformers.cache_utils import CacheLayerMixin
 
 from ..compat import outside_inference_mode
-from ..stores.base import check_same, widened
+from ..stores.checks import check_same, widened
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]
 """State of a layer in a file: a description in JSON, and tensors by name."""

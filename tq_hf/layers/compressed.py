@@ -16,9 +16,8 @@ from ..compat import attention_implementation, cached_table, outside_inference_m
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores import graph_ops
-from ..stores.base import LayerStore, widened
-from ..stores.growing import GrowingStore
-from ..stores.preallocated import PreallocatedStore
+from ..stores.checks import widened
+from ..stores.store import LayerStore
 from ..tensors.layer import Counts, View
 from ..tensors.sinks import Padding, check_index
 from . import advice
@@ -187,11 +186,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, prompt: bool = False) -> None:
         """Make a store for states like these, `[B, Hkv, S, D]` (S may be 0). `prompt`: whether they come next."""
-        store: LayerStore
-        if self.max_cache_len is None:
-            store = GrowingStore.allocate(self.config, key_states, value_states, prompt=prompt)
-        else:
-            store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len, prompt)
+        store = LayerStore.allocate(self.config, key_states, value_states, self.max_cache_len, prompt)
         if self.channel_scales is not None:
             store.set_scales(self.channel_scales)
         self.store = store
@@ -337,7 +332,7 @@ class TurboQuantLayer(FullAttentionLayer):
         counts, layout = Counts(*numbers), config.layout(keys.shape[-1], values.shape[-1])
         packed = counts.blocks + counts.pending
         if (
-            counts.sinks + counts.blocks * layout.tokens + counts.residual != probe.tokens
+            counts.tokens != probe.tokens
             or counts.pending * layout.tokens > counts.residual
             or counts.sinks > config.sink_tokens
             or (counts.sinks < config.sink_tokens and (packed or counts.residual))
@@ -394,7 +389,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store.crop(-tokens_to_remove)
 
     def count_replayed(self, length: int) -> None:
-        assert isinstance(self.store, PreallocatedStore)
+        assert self.store is not None
         self.store.num_held = length
 
     def reset(self) -> None:

@@ -71,7 +71,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
         super().lazy_initialization(key_states, value_states)
-        if key_states.is_meta:  # see `PreallocatedStore.allocate`
+        if key_states.is_meta:  # see `LayerStore.allocate`
             self.cumulative_length = torch.tensor(0)
 
     def update(

@@ -26,7 +26,7 @@ import torch
 from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, has_forward_hooks
-from ..stores.base import LayerStore
+from ..stores.store import LayerStore
 from ..tensors.layer import View
 from .base import replaced
 

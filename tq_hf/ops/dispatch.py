@@ -116,7 +116,7 @@ def dense(view: View) -> KeyValue:
 
 def _write_dense(view: View, keys: torch.Tensor, values: torch.Tensor) -> None:
     tokens = view.num_blocks * view.tensors.blocks.layout.tokens
-    for start, part in view.dense_parts:
+    for start, part in view.dense_parts():
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states
     if tokens:
@@ -170,7 +170,7 @@ def dequantized_attend(
 
     Dequantizing costs a twelfth of attention's operations at 500 queries of 8 heads.
     """
-    view.residual.write_pending_token()
+    view.written_ring()
     heads = view.tensors.sinks[0].shape[1]
     groups = query.shape[1] // heads
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], view.tensors.layout.value_dim)
@@ -269,9 +269,8 @@ def append_token(
     say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
     check_host_reads(tensors)
     config, capacity = tensors.config, tensors.ring[0].shape[2]
-    sinks, blocks, rows, encoded = counts.state.tolist()
-    blocks, rows = blocks + encoded, rows - encoded * BLOCK_TOKENS  # rows of encoded blocks are only packed from now on
-    length = sinks + blocks * BLOCK_TOKENS + rows
+    held = Counts(*counts.state.tolist()).without_encoded_rows()
+    (sinks, blocks, rows, _), length = held, held.tokens
     check_room(1, length, max_cache_len)
     is_sink = sinks < config.sink_tokens
     to, slot = (tensors.sinks, sinks) if is_sink else (tensors.ring, (blocks * BLOCK_TOKENS + rows) % capacity)
@@ -284,7 +283,7 @@ def append_token(
         key_rows, value_rows = (ring[:, :, start : start + BLOCK_TOKENS] for ring in tensors.ring)
         encode(config, key_rows, value_rows, tensors.blocks, blocks + block)
     counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32)
-    reference.write_counts(counts, (sinks, blocks, rows, due))
+    reference.write_counts(counts, Counts(sinks, blocks, rows, due))
 
 
 def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
@@ -303,9 +302,8 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
 def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
     """Read the counts of a decode step from the device, for its view."""
     check_host_reads(tensors)
-    sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
-    past = sinks + blocks * tensors.layout.tokens + rows - 1
-    return View(tensors.with_sinks(sinks), Counts(sinks, blocks, rows), past + 1, past)
+    counts = Counts(*step_counts[:3, 0].tolist())
+    return View(tensors.with_sinks(counts.sinks), counts, counts.tokens, counts.tokens - 1)
 
 
 def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:

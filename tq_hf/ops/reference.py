@@ -15,7 +15,7 @@ from ..codec.reference import dequantize
 from ..compat import outside_autocast
 from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View
 from ..tensors.pages import LayerPages
-from ..tensors.residual import Residual
+from ..tensors.residual import write_rows
 
 
 def store_prompt(
@@ -37,16 +37,15 @@ def store_prompt(
             held[:] = new
     for buffer, states in zip(dense.sinks, (keys, values), strict=True):
         buffer[:, :, dense.first_sink : dense.first_sink + dense.to_sinks] = states[:, :, : dense.to_sinks]
-    Residual(dense.ring, dense.slot).append(keys[:, :, dense.start :], values[:, :, dense.start :])
+    write_rows(dense.ring, dense.slot, (keys[:, :, dense.start :], values[:, :, dense.start :]))
     if dense.counts is not None:
-        write_counts(DeviceCounts(*dense.counts), (*dense.held, 0))
+        write_counts(DeviceCounts(*dense.counts), Counts(*dense.held))
 
 
-def write_counts(counts: DeviceCounts, held: tuple[int, int, int, int]) -> None:
-    """Write a store's numbers of sinks, blocks, residual rows and pending blocks, between steps."""
-    sinks, blocks, rows, _ = held
+def write_counts(counts: DeviceCounts, held: Counts) -> None:
+    """Write what a store holds to the device, between steps."""
     counts.state.copy_(torch.tensor(held, dtype=torch.int32))
-    counts.length.fill_(sinks + blocks * BLOCK_TOKENS + rows)
+    counts.length.fill_(held.tokens)
     counts.step_counts[5, 0] = 0  # programs of the append kernel that are done
 
 
@@ -54,7 +53,7 @@ def dense_states(view: View) -> KeyValue:
     """Return all tokens of `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
     shapes = view.tensors.dense_shapes(view.length)
     keys, values = (view.tensors.sinks[0].new_zeros(shape, dtype=torch.float64) for shape in shapes)
-    for start, part in view.dense_parts:
+    for start, part in view.dense_parts():
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states
     start, tokens = view.tensors.sinks[0].shape[2], view.num_blocks * view.tensors.blocks.layout.tokens

@@ -21,7 +21,7 @@ from ..compat import as_input, device_of_inputs
 from ..config import TurboQuantConfig
 from ..layers.base import Probe, State, like_held
 from ..memory import tensors_by_kind
-from ..stores.base import LayerStore
+from ..stores.store import LayerStore
 from ..tensors.sinks import SinkOrder
 from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record, shapes
 from .safetensors_file import Header, check_fields

@@ -1,1 +1,1 @@
-"""Who keeps count: growing and preallocated stores of one layer."""
+"""Keys and values of one layer, counted on the host or on the device."""

@@ -14,7 +14,7 @@ from tq_kernels.layout import BlockLayout
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks, PendingToken
 
 from ..config import TurboQuantConfig
-from .residual import Residual
+from .residual import ring_parts, write_token
 from .sinks import SinkOrder
 
 
@@ -60,6 +60,8 @@ class LayerTensors:
     order: SinkOrder | None = None
     row: RowKind = field(init=False, repr=False)
     """Shapes, dtype and device of one token."""
+    ring_rows: int = field(init=False, repr=False)
+    """Number of rows of the ring."""
     layout: BlockLayout = field(init=False, repr=False)
     """Sizes of a block."""
     config_text: str = field(init=False, repr=False)
@@ -70,7 +72,7 @@ class LayerTensors:
 
     def __post_init__(self) -> None:
         keys, values = self.ring
-        (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
+        (batch, heads, self.ring_rows, key_dim), value_dim = keys.shape, values.shape[3]
         self.row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
         self.layout = self.blocks.layout
         self.config_text = config_text(self.config)
@@ -97,6 +99,8 @@ class LayerTensors:
 
     def with_ring(self, ring: KeyValue) -> LayerTensors:
         """These tensors with another residual."""
+        if ring is self.ring:
+            return self
         return LayerTensors(self.config, self.blocks, self.sinks, ring, self.order)
 
     def with_order(self, order: SinkOrder | None) -> LayerTensors:
@@ -151,16 +155,42 @@ class Counts(NamedTuple):
     residual: int
     pending: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.sinks + self.blocks * BLOCK_TOKENS + self.residual
+
+    def without_encoded_rows(self) -> Counts:
+        """Counts once the dense rows of pending blocks are dropped: their tokens are only packed from then on."""
+        sinks, blocks, rows, encoded = self
+        return Counts(sinks, blocks + encoded, rows - encoded * BLOCK_TOKENS) if encoded else self
+
 
 NOTHING = Counts(0, 0, 0)
 
 
 class DeviceCounts(NamedTuple):
-    """The counts of a preallocated store; `tq_hf.stores.preallocated` describes them."""
+    """Counts of a preallocated store, on the device. They change from step to step, so that a captured graph serves
+    every length.
+
+    Args:
+        state: `[4]` int32: `Counts` between calls.
+        step_counts: `[6, 4]` int32, numbers for the last decode step: sinks, blocks, residual rows, slot of the first
+            residual row; the blocks that became due in it; and 0, by which the append's programs find the last of
+            them. Only column 0 is used: entries lie 16 bytes apart, which is Triton's alignment.
+        length: `[]` int64: tokens held, as `get_seq_length` returns it.
+    """
 
     state: torch.Tensor
     step_counts: torch.Tensor
     length: torch.Tensor
+
+    @classmethod
+    def allocate(cls, device: torch.device, filled: bool = True) -> DeviceCounts:
+        """Counts of nothing, or memory that is not filled."""
+        make = torch.zeros if filled else torch.empty
+        state, step_counts = (make(*size, dtype=torch.int32, device=device) for size in ((4,), (6, 4)))
+        return cls(state, step_counts, make((), dtype=torch.int64, device=device))
 
 
 class View(NamedTuple):
@@ -188,32 +218,56 @@ class View(NamedTuple):
     new: KeyValue | None = None
 
     @property
+    def host_counts(self) -> Counts:
+        """Counts on the host, those of nothing for a first call. The view must not be of a decode step with counts on
+        the device."""
+        assert not isinstance(self.counts, DeviceCounts)
+        return self.counts or NOTHING
+
+    @property
     def num_blocks(self) -> int:
         """Number of packed blocks read, the first ones. Counts are on the host."""
-        assert not isinstance(self.counts, DeviceCounts)
-        return 0 if self.counts is None else self.counts.blocks
+        return self.host_counts.blocks
 
-    @property
-    def residual(self) -> Residual:
-        """The dense rows after the blocks. Counts are on the host."""
-        assert not isinstance(self.counts, DeviceCounts)
-        _, blocks, rows, _ = self.counts or NOTHING
-        return Residual(self.tensors.ring, blocks * BLOCK_TOKENS, rows, self.pending)
+    def written_ring(self) -> KeyValue:
+        """Write the pending token, unless that is done. Returns the ring, which then has every row."""
+        if self.pending is not None:
+            write_token(self.pending, self.tensors.ring)
+        return self.tensors.ring
 
-    @property
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
-        """The dense parts that hold tokens, each with the position of its first token."""
+        """The dense parts that hold tokens, each with the position of its first token. Writes the pending token."""
         if self.counts is None:
             assert self.new is not None
             return [(0, self.new)]
+        _, blocks, rows, _ = self.host_counts
         sinks = self.tensors.sinks
         num_sinks = sinks[0].shape[2]
         parts = [(0, sinks)] if num_sinks else []
-        after = num_sinks + self.num_blocks * BLOCK_TOKENS
-        parts += [(after + skipped, part) for skipped, part in self.residual.parts()]
+        first = blocks * BLOCK_TOKENS
+        after = num_sinks + first
+        parts += [(after + skipped, part) for skipped, part in ring_parts(self.written_ring(), first, rows)]
         if self.new is not None:
-            parts.append((after + self.residual.count, self.new))
+            parts.append((after + rows, self.new))
         return parts
+
+
+def same_blocks(states: KeyValue, others: KeyValue) -> torch.Tensor:
+    """Whether whole blocks of rows `[B, Hkv, n * 128, D]` are equal, `[2, B, Hkv, n]` bool: of keys, and of values."""
+    equal = [(a == b).unflatten(2, (-1, BLOCK_TOKENS)).flatten(3).all(3) for a, b in zip(states, others, strict=True)]
+    return torch.stack(equal)
+
+
+def keep_codes(blocks: PackedBlocks, held: PackedBlocks, same: torch.Tensor) -> None:
+    """Take n blocks of `held`: keys where `same[0]`, `[B, Hkv, n]` bool, values where `same[1]`."""
+    keys, values = same[..., None]
+    for name, tensor in blocks.tensors().items():
+        old = held.tensors()[name]
+        if name == "scales":
+            half = keys.int() * 0xFFFF - values.int() * 0x10000  # bits: keys are in the low half
+            tensor.copy_((old & half) | (tensor & ~half))
+        else:
+            tensor.copy_(torch.where(values if name == "value_words" else keys, old, tensor))
 
 
 def check_room(tokens: int, held: int, max_cache_len: int) -> None:

@@ -51,6 +51,20 @@ class SinkOrder:
         keys, values = states
         return self.swapped(keys, 2), self.swapped(values, 2)
 
+    def exchanged(self, sinks: KeyValue, states: KeyValue, past: int) -> KeyValue:
+        """New `states` `[B, Hkv, S, D]` after `past` tokens in this order, which is new: only they change places, with
+        padding that is new or among the held `sinks`, `[B, Hkv, n, D]`, which are written in place."""
+        first = sinks[0].shape[2]
+        own = torch.arange(self.index.shape[1], device=self.index.device)
+        # Held sinks stand before the new tokens here.
+        swap = SinkOrder(torch.where(self.index >= past, self.index - past + first, own), self.end - past + first)
+        rows = []
+        for held, part in zip(sinks, states, strict=True):
+            both = swap.swapped(torch.cat([held, part], 2) if first else part, 2)
+            held.copy_(both[:, :, :first])
+            rows.append(both[:, :, first:])
+        return rows[0], rows[1]
+
     def swapped_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """`swapped` of the columns of a mask `[B or 1, ..., columns]`; the mask itself if it has too few. All layers
         that share this order share the result, which is kept with the mask."""

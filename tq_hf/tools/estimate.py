@@ -26,7 +26,7 @@ from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..memory import MemoryFootprint, bytes_in_16_bits, tensors_by_kind
 from ..saving.recorded import Call
-from ..stores.growing import GrowingStore
+from ..stores.store import LayerStore
 from . import weights
 from .traced import trace
 from .weights import method_of, quantization_of
@@ -35,7 +35,7 @@ MOST = 2**40
 """Largest number of tokens or sequences to try. A cache that fits at this number does not grow."""
 
 
-class _Sizes(GrowingStore):
+class _Sizes(LayerStore):
     """A store that allocates blocks without encoding."""
 
     def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
@@ -258,7 +258,7 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
         layer.store = _Sizes.allocate(layer.config, keys, values)
         layer.store.scales_are_fixed = True  # meta tensors have no values to estimate scales from
     layer.store.append(keys, values)
-    layer.store.residual.write_pending_token()  # in place of attention
+    layer.store.settle()  # in place of attention
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:

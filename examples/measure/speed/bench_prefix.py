@@ -34,7 +34,7 @@ from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
-from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.store import LayerStore
 from tq_hf.tensors.layer import View
 
 HEADS = (32, 8, 128)
@@ -58,7 +58,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
 def filled(preset: str, new: int, history: int, device: torch.device) -> tuple[View, torch.Tensor]:
     """A view of `history` tokens in the cache and `new` more, and their queries; bf16."""
     query_heads, heads, dim = HEADS
-    store = GrowingStore.allocate(TurboQuantConfig.from_preset(preset), *_states(1, heads, 1, dim, device))
+    store = LayerStore.allocate(TurboQuantConfig.from_preset(preset), *_states(1, heads, 1, dim, device))
     for start in range(0, history, 32768):
         store.append(*_states(1, heads, min(32768, history - start), dim, device))
     view = store.append(*_states(1, heads, new, dim, device))

@@ -2,7 +2,7 @@
 
 The counts of a growing store are on the host: `rotate_and_append` writes the row, or over pages one of each sequence
 (`append_tails` writes the newest rows of sequences with several tokens). A preallocated store has its counts in int32
-tensors on the device (see `tq_hf/stores/preallocated.py`); kernels read every length there. `state` has the
+tensors on the device (`DeviceCounts` in `tq_hf/tensors/`); kernels read every length there. `state` has the
 counts between calls; `step_counts` has those of this step, the slot of the first residual row and the number of due
 blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the row and encodes the due
 block, if any. All programs compute the counts from `state`; the last to have read it writes them. Other programs rotate

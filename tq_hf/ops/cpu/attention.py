@@ -154,7 +154,7 @@ def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch
 
 def _view_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
     """Iterate over all tokens of a view in tiles, oldest first."""
-    parts = view.dense_parts
+    parts = view.dense_parts()
     if parts and view.tensors.sinks[0].shape[2]:
         yield from _dense_tiles(*parts.pop(0), query)
     if view.num_blocks:

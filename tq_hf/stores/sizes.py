@@ -1,0 +1,111 @@
+"""Sizes of a store: its new tensors, and the places of the tokens of a call."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.types import PackedBlocks
+
+from ..config import TurboQuantConfig
+from ..tensors.layer import Counts, LayerTensors, check_room
+from ..tensors.residual import new_rows, ring_capacity
+from .checks import Kind, check_states, kind_of
+
+GROWTH = 1.125
+"""Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
+SHORT_CALL = 128
+"""Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
+
+
+def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None) -> int:
+    """Number of rows to allocate for a residual of `rows` rows, with room for decoding."""
+    room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len
+    return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS, room)))
+
+
+@lru_cache
+def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], device: torch.device) -> PackedBlocks:
+    """Tensors without elements, shared by equal layers until their first block is due."""
+    batch, heads, *dims = sizes
+    return PackedBlocks.allocate(config.layout(*dims), batch, heads, 0, device)
+
+
+@lru_cache(maxsize=1024)
+def _room(
+    config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None
+) -> tuple[PackedBlocks, int, int]:
+    """Tensors without blocks, number of blocks of a new store, and number of rows of its ring.
+
+    Raises:
+        ValueError: Keys and values do not fit each other, or exceed `max_cache_len`.
+    """
+    check_states(keys, values)
+    (batch, heads, tokens, key_dim), _, device = keys
+    if max_cache_len is not None:
+        check_room(tokens, 0, max_cache_len)
+    due = config.num_blocks(tokens)
+    rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
+    none = _no_blocks(config, (batch, heads, key_dim, values[0][3]), device)
+    num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
+    return none, num_blocks, residual_capacity(config, rows, max_cache_len)
+
+
+def new_tensors(
+    config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int | None, prompt: bool
+) -> LayerTensors:
+    """Tensors of a new store; see `LayerStore.allocate`."""
+    none, num_blocks, ring_rows = _room(config, kind_of(keys), kind_of(values), max_cache_len)
+    scales = none.channel_scales.map(torch.empty_like if prompt else torch.clone)
+    words = [none.key_words, none.value_words, none.scales, none.key_means]
+    # A preallocated layer owns even tensors without blocks: graphs hold their addresses.
+    if num_blocks or max_cache_len is not None:
+        batch, heads = keys.shape[:2]
+        words = [like.new_empty(batch, heads, num_blocks, like.shape[3]) for like in words]
+    blocks = PackedBlocks(none.layout, words[0], words[1], words[2], words[3], scales)
+    states = keys, values
+    return LayerTensors(config, blocks, new_rows(states, config.sink_tokens), new_rows(states, ring_rows))
+
+
+def count_sinks(config: TurboQuantConfig, tokens: int, sinks: int, past: int) -> int:
+    """Number of sinks among `tokens` new tokens, after `past` tokens with `sinks` sinks."""
+    return min(tokens, config.sink_tokens - sinks) if past == sinks else 0
+
+
+class Split(NamedTuple):
+    """Destinations of the tokens of a long call; see `LayerStore._append_long`.
+
+    Args:
+        to_sinks: Number of tokens that become sinks.
+        due: Number of blocks that become due.
+        begun: Number of these blocks that have rows in the old residual.
+        start, end: First token of the whole blocks, and first token after them.
+        completed: Rows of the residual in which a block begun is completed; 0 for none.
+        capacity: Rows of the residual after the call.
+    """
+
+    to_sinks: int
+    due: int
+    begun: int
+    start: int
+    end: int
+    completed: int
+    capacity: int
+
+
+@lru_cache(maxsize=1024)
+def split_call(config: TurboQuantConfig, tokens: int, counts: Counts, max_cache_len: int | None) -> Split:
+    """Split the tokens of a long call that follows the tokens of `counts`."""
+    first, blocks, held, _ = counts
+    past = counts.tokens
+    to_sinks = count_sinks(config, tokens, first, past)
+    due = max(0, config.num_blocks(past + tokens) - blocks)
+    rows = tokens - to_sinks
+    lead = min(rows, -held % BLOCK_TOKENS)
+    whole = max(0, due - (held + lead) // BLOCK_TOKENS)
+    start = to_sinks + lead
+    completed = ring_capacity(held + lead) if held else 0
+    capacity = residual_capacity(config, held + rows - due * BLOCK_TOKENS, max_cache_len)
+    return Split(to_sinks, due, due - whole, start, start + whole * BLOCK_TOKENS, completed, capacity)

@@ -1,0 +1,600 @@
+"""The keys and values of one layer: dense sinks, packed blocks, dense residual.
+
+    [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ residual: the rest, dense ]
+
+The number of tokens T decides the number of packed blocks, `TurboQuantConfig.num_blocks(T)`, however the tokens were
+appended. Padded rows have their first real tokens as sinks (see `tq_hf.tensors.sinks`). `append` encodes the blocks
+that become due, but returns a view with their tokens still dense: the tokens of a call are read exactly in that call. A
+block that a short call encoded is *pending*: its dense rows stay in the residual until the next call begins, so that a
+`crop` in between (assisted decoding) finds them.
+
+Two things are left for later. `settle` does them, and all operations but reads and decode steps begin with it:
+
+- The newest token is pending: the attention that reads it writes it, in the launch that rotates its queries.
+- A balanced configuration takes its channel scales from the last long call before the first block is encoded. They
+  depend on the queries of that call: if `append` is told to defer, attention shows them (`encode_deferred`).
+
+A store grows, with counts on the host, or is preallocated: its tensors stay where they are. Decode steps of a
+preallocated store count on the device (`DeviceCounts`) and never read there, so that a captured graph replays them for
+every length. All other operations read these counts, which waits for the device, work as those of a growing store, and
+end with `_keep_in_place`. The host counts the tokens of eager steps too, to refuse one too many. A compiled step cannot
+count: it asserts on the device that there is room, and the next eager step reads `length` once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import torch
+from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks, PendingToken
+
+from ..compat import mark_static_addresses, outside_inference_mode
+from ..config import TurboQuantConfig
+from ..ops import dispatch, reference
+from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
+from ..tensors.residual import copied_ring, new_rows, ring_parts, write_rows, write_token
+from ..tensors.sinks import Padding, SinkOrder
+from . import graph_ops
+from .checks import check_fits
+from .sizes import GROWTH, SHORT_CALL, count_sinks, new_tensors, residual_capacity, split_call
+
+
+class LayerStore:
+    """The tensors of a compressed layer, and how many tokens they hold.
+
+    Args:
+        tensors: The tensors, which the store writes to.
+        counts: Numbers of sinks, blocks and rows in the tensors; `None` if only the device knows.
+        scales_are_fixed: Whether the channel scales were set, so that no prompt changes them.
+        max_cache_len: Maximum number of tokens of a preallocated store; `None` to grow geometrically, without bound.
+        device_counts: Counts of a preallocated store.
+    """
+
+    def __init__(
+        self,
+        tensors: LayerTensors,
+        counts: Counts | None = NOTHING,
+        scales_are_fixed: bool = False,
+        max_cache_len: int | None = None,
+        device_counts: DeviceCounts | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self.counts = counts or NOTHING
+        """Counts on the host, without a deferred call; in a preallocated store good until its next step."""
+        self.scales_are_fixed = scales_are_fixed
+        self.max_cache_len = max_cache_len
+        self.device_counts = device_counts
+        self.num_held: int | None = 0 if counts is NOTHING else None
+        """Number of tokens of a preallocated store; `None` after a compiled step, which does not count on the host."""
+        self.config = tensors.config
+        self.layout = tensors.layout
+        self.pending = PendingToken()
+        """The newest token, if it is not written yet."""
+        self._deferred: tuple[KeyValue, SinkOrder | None, torch.Tensor | None] | None = None
+        """Keys and values of a deferred call, in the order of the store; the order after it; and True for its real
+        tokens, `[B, S]` bool, `None` if unknown."""
+        self._fixed = None if device_counts is None else tensors
+        """Tensors of a preallocated store between calls."""
+        self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
+        """Least number of residual rows with which a block is due."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.settle(wait=False)
+        counts = self.counts if self.device_counts is None else None
+        return type(self), (self.tensors, counts, self.scales_are_fixed, self.max_cache_len, self.device_counts)
+
+    @classmethod
+    @outside_inference_mode
+    def allocate(
+        cls,
+        config: TurboQuantConfig,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        max_cache_len: int | None = None,
+        prompt: bool = False,
+    ) -> LayerStore:
+        """Make an empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them.
+
+        Args:
+            config: Configuration of the blocks.
+            keys, values: States with the shape, dtype and device of those to come.
+            max_cache_len: Number of tokens to preallocate for and never exceed; `None` to grow.
+            prompt: Whether they are a prompt that is appended next. It writes the channel scales and the counts on the
+                device, which are not filled here then.
+
+        Raises:
+            ValueError: The tensors do not fit each other, or exceed `max_cache_len`.
+        """
+        tensors = new_tensors(config, keys, values, max_cache_len, prompt)
+        if max_cache_len is None:
+            return cls(tensors)
+        # A model on the meta device has its counts on the CPU, where they are numbers.
+        counts = DeviceCounts.allocate(torch.device("cpu") if keys.is_meta else keys.device, filled=not prompt)
+        dispatch.prepare(config, tensors.layout, keys.dtype, keys.device)
+        mark_static_addresses((*tensors.arguments(), *counts))
+        return cls(tensors, max_cache_len=max_cache_len, device_counts=counts)
+
+    @property
+    def blocks(self) -> PackedBlocks:
+        """Tensors of packed blocks, with room for more."""
+        return self.tensors.blocks
+
+    @property
+    def length(self) -> int | torch.Tensor:
+        """Number of tokens held, a deferred call and a pending token included; for a preallocated store `[]` int64 on
+        the device, or an `int` on the meta device."""
+        on_device, is_meta = self.device_counts, self.tensors.row.device.type == "meta"
+        if on_device is None or self._deferred is not None:
+            tokens = self.counts.tokens + (0 if self._deferred is None else self._deferred[0][0].shape[2])
+            return tokens if on_device is None or is_meta else on_device.length.new_full((), tokens)
+        length = int(on_device.length) if is_meta else graph_ops.tokens_held(on_device)
+        return length if self.pending.states is None else length + 1
+
+    @property
+    def lacks_sinks(self) -> bool:
+        """Whether the padding of the next tokens matters: a row may have fewer exact sinks than `sink_tokens`."""
+        held = self.counts.tokens if self.device_counts is None else self.num_held
+        return self.tensors.order is not None or (held is not None and held < self.config.sink_tokens)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the tokens of the last call are not encoded yet, for the sake of its queries."""
+        return self._deferred is not None
+
+    def settle(self, wait: bool = True) -> Counts:
+        """Do what was left for later: encode a deferred call, write the pending token, read counts on the device.
+
+        Args:
+            wait: Whether to read counts of a preallocated store, unless it is empty. That waits for the device.
+        """
+        if self._deferred is not None:
+            self.encode_deferred()
+        if self.pending.states is not None:
+            if self.device_counts is None:
+                write_token(self.pending, self.tensors.ring)
+            else:
+                graph_ops.append_pending_token(self._step_view(None))
+        if wait and self.device_counts is not None and self.num_held != 0:
+            self.counts = Counts(*self.device_counts.state.tolist())
+        return self.counts
+
+    def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """Encode what the last call appended, if it was deferred.
+
+        Args:
+            queries: `[B, Hq, S, Dk]` of that call, if anybody saw them.
+            attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
+        """
+        if self._deferred is not None:
+            (states, order, real), before = self._deferred, (self.tensors, self.counts, self._deferred)
+            try:
+                self._append_long(states, order, attended if real is None else real, queries)
+            except BaseException:
+                self._undo(before)
+                raise
+
+    def set_scales(self, channel_scales: ChannelScales) -> None:
+        """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty.
+
+        Raises:
+            ValueError: They are of heads of another number or size.
+        """
+        self.blocks.channel_scales.check(channel_scales)
+        for own, scales in zip(self.blocks.channel_scales, channel_scales, strict=True):
+            own.copy_(scales)
+        self.scales_are_fixed = True
+
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
+        """Store new tokens and return what their queries attend to.
+
+        A single token may be copied by that attention only, so its tensors must not change before.
+
+        Args:
+            keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
+            values: `[B, Hkv, S, Dv]`.
+            defer: Leave a prompt whose queries decide the channel scales to `encode_deferred`.
+            padding: Padding of the tokens of a call of several, if known.
+
+        Raises:
+            ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
+        """
+        tensors = self.tensors
+        row = tensors.row
+        if (
+            keys.shape == row.keys
+            and values.shape == row.values
+            and keys.dtype == values.dtype == row.dtype
+            and keys.device == values.device == row.device
+        ):
+            if self.device_counts is not None:
+                return self._append_on_device(keys, values)
+            sinks, _, rows, encoded = self.counts
+            if (
+                sinks == self.config.sink_tokens
+                and 0 < rows - encoded * BLOCK_TOKENS < tensors.ring_rows
+                and self._deferred is None
+                and not torch.is_grad_enabled()
+            ):  # never in a graph: see `TurboQuantCache.update`
+                return self._append_token(keys, values)
+        else:
+            check_fits(keys, values, row)
+        return self.append_checked(keys, values, defer, padding)
+
+    def append_checked(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
+        """`append` of several tokens whose states are known to fit the store."""
+        tokens, room, held = keys.shape[2], self.max_cache_len, self.settle().without_encoded_rows()
+        past = held.tokens
+        if room is None:
+            self.counts = held  # also if the call fails: it may have written to these rows
+        else:
+            check_room(tokens, past, room)
+        before = self.tensors, self.counts, self._deferred
+        try:
+            self.counts = held
+            if room is not None and held.residual:
+                # The returned view reads the old rows after the new ones are in place.
+                first, ring = held.blocks * BLOCK_TOKENS, self.tensors.ring
+                self.tensors = self.tensors.with_ring(copied_ring(ring, first, held.residual, ring[0].shape[2]))
+            if tokens > SHORT_CALL or (tokens > 1 and past == 0):
+                return self._append_prompt((keys, values), past, defer, padding)
+            return self._append_tokens((keys, values), past, padding)
+        except BaseException:
+            self._undo(before)
+            raise
+
+    def _undo(self, before: tuple[Any, Any, Any]) -> None:
+        """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
+        self.tensors, self.counts, self._deferred = before
+        if self.device_counts is not None:
+            reference.write_counts(self.device_counts, self.counts)
+
+    def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
+        """A decode step of a preallocated store, which compiles: attention appends the token, and counts there."""
+        if self.pending.states is not None or self._deferred is not None:
+            self.settle(wait=False)
+        past = None
+        if torch.compiler.is_compiling():
+            self.num_held = None
+        else:
+            past = int(self.length) if self.num_held is None else self.num_held
+            assert self.max_cache_len is not None
+            check_room(1, past, self.max_cache_len)
+            self.num_held = past + 1
+        self.pending.states = keys, values
+        return self._step_view(past)
+
+    def _step_view(self, past: int | None) -> View:
+        assert self.max_cache_len is not None
+        return View(self.tensors, self.device_counts, self.max_cache_len, past, self.pending)
+
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
+        """Nearly every decode step of a growing store: one token for the residual, in which there is room. Attention
+        writes it there."""
+        sinks, blocks, rows, encoded = self.counts
+        if encoded:  # their rows are dropped
+            blocks, rows = blocks + encoded, rows - encoded * BLOCK_TOKENS
+        tensors, first = self.tensors, blocks * BLOCK_TOKENS
+        if self.pending.states is not None:
+            write_token(self.pending, tensors.ring)
+        past = sinks + first + rows
+        self.pending = pending = PendingToken((keys, values), (first + rows) % tensors.ring_rows)
+        counts = Counts(sinks, blocks, rows + 1)
+        self.counts = counts if rows + 1 < self._rows_of_due else self._encode_due(counts)
+        return View(tensors, counts, past + 1, past, pending)
+
+    @outside_inference_mode
+    def _append_tokens(self, states: KeyValue, past: int, padding: Padding | None) -> View:
+        """Several tokens after `past` others, or a first one: they are copied to the sinks and to the residual."""
+        (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
+        if padding is not None:
+            states, order, _ = self._exchange(padding, states)
+            self.tensors = self.tensors.with_order(order)
+        to_sinks = count_sinks(self.config, tokens, sinks, past)
+        for buffer, part in zip(self.tensors.sinks, states, strict=True):
+            buffer[:, :, sinks : sinks + to_sinks] = part[:, :, :to_sinks]
+        rows, first = held + tokens - to_sinks, blocks * BLOCK_TOKENS
+        if rows > self.tensors.ring_rows:
+            capacity = residual_capacity(self.config, rows, self.max_cache_len)
+            self.tensors = self.tensors.with_ring(copied_ring(self.tensors.ring, first, held, capacity))
+        keys, values = states
+        write_rows(self.tensors.ring, first + held, (keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+        self.counts = counts = Counts(sinks + to_sinks, blocks, rows)
+        view = self._view(past, tokens, None if past else states)
+        if rows >= self._rows_of_due:
+            self.counts = self._encode_due(counts)
+        self._keep_in_place()
+        return view
+
+    def _append_prompt(self, states: KeyValue, past: int, defer: bool, padding: Padding | None) -> View:
+        """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them, or
+        from copies in another order."""
+        view, order, real = self._view(past, states[0].shape[2], states), self.tensors.order, None
+        if padding is not None:
+            states, order, real = self._exchange(padding, states)
+        if defer and self.config.balance and not self.scales_are_fixed and not self.counts.blocks:
+            self._deferred = states, order, real
+        else:
+            self._append_long(states, order, real)
+        return view
+
+    @outside_inference_mode
+    def _exchange(self, padding: Padding, states: KeyValue) -> tuple[KeyValue, SinkOrder | None, torch.Tensor | None]:
+        """Let real tokens take the places of padding among the sinks, those held and those among new `states`
+        `[B, Hkv, S, D]`.
+
+        Returns:
+            The states in the order of the store; that order; which of them are not padding, `[B, S]` bool, `None` if
+            unknown.
+        """
+        held, past, sinks, first = self.tensors.order, self.counts.tokens, self.config.sink_tokens, self.counts.sinks
+        length, (batch, *_), device = past + states[0].shape[2], self.tensors.row.keys, self.tensors.row.device
+        if padding.mask.shape[0] != batch or padding.mask.shape[1] < length:
+            return states, held, None
+        order, real = held, padding.mask[:, :length].to(device)
+        if 0 < sinks < length:
+            order = padding.order(held, past, length, sinks, device)
+        if order is None:
+            return states, None, real[:, past:]
+        if order is not held:
+            states = order.exchanged(self.tensors.with_sinks(first).sinks, states, past)
+        return states, order, order.swapped(real, 1)[:, past:]
+
+    @outside_inference_mode
+    def _encode_due(self, counts: Counts) -> Counts:
+        """Encode the blocks that are due once the residual has the rows of `counts`, and count them as pending: their
+        rows stay until the next call."""
+        if due := max(0, self.config.num_blocks(counts.tokens) - counts.blocks):
+            write_token(self.pending, self.tensors.ring)
+            self._encode_rows(self.tensors.ring, counts.blocks, due)
+        return counts._replace(pending=due)
+
+    @outside_inference_mode
+    def _append_long(
+        self,
+        prompt: KeyValue,
+        order: SinkOrder | None,
+        attended: torch.Tensor | None = None,
+        queries: torch.Tensor | None = None,
+    ) -> None:
+        """Append the tokens of a long call, and encode the blocks that become due without copying them.
+
+                      residual before          new tokens
+            [ sinks ][ rows held | ....... ][ lead | whole blocks | kept ]
+            [ dense ][ block ][ block begun  .... ][ block ][ ... ][ dense ]
+
+        The block that the old residual began is completed by `lead` new tokens in a copy of the residual, and encoded
+        from there. Whole blocks of new tokens are encoded from the model's tensors. Other tokens are kept in a new
+        residual. The old ring is not written, because the view of this call reads it, unless it is empty and has room.
+        """
+        tokens, counts = prompt[0].shape[2], self.counts
+        split = split_call(self.config, tokens, counts, self.max_cache_len)
+        (sinks, blocks, held, _), (to_sinks, due, begun, start, end, completed, capacity) = counts, split
+        first, ring = blocks * BLOCK_TOKENS, self.tensors.ring
+        kept = held + start - to_sinks - begun * BLOCK_TOKENS
+        if held:
+            complete = copied_ring(ring, first, held, completed)
+            write_rows(complete, first + held, (prompt[0][:, :, to_sinks:start], prompt[1][:, :, to_sinks:start]))
+            ring = copied_ring(complete, first + begun * BLOCK_TOKENS, kept, capacity)
+        elif capacity > self.tensors.ring_rows:
+            ring = new_rows(ring, capacity)
+        slot = ((blocks + due) * BLOCK_TOKENS + kept) % ring[0].shape[2]
+        counts = Counts(sinks + to_sinks, blocks + due, kept + tokens - end)
+        scales = None if self.scales_are_fixed or blocks else self.tensors.blocks.channel_scales
+        dense = DenseRows(self.tensors.sinks, ring, sinks, to_sinks, end, slot, counts[:3], self.device_counts)
+        dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
+        if begun:
+            self._encode_rows(complete, blocks, begun)
+        if end > start:
+            self._encode(prompt, blocks + begun, (start, end))
+        tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
+        self.tensors = tensors if order is tensors.order else tensors.with_order(order)
+        self.counts, self._deferred = counts, None
+        self._keep_in_place(is_counted=True)
+
+    def _encode_rows(self, ring: KeyValue, start: int, blocks: int) -> None:
+        """Encode blocks `start` to `start + blocks` from their rows in a ring."""
+        for skipped, part in ring_parts(ring, start * BLOCK_TOKENS, blocks * BLOCK_TOKENS):
+            self._encode(part, start + skipped // BLOCK_TOKENS)
+
+    def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
+        """Encode the whole blocks of `states`, or of tokens `tokens[0]` to `tokens[1]`, into blocks `start` and on."""
+        first, stop = tokens or (0, states[0].shape[2])
+        if blocks := (stop - first) // BLOCK_TOKENS:
+            self._make_room(start, start + blocks)
+            dispatch.encode(self.config, *states, self.tensors.blocks, start, tokens)
+
+    def _make_room(self, held: int, needed: int) -> None:
+        """Make room for `needed` blocks, and keep the first `held`."""
+        if needed > self.tensors.blocks.capacity:
+            # Fit a prompt exactly; make room to spare once the cache is growing.
+            capacity = needed if held == 0 else max(needed, int(held * GROWTH) + 1)
+            self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
+
+    def _keep_in_place(self, is_counted: bool = False) -> None:
+        """Move rows of a preallocated store to the ring that graphs know, and write its counts to the device, unless
+        `is_counted`: a kernel has written them."""
+        if self.device_counts is None or self._fixed is None:
+            return
+        if self.tensors.ring is not self._fixed.ring:
+            if self.counts.residual > self._fixed.ring_rows:
+                self.counts = self.counts.without_encoded_rows()
+            first = self.counts.blocks * BLOCK_TOKENS
+            for skipped, part in ring_parts(self.tensors.ring, first, self.counts.residual):
+                write_rows(self._fixed.ring, first + skipped, part)
+            self.tensors = self._fixed.with_order(self.tensors.order)
+        if not is_counted:
+            reference.write_counts(self.device_counts, self.counts)
+        self.num_held = self.counts.tokens
+
+    def _view(self, past: int, tokens: int = 0, new: KeyValue | None = None) -> View:
+        """Make the view of `past` tokens and of `tokens` more, those of `new` states or held. A first call reads its
+        `new` states alone."""
+        if past == 0 and new is not None:
+            return View(self.tensors, None, tokens, 0, None, new)
+        return View(self.tensors.with_sinks(self.counts.sinks), self.counts, past + tokens, past, None, new)
+
+    def view(self) -> View:
+        """All tokens held, as a query that adds none would read them; good until the next change."""
+        counts = self.settle().without_encoded_rows()
+        return View(self.tensors.with_sinks(counts.sinks), counts, counts.tokens, counts.tokens)
+
+    @outside_inference_mode
+    def crop(self, tokens: int) -> None:
+        """Remove the last `tokens` tokens, at most all. Exact within the residual; a packed block that is cut moves its
+        surviving tokens to the residual, dequantized."""
+        sinks, blocks, _, encoded = counts = self.settle()
+        length = max(0, counts.tokens - tokens)
+        if self.tensors.order is not None:
+            self.tensors = self.tensors.with_order(self.tensors.order.cropped(length))
+        if (rows := length - sinks - blocks * BLOCK_TOKENS) >= 0:
+            # Rows of pending blocks are still here: keep packed what a cache of this length would have packed.
+            self.counts = Counts(sinks, blocks, rows, min(encoded, max(0, self.config.num_blocks(length) - blocks)))
+        else:
+            blocks, rows = divmod(max(0, length - sinks), BLOCK_TOKENS)
+            if rows:
+                slot = blocks * BLOCK_TOKENS % self.tensors.ring_rows
+                dense = (ring[:, :, slot : slot + BLOCK_TOKENS] for ring in self.tensors.ring)
+                dispatch.dequantize(self.config, self.blocks.slice(blocks, blocks + 1), *dense)
+            self.counts = Counts(min(sinks, length), blocks, rows)
+        self._keep_in_place()
+
+    @outside_inference_mode
+    def assign(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold these tokens and no others, encoded as a first prompt with the channel scales there are.
+
+        Packed blocks keep their codes, bit for bit, where keys or values of a head are those held in their place. If
+        all are, and rows are only missing at the end, this is a `crop`.
+
+        Raises:
+            ValueError: They do not fit the store, or exceed it. Nothing is changed then.
+        """
+        check_fits(keys, values, self.tensors.row)
+        if self.max_cache_len is not None:
+            check_room(keys.shape[2], 0, self.max_cache_len)
+        states, held, tokens = (keys, values), dispatch.dense(self.view()), keys.shape[2]
+        order, counts = self.tensors.order, self.counts
+        shown = held if order is None else order.swapped_states(held)
+        if all(torch.equal(new, old[:, :, :tokens]) for new, old in zip(states, shown, strict=True)):
+            self.crop(counts.tokens - tokens)
+            self._release_room()
+            return
+        order = order if tokens == counts.tokens else None  # pruned rows are those of a new prompt
+        states = states if order is None else order.swapped_states(states)
+        keys, values = states
+        sinks = min(tokens, self.config.sink_tokens)
+        compared = min(counts.blocks + counts.pending, (tokens - sinks) // BLOCK_TOKENS)
+        packed = slice(sinks, sinks + compared * BLOCK_TOKENS)
+        same = same_blocks(*((keys[:, :, packed], values[:, :, packed]) for keys, values in (states, held)))
+        stays, blocks = same.flatten(0, 2).all(0).tolist(), self.config.num_blocks(tokens)
+        while blocks < compared and stays[blocks]:
+            blocks += 1  # packed, though a prompt of this length would leave it dense: a crop cut the rows after it off
+        store = LayerStore.allocate(self.config, keys, values)
+        store.set_scales(self.blocks.channel_scales)
+        store._make_room(0, blocks)
+        for is_same, group in groupby(range(blocks), lambda block: block < compared and stays[block]):
+            run = list(group)
+            start, stop = run[0], run[-1] + 1
+            if not is_same:
+                store._encode(states, start, (sinks + start * BLOCK_TOKENS, sinks + stop * BLOCK_TOKENS))
+            if (end := min(stop, compared)) > start:
+                keep_codes(store.blocks.slice(start, end), self.blocks.slice(start, end), same[..., start:end])
+        dense = sinks + blocks * BLOCK_TOKENS
+        for buffer, part in zip(store.tensors.sinks, states, strict=True):
+            buffer[:, :, :sinks] = part[:, :, :sinks]
+        write_rows(store.tensors.ring, blocks * BLOCK_TOKENS, (keys[:, :, dense:], values[:, :, dense:]))
+        store.tensors, store.counts = store.tensors.with_order(order), Counts(sinks, blocks, tokens - dense)
+        if self.device_counts is None:
+            self.tensors, self.counts = store.tensors, store.counts
+        else:
+            self.restore(*store.export())
+
+    def _release_room(self) -> None:
+        """Free room beyond what growing leaves, after tokens were removed. A preallocated layer keeps its room."""
+        if self.max_cache_len is None:
+            _, blocks, rows, encoded = self.counts
+            packed, first = blocks + encoded, blocks * BLOCK_TOKENS
+            if self.blocks.capacity > int(packed * GROWTH) + 1:
+                self.tensors = self.tensors.with_blocks(self.blocks.resized(packed, packed))
+            capacity = residual_capacity(self.config, rows, None)
+            if self.tensors.ring_rows > capacity:
+                self.tensors = self.tensors.with_ring(copied_ring(self.tensors.ring, first, rows, capacity))
+
+    @outside_inference_mode
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
+        """A store of the results of `function` on every tensor of the tokens (batch selection, device moves). Counts on
+        the device stay where they are."""
+        counts, tensors = self.settle(wait=False), self.tensors.map(function)
+        store = LayerStore(tensors, counts, self.scales_are_fixed, self.max_cache_len, self.device_counts)
+        store.num_held = self.num_held
+        return store
+
+    def reorder(self, beam_idx: torch.Tensor) -> None:
+        """Put sequence `beam_idx[i]` in place i, for as many as are held. The tensors stay where they are, so whatever
+        knows their addresses stays good: captured graphs, and what a backend has worked out."""
+        assert beam_idx.shape == (self.tensors.batch_size,)
+        self.settle(wait=False)
+        dispatch.reorder(self.tensors, beam_idx)
+        if (order := self.tensors.order) is not None:
+            self.tensors = self.tensors.with_order(order.map(lambda x: x.index_select(0, beam_idx.to(x.device))))
+
+    def reset(self) -> LayerStore | None:
+        """Hold nothing. Returns the store to go on with: itself if it is preallocated, otherwise none."""
+        if self._fixed is None:
+            return None
+        self._deferred = self.pending.states = None
+        if not self.scales_are_fixed:
+            for factor in self.blocks.channel_scales:
+                factor.fill_(1)
+        self.tensors, self.counts = self._fixed.with_order(None), NOTHING
+        self._keep_in_place()
+        return self
+
+    def by_kind(self) -> dict[str, list[torch.Tensor]]:
+        """Every tensor held, by the kind `memory_footprint` reports."""
+        self.settle(wait=False)
+        kinds = self.tensors.by_kind()
+        kinds["metadata"] += list(self.device_counts or ())
+        return kinds
+
+    def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
+        """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
+        `sink_values`, `residual_keys` and `residual_values`, residual rows in the order of the tokens, and if balanced
+        `key_channel_scales` and `value_channel_scales`, if rows are padded `sink_index`."""
+        counts, tensors = self.settle(), self.tensors
+        held = tensors.blocks.slice(0, counts.blocks + counts.pending).tensors()
+        if self.config.balance:
+            held["key_channel_scales"], held["value_channel_scales"] = tensors.blocks.channel_scales
+        parts = [part for _, part in ring_parts(tensors.ring, counts.blocks * BLOCK_TOKENS, counts.residual)]
+        for i, name in enumerate(("keys", "values")):
+            held[f"sink_{name}"] = tensors.sinks[i][:, :, : counts.sinks]
+            held[f"residual_{name}"] = torch.cat([tensors.sinks[i][:, :, :0], *(part[i] for part in parts)], dim=2)
+        if tensors.order is not None:
+            held["sink_index"] = tensors.order.index
+        return counts, held
+
+    @outside_inference_mode
+    def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
+        """Hold what `export` returned, from any device, and nothing else."""
+        device, packed = self.tensors.row.device, counts.blocks + counts.pending
+        self._make_room(0, packed)
+        for name, tensor in self.blocks.tensors().items():
+            tensor[:, :, :packed] = held[name].to(device)
+        if self.config.balance:
+            self.blocks.channel_scales.keys.copy_(held["key_channel_scales"])
+            self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
+        for buffer, name in zip(self.tensors.sinks, ("sink_keys", "sink_values"), strict=True):
+            buffer[:, :, : counts.sinks] = held[name].to(device)
+        ring = new_rows(self.tensors.ring, residual_capacity(self.config, counts.residual, self.max_cache_len))
+        rows = held["residual_keys"].to(device), held["residual_values"].to(device)
+        write_rows(ring, counts.blocks * BLOCK_TOKENS, rows)
+        index = held.get("sink_index")
+        order = None if index is None else SinkOrder(index.to(device), int(index.amax()) + 1)
+        self.tensors, self.counts = self.tensors.with_ring(ring).with_order(order), counts
+        self._keep_in_place()
