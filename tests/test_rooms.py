@@ -84,7 +84,7 @@ BUDGETS = {
         "__init__": 10,
     },
     "tq_hf": {
-        "tools": 2530,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
+        "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
         "batching": 3480,  # each field of a generation config is applied by request or refused; metrics; compiling
         "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows

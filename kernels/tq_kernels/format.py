@@ -52,9 +52,10 @@ TRELLIS_FAR = {2: 320, 3: 600}
 """Initial error of a path that starts in a wrong state, more than later errors of two states can differ; times the
 exclusive or of both states at 2 bits."""
 
-KEY_SHRINK = {2: 0.98, 3: 0.99}
+KEY_SHRINK = {2: 0.98, 3: 1.0}
 """Factor of key scales. A softmax raises e to noisy scores, and noise alone makes packed keys heavier than the exact
-keys of a residual; slightly smaller scores balance this (`examples/measure/quality/bound.py`)."""
+keys of a residual; slightly smaller scores balance this. At 3 bits there is no gain
+(`examples/measure/quality/bound.py`)."""
 
 FP8_MAX = 448.0
 FP8_LEVEL_SCALE = 2.0**-8

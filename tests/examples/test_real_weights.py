@@ -35,9 +35,9 @@ LIMITS = {
     "k8v4": (0.0022, 0.97),
     "4bit_nc": (0.0081, 0.96),
     "3.5bit_nc": (0.0099, 0.96),
-    "k3v4_nc": (0.0170, 0.955),
-    "3bit_nc": (0.0204, 0.96),
-    "2.5bit_nc": (0.0386, 0.94),
+    "k3v4_nc": (0.0161, 0.955),
+    "3bit_nc": (0.0196, 0.96),
+    "2.5bit_nc": (0.0359, 0.94),
     "2bit_nc": (0.0947, 0.88),
 }
 """Most KL from the plain cache (nats, mean of a token), and least share of tokens with the same likeliest one."""

@@ -386,6 +386,9 @@ def serve_command(
             min=0, max=3, help="Compile level of decode steps, 0 for none. Default: 1 on a GPU (start takes minutes)."
         ),
     ] = None,
+    compile_behind: Annotated[
+        bool, typer.Option("--compile-behind", help="Answer by uncompiled steps while steps are compiled.")
+    ] = False,
     cors: Annotated[bool, typer.Option("--cors", help="Allow web pages of other origins.")] = False,
 ) -> None:
     """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.
@@ -414,6 +417,7 @@ def serve_command(
             started,
             cache_tokens=cache_tokens,
             compile_level=compile_level,
+            compile_behind=compile_behind,
             host=host,
             port=port,
             dtype=dtype or "auto",

@@ -360,6 +360,7 @@ def trellis(record: dict[str, Any]) -> str:
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
     "balance": balance,
+    "bursts": serve,
     "cards": cards,
     "compile_matrix": compile_matrix,
     "cpu": cpu,
