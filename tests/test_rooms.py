@@ -78,7 +78,7 @@ BUDGETS = {
         "sampling": 165,  # top_k, top_p and min_p without a sort
         "turing": 935,
         "common": 1020,  # magnitudes, and signs from two bits; one way to launch again, for decode too
-        "types": 320,  # options of a call, for both attention functions; where rows of a prompt go; addresses, strides
+        "types": 325,  # options of a call, for both attention functions; where rows go; addresses, strides
         "layout": 105,
         "format": 145,  # what decides trellis codes; how far key scales are shrunk
         "__init__": 10,

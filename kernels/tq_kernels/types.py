@@ -222,6 +222,11 @@ class Pages(NamedTuple):
         """Column of block 0 in a block table."""
         return self.ring_pages + min(1, self.sinks) + 1
 
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Sinks, ring rows, rows of a page and `block_words`: where kernels find a sequence's rows."""
+        return self.sinks, self.ring_rows, self.page_rows, self.block_words
+
 
 class DenseRows(NamedTuple):
     """Rows of a prompt's keys and values that stay dense, and their places.

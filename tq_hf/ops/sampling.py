@@ -23,8 +23,8 @@ def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
         top_k: `[N]` int32; 0 for all tokens.
         top_p, min_p: `[N]` float32; 1 and 0 for all tokens.
     """
-    truncate = truncate_by_search if supports_states(scores) else truncate_by_sort
-    return truncate(scores, top_k, top_p, min_p)
+    by_kernel = supports_states(scores)
+    return (truncate_by_search if by_kernel else truncate_by_sort)(scores, top_k, top_p, min_p)
 
 
 def truncate_by_sort(

@@ -75,19 +75,16 @@ class Soak:
     def ask_all(self, asked: list[tuple[Tokens, dict[str, Any]]], aborts: int = 0) -> list[Tokens | None]:
         """Answers of the first of `num_return_sequences`; `None` for the last `aborts` requests, which are aborted."""
         names = [self.manager.add_request(prompt, **options) for prompt, options in asked]
-        for name in names[len(names) - aborts :]:
+        kept = len(names) - aborts
+        for name in names[kept:]:
             self.manager.cancel_request(name)
-        answers = [
-            1 if i >= len(asked) - aborts else o.get("num_return_sequences", 1) for i, (_, o) in enumerate(asked)
-        ]
-        awaited = sum(answers) - aborts
+        awaited = sum(options.get("num_return_sequences", 1) for _, options in asked[:kept])
         found: dict[str, Tokens] = {}
-        aborted = set(names[len(names) - aborts :]) if aborts else set()
         while len(found) < awaited:
             result = self.manager.get_result(timeout=60)
             if result is None or result.error is not None:
                 raise RuntimeError(f"A request failed: {result and result.error}")
-            if result.request_id not in aborted:
+            if result.request_id not in names[kept:]:
                 found[result.request_id] = result.generated_tokens
         self.counts["tokens"] += sum(map(len, found.values()))
         return [found.get(name) for name in names]

@@ -419,8 +419,7 @@ def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
     """Write the newest rows of sequences with several new tokens to their rings, and sinks to their pages."""
     _, key, value = tokens
     count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
-    place = (pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words)
-    constants = (dim, triton.next_power_of_2(dim), *place)
+    constants = (dim, triton.next_power_of_2(dim), *pages.place)
     APPEND_TAILS(
         (count, key.shape[1], -(-(pages.ring_rows + pages.sinks) // TAIL_ROWS.value)),
         (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),

@@ -93,8 +93,7 @@ class DecodeLaunch:
                 held.rows.shape[1],
                 held.rows.shape[4],
             )
-            self.place = (held.sinks, held.ring_rows, held.page_rows, held.block_words)
-            dense, sizes = (None,) * 4, (self.place, held.page_blocks, held.ring_pages)
+            dense, sizes = (None,) * 4, (held.place, held.page_blocks, held.ring_pages)
         else:
             packed, sinks, ring = held
             blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
@@ -295,13 +294,13 @@ class DecodeLaunch:
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
             new = tuple(stride // 8 for x in (query, *states) for stride in x.stride()[:2])
-            constants = (value_dim, triton.next_power_of_2(key_dim), *self.place, *plan.rotate_constants)
+            constants = (value_dim, triton.next_power_of_2(key_dim), *pages.place, *plan.rotate_constants)
             queries_of = (rows * batch, batch, kv_heads, None, new[1], new[0], at.plain, at.scale)
             numbers = (None, *new[2:], *queries_of, width, pages.page_blocks)
             first = (ROTATE_AND_APPEND, (kv_heads, batch + rows * batch, 1), numbers, constants, 1)
             split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[2:], width)
             block_b = triton.next_power_of_2(batch)
-            split_constants = (*plan.split_constants, *self.place, block_b, *plan.tile_constants)
+            split_constants = (*plan.split_constants, *pages.place, block_b, *plan.tile_constants)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
             reduce_constants = (*reduce_constants, block_b, fill)
         else:
