@@ -114,7 +114,7 @@ def _in_order(
 ) -> tuple[torch.Tensor | None, AttentionOptions]:
     """Mask and options with columns in the order in which a store holds padded rows."""
     if mask is None and options.causal and query.shape[2] > 1:
-        mask = _causal(query.shape[2], view.length, query.device)[None, None]
+        mask = graph_ops.causal_mask(view, query.shape[2])
     if options.position_bias is not None:
         options = options._replace(position_bias=order.swapped(options.position_bias, 3))
     return None if mask is None else order.swapped_mask(mask), options

@@ -194,7 +194,7 @@ class TurboQuantCache(DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. The cache is unchanged then.
         """
-        if torch.compiler.is_compiling() and not (key_states.shape[2] == 1 and self._is_traceable(layer_idx)):
+        if torch.compiler.is_compiling() and not self._is_traceable(layer_idx, key_states.shape[2]):
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx >= len(self.layers):
             raise ValueError(
@@ -241,10 +241,12 @@ class TurboQuantCache(DynamicCache):
             "TurboQuantCache(model.config), DynamicCache(config=model.config))` from transformers."
         )
 
-    def _is_traceable(self, layer_idx: int) -> bool:
-        """Whether a compiled graph may include an update of this layer by one token."""
+    def _is_traceable(self, layer_idx: int, tokens: int) -> bool:
+        """Whether a compiled graph may include an update of this layer by this number of tokens."""
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return layer is not None and layer.is_compileable and layer.is_initialized
+        if layer is None or not (layer.is_compileable and layer.is_initialized):
+            return False
+        return tokens == 1 or (isinstance(layer, FullAttentionLayer) and layer.takes_step(tokens))
 
     @torch.compiler.disable
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from pkgutil import resolve_name
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import candidate_generator
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing as is_tracing
 
@@ -71,6 +72,9 @@ REQUIRED_NAMES: dict[str, dict[str, str]] = {
         f"{_GENERATION}prepare_inputs_for_generation": "input_ids next_sequence_length",
         "transformers:PreTrainedModel.get_compiled_call": "compile_config",
         "transformers.generation.stopping_criteria:EosTokenCriteria": "eos_token_id",
+        "transformers.generation.candidate_generator:_prepare_attention_mask": "model_kwargs new_length",
+        "transformers.generation.candidate_generator:_prepare_position_ids": "model_kwargs new_length",
+        "transformers.generation.candidate_generator:_prepare_token_type_ids": "model_kwargs new_length",
     },
     "continuous batching": {
         f"{_ENGINE}cache:PagedAttentionCache.search_prefix_match": "request_id prompt_ids",
@@ -515,3 +519,31 @@ def optimized_for_decode(model: Any) -> AbstractContextManager[None]:
 def pad_token(config: Any) -> torch.Tensor:
     """Padding token as prepared by `generate()` (transformers 5.17 to 5.24)."""
     return config._pad_token_tensor
+
+
+def longer_inputs(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Inputs of a model extended by `tokens` tokens, as assisted decoding does (transformers 5.17 to 5.24)."""
+    inputs = dict(inputs)
+    for name, extend in (
+        ("attention_mask", lambda length: candidate_generator._prepare_attention_mask(inputs, length, False)),
+        ("token_type_ids", lambda length: candidate_generator._prepare_token_type_ids(inputs, length)),
+        ("position_ids", lambda length: candidate_generator._prepare_position_ids(inputs, length, False)),
+    ):
+        if (held := inputs.get(name)) is not None:
+            extend(held.shape[-1] + tokens)
+    return inputs
+
+
+def mark_static_shape(tensor: torch.Tensor) -> None:
+    """Let the compiler compile for this shape, also after others (torch 2.9 to 2.15)."""
+    torch._dynamo.mark_static(tensor)
+
+
+foreach = SimpleNamespace(
+    add_=torch._foreach_add_,
+    sub=torch._foreach_sub,
+    clamp_max=torch._foreach_clamp_max,
+    clamp_min_=torch._foreach_clamp_min_,
+    minimum_=torch._foreach_minimum_,
+)
+"""Operations on many small tensors in one launch (torch 2.9 to 2.15)."""

@@ -167,10 +167,10 @@ def test_stop_strings_end_an_answer_beside_their_tokenizer(model, several) -> No
         (dict(constraints=[object()]), "constrained beam search"),
         (dict(penalty_alpha=0.6, top_k=4), "contrastive search"),
         (dict(dola_layers="low"), "dola generation"),
-        (dict(prompt_lookup_num_tokens=2), "assisted generation"),
-        (dict(assistant_early_exit=2), "assisted generation"),
-        (dict(assistant_model=build("llama")), "assisted generation"),
-        (dict(use_mtp=True), "assisted generation"),
+        (dict(prompt_lookup_num_tokens=2), "for one sequence"),
+        (dict(assistant_early_exit=2), "assistant_early_exit"),
+        (dict(assistant_model=build("llama")), "for one sequence"),
+        (dict(use_mtp=True), "use_mtp"),
         (dict(use_cache=False), "use_cache"),
         (dict(synced_gpus=True), "synced_gpus"),
         (dict(stop_strings=["ab"]), "`stop_strings` .'ab'. came without a tokenizer"),
@@ -237,8 +237,8 @@ def test_another_adapter_makes_another_step(model, monkeypatch) -> None:
 
 def keys(model, monkeypatch, *calls: dict) -> list:
     """What the step of each of these calls depends on, all on one cache."""
-    found, real = [], graph_loop._Loop._key
-    monkeypatch.setattr(graph_loop._Loop, "_key", lambda self, *args: found.append(real(self, *args)) or found[-1])
+    found, real = [], graph_loop.Loop._key
+    monkeypatch.setattr(graph_loop.Loop, "_key", lambda self, *args: found.append(real(self, *args)) or found[-1])
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(max_new_tokens=3, **as_input(cache), custom_generate=graph_decoding)
     for call in calls:
@@ -318,13 +318,13 @@ def test_layers_on_several_devices_are_refused_where_a_step_would_be_captured(mo
 
 
 def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
-    real, enabled = graph_loop._Loop._key, iter([False, True])
+    real, enabled = graph_loop.Loop._key, iter([False, True])
 
     def key(self, *args):
         with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=next(enabled)):
             return real(self, *args)
 
-    monkeypatch.setattr(graph_loop._Loop, "_key", key)
+    monkeypatch.setattr(graph_loop.Loop, "_key", key)
     plain, lower = keys(model, monkeypatch, dict(do_sample=False), dict(do_sample=False))
     assert plain != lower
 

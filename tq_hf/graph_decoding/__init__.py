@@ -1,5 +1,5 @@
-"""Decoding loop with one CUDA graph per step."""
+"""Decoding loops with one CUDA graph per step."""
 
-from .loop import graph_decoding
+from .entry import graph_decoding
 
 __all__ = ["graph_decoding"]

@@ -9,7 +9,7 @@ the host. The extra step is cropped from the cache.
 later turns, chunked prefill and `return_dict_in_generate` therefore work as usual. Processors that read only scores run
 inside the graph. All other processors run after each replay, and so do stopping criteria other than the end-of-sequence
 token and the length. Sliding windows fill and slide by counts on the device. Without a GPU, or with `disable_compile`,
-the same loop runs step by step.
+the same loop runs step by step. `assisted.py` has the loop of assisted decoding.
 """
 
 from __future__ import annotations
@@ -19,27 +19,22 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as processors
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
 from ..compat import (
     CACHE_NAME,
-    arguments_of_generate,
     as_input,
     attention_implementation,
     autocast_dtype,
-    check_required_names,
     compiles_steps,
     ending_failed_capture,
-    optimized_for_decode,
     outside_inference_mode,
     pad_token,
-    prefill,
 )
-from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
@@ -66,113 +61,6 @@ WARM_UP = 2
 """Number of steps before the capture. The first compiles kernels; after the second, memory no longer grows."""
 
 
-def graph_decoding(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    stop_strings: str | list[str] | None = None,
-    **model_kwargs: Any,
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Decode greedily or by sampling on a preallocated cache. `generate()` calls this function.
-
-    ```python
-    cache = TurboQuantCache(model.config, max_cache_len=4096)
-    model.generate(**inputs, past_key_values=cache, custom_generate=tq_hf.graph_decoding)
-    ```
-
-    Args:
-        model: A decoder with `attn_implementation="turboquant"`. Other implementations work, but read dense states.
-        input_ids: `[B, T]` int64.
-        logits_processor: Processors of logits, as for any loop of transformers.
-        stopping_criteria: Stopping criteria, as for any loop of transformers.
-        generation_config: Generation config. `disable_compile` and `compile_config` apply, except for CUDA graphs of
-            the compiler, which cannot be captured again. For one sequence
-            `CompileConfig(options={"coordinate_descent_tuning": True})` shortens a step by 11 to 15% and lengthens the
-            first call by half a minute (8B, H200): the compiler then writes products with one row itself and tunes
-            them.
-        stop_strings: `stop_strings` of `generate()`, with `tokenizer`. transformers refuses `stop_strings` in a
-            generation config, because it has dropped the tokenizer by then.
-        **model_kwargs: Inputs of the model, `past_key_values` among them.
-
-    Returns:
-        Tokens `[B, T + n]` int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
-
-    Raises:
-        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers. The call
-            asks for other decoding than greedy search and sampling (beams, an assistant, contrastive search), for
-            `synced_gpus`, attentions or hidden states. A step would be captured over several devices. `stop_strings`
-            come without a tokenizer.
-        ImportError: The installed transformers lacks a name that this loop needs.
-    """
-    check_required_names("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
-    arguments = arguments_of_generate()
-    cache = _check(model, generation_config, model_kwargs, arguments)
-    if stop_strings is not None:
-        stop = _stop_at(stop_strings, arguments["tokenizer"])
-        stopping_criteria = StoppingCriteriaList([*stopping_criteria, stop])
-    outputs, model_kwargs = prefill(model, input_ids, generation_config, model_kwargs)
-    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
-    del outputs
-    streamer = arguments.get("streamer")
-    loop = _Loop(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    with optimized_for_decode(model):
-        return loop.run(logits, model_kwargs)
-
-
-def _stop_at(strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
-    if tokenizer is None:
-        raise ValueError(
-            f"`stop_strings` {strings!r} came without a tokenizer. Pass `tokenizer=` to `generate()` beside them, or "
-            "`stopping_criteria=[StopStringCriteria(tokenizer, strings)]`."
-        )
-    return StopStringCriteria(tokenizer, strings)
-
-
-def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], arguments: dict[str, Any]) -> TurboQuantCache:
-    cache = inputs.get(CACHE_NAME)
-    advice = "Leave out `custom_generate`, or "
-    if model.config.is_encoder_decoder:
-        raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
-    if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
-        came = "none" if cache is None else type(cache).__name__
-        came += " without `max_cache_len`" if isinstance(cache, TurboQuantCache) else ""
-        raise ValueError(
-            f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
-            "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
-        )
-    known = (FullAttentionLayer, PreallocatedSlidingLayer)
-    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)}
-    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
-        other.add("layers of attention within chunks")
-    if other:
-        raise ValueError(
-            f"`graph_decoding` takes models whose layers are full attention or sliding windows; this cache also has "
-            f"{', '.join(sorted(other))}. Leave out `custom_generate`."
-        )
-    mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"The options of this call ask for {mode.value.replace('_', ' ')}, and `graph_decoding` searches greedily "
-            f"or samples. {advice}those options."
-        )
-    if not config.use_cache:
-        raise ValueError(f"`graph_decoding` decodes with a cache, but `use_cache` is False. {advice}`use_cache`.")
-    if arguments.get("synced_gpus"):
-        raise ValueError(f"`graph_decoding` does not wait for other ranks (`synced_gpus`). {advice}`synced_gpus`.")
-    devices = sorted(map(str, set((getattr(model, "hf_device_map", None) or {}).values())))
-    if len(devices) > 1 and compiles_steps(model, cache, config):
-        raise ValueError(
-            f"The model is spread over the devices {', '.join(devices)}, and a CUDA graph is captured on one. {advice}"
-            'load the model on one device (`device_map="cuda"`), or by tensor parallelism, with one graph per process.'
-        )
-    for name in ("output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name):
-            raise ValueError(f"`graph_decoding` does not return `{name}`. {advice}set it to False.")
-    return cache
-
-
 def _without_graphs(config: CompileConfig | None) -> CompileConfig:
     """Remove the compiler's own CUDA graphs from compile options: they would be captured inside of ours."""
     fields = (CompileConfig() if config is None else config).to_dict()
@@ -180,7 +68,7 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
     return CompileConfig(**{**fields, "mode": WITHOUT_GRAPHS.get(fields["mode"], fields["mode"])})
 
 
-class _Loop:
+class Loop:
     """One call of `graph_decoding`."""
 
     def __init__(
@@ -197,7 +85,7 @@ class _Loop:
         self.layers: list[Any] = list(cache.layers)
         self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
         self.cached = int(cache.get_seq_length())
-        self.processors, self.sample = logits_processor, config.do_sample
+        self.config, self.processors, self.sample = config, logits_processor, config.do_sample
         self.selects_in_graph = all(type(processor) in READ_SCORES_ONLY for processor in logits_processor)
         self.ends = [c.eos_token_id.to(prompt.device) for c in stopping_criteria if type(c) is EosTokenCriteria]
         self.other_criteria = StoppingCriteriaList(
@@ -212,7 +100,8 @@ class _Loop:
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
         self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
-        self.flags = LateFlags(prompt.device, prompt.shape[0], streamer)
+        self.streamer = streamer
+        self.flags = LateFlags(prompt.device, prompt.shape[0], None if streamer is None else streamer.put)
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
@@ -224,7 +113,13 @@ class _Loop:
         if ended and self.flags.lag:
             self.length -= self.flags.lag
             self.cache.crop(-self.flags.lag)
-        tokens = step.history[:, : self.length].clone()
+        return self._result(step.history)
+
+    def _result(self, history: torch.Tensor) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Result of `generate()`, with the tokens in `history` `[B, W]`."""
+        if self.streamer is not None:
+            self.streamer.end()
+        tokens = history[:, : self.length].clone()
         if not self.returns_dict:
             return tokens
         steps = self.length - self.prompt.shape[1]
@@ -291,10 +186,7 @@ class _Loop:
             history: `[B, T]` int64, all tokens so far.
         """
         step.scores = self.processors(history, logits)
-        if self.sample:
-            token = torch.multinomial(torch.softmax(step.scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            token = torch.argmax(step.scores, dim=-1)
+        token = self._choice(step.scores)
         if self.pad is not None:
             token = torch.where(step.unfinished, token, self.pad)
         step.history.index_copy_(1, step.at, token[:, None])
@@ -302,6 +194,12 @@ class _Loop:
         step.token.copy_(token[:, None])
         for end in self.ends:
             step.unfinished.logical_and_(~torch.isin(token, end))
+
+    def _choice(self, scores: torch.Tensor) -> torch.Tensor:
+        """Tokens `[n]` int64 by scores `[n, vocabulary]`."""
+        if self.sample:
+            return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        return torch.argmax(scores, dim=-1)
 
     def _ends(self, step: StepTensors) -> bool:
         """Record the step that has run. Returns whether all sequences are known to have ended."""
@@ -334,12 +232,9 @@ class _Loop:
             )
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
-        step = latest_steps.get(self.cache)
+        step: Any = latest_steps.get(self.cache)
         key = self._key(first, positions, masks, width)
-        # Under autocast, a graph reads copies of weights that are freed when autocast ends. Use the graph for one call
-        # only.
-        stale = self.captures and autocast_dtype(self.prompt) is not None
-        if step is None or step.key != key or stale:
+        if not self._reuses(step, key):
             latest_steps.pop(self.cache, None)
             step = latest_steps[self.cache] = self._new_step(key, positions, masks, first, width)
         else:
@@ -352,6 +247,12 @@ class _Loop:
         step.at.fill_(self.length)
         step.unfinished.fill_(True)
         return step
+
+    def _reuses(self, step: Any, key: tuple[Any, ...]) -> bool:
+        """Whether the tensors and the graph of the last call serve this one."""
+        # Under autocast, a graph reads copies of weights that are freed when autocast ends.
+        stale = self.captures and autocast_dtype(self.prompt) is not None
+        return step is not None and step.key == key and not stale
 
     @outside_inference_mode
     def _new_step(
@@ -408,5 +309,5 @@ def _tensors_of(layer: Any) -> list[torch.Tensor]:
     return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
 
 
-latest_steps: WeakKeyDictionary[TurboQuantCache, StepTensors] = WeakKeyDictionary()
+latest_steps: WeakKeyDictionary[TurboQuantCache, Any] = WeakKeyDictionary()
 """Step tensors of the last call, by cache. They do not refer to the cache, so they are freed with the cache."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
@@ -83,18 +82,18 @@ class LateFlags:
 
     Args:
         device: Device on which tokens are chosen.
-        batch: Number of sequences.
-        streamer: Streamer that gets the tokens, or `None`.
+        size: Number of tokens of a step.
+        receive: Function that gets the tokens of each step, `[size]` int64 on the host, or `None`.
     """
 
-    def __init__(self, device: torch.device, batch: int, streamer: BaseStreamer | None) -> None:
+    def __init__(self, device: torch.device, size: int, receive: Callable[[torch.Tensor], object] | None) -> None:
         self.lag = 1 if device.type == "cuda" else 0
-        self.streamer = streamer
+        self.receive = receive
         pinned = device.type == "cuda"
         self._slots = [
             (
                 torch.zeros((), dtype=torch.bool, pin_memory=pinned),
-                torch.zeros(batch, dtype=torch.long, pin_memory=pinned),
+                torch.zeros(size, dtype=torch.long, pin_memory=pinned),
             )
             for _ in range(2)
         ]
@@ -102,11 +101,11 @@ class LateFlags:
         self._steps = 0
 
     def record(self, unfinished: torch.Tensor, token: torch.Tensor) -> bool:
-        """Copy the flags and tokens `[B]` of a step to the host. Returns whether all sequences had ended `lag` steps
+        """Copy the flags and tokens `[size]` of a step to the host. Returns whether all sequences had ended `lag` steps
         ago."""
         flag, tokens = self._slots[self._steps % 2]
         flag.copy_(~unfinished.any(), non_blocking=True)
-        if self.streamer is not None:
+        if self.receive is not None:
             tokens.copy_(token, non_blocking=True)
         if (event := self._copied[self._steps % 2]) is not None:
             event.record()
@@ -117,13 +116,11 @@ class LateFlags:
         if (event := self._copied[step % 2]) is not None:
             event.synchronize()
         flag, tokens = self._slots[step % 2]
-        if self.streamer is not None:
-            self.streamer.put(tokens.clone())
+        if self.receive is not None:
+            self.receive(tokens.clone())
         return bool(flag)
 
     def finish(self, ended: bool) -> None:
-        """Stream the last token, unless its step ran after the end of all sequences."""
+        """Read the last step, unless it ran after the end of all sequences."""
         if self.lag and not ended:
             self._read(self._steps - 1)
-        if self.streamer is not None:
-            self.streamer.end()

@@ -52,7 +52,7 @@ class BatchedLayer(CacheLayerMixin):
             self.keys, self.values = function(self.keys), function(self.values)
             self.batch_size = self.keys.shape[0]
 
-    def count_replayed(self, length: int) -> None:
+    def count_replayed(self, length: int | None) -> None:
         """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
         raise NotImplementedError
 
@@ -73,18 +73,29 @@ class FullAttentionLayer(BatchedLayer):
     """A full-attention layer, compressed or not, with the mask size that all of them share.
 
     transformers makes one mask for all full-attention layers, of the size that the first one returns: all must return
-    the same. These layers return only tokens to a call of several tokens, and also empty rows to a single token.
+    the same. A preallocated layer returns its empty rows, too, to a decode step: a call of one token or, after
+    `activate_past_recording` (assisted decoding), of up to 16. Other calls get rows of tokens only.
     """
 
     is_croppable = True
+    record_past = False
+    """Whether steps may have several tokens, which `crop` takes back."""
     returns_empty_rows = False
     """Whether every call gets `max_cache_len` rows, as from transformers' preallocated layers. True beside layers of
     transformers that always return them, and for models that make their own masks of this size (Bloom)."""
 
+    def activate_past_recording(self) -> None:
+        """Let steps have several tokens; assisted decoding calls this."""
+        self.record_past = True
+
+    def takes_step(self, tokens: int) -> bool:
+        """Whether a call of this number of tokens is a decode step of a preallocated layer."""
+        raise NotImplementedError
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
         room = self.get_max_length()
-        if room != -1 and (query_length == 1 or self.returns_empty_rows):
+        if room != -1 and (self.returns_empty_rows or self.takes_step(query_length)):
             return room, 0
         return int(self.get_seq_length()) + query_length, 0
 

@@ -17,6 +17,7 @@ from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores import graph_ops
 from ..stores.checks import widened
+from ..stores.sizes import STEP_TOKENS
 from ..stores.store import LayerStore
 from ..tensors.layer import Counts, View
 from ..tensors.sinks import Padding, check_index
@@ -189,6 +190,8 @@ class TurboQuantLayer(FullAttentionLayer):
         store = LayerStore.allocate(self.config, key_states, value_states, self.max_cache_len, prompt)
         if self.channel_scales is not None:
             store.set_scales(self.channel_scales)
+        if self.record_past:
+            store.take_steps_of(STEP_TOKENS)
         self.store = store
         model_config = None if self._model_config is None else self._model_config()
         # A config's own attribute lookup is slow Python.
@@ -363,6 +366,14 @@ class TurboQuantLayer(FullAttentionLayer):
         # Without them the first step would dequantize the whole cache.
         self.reader, self.is_untouched = probe.layer.reader, probe.layer.is_untouched
 
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        if self.store is not None:
+            self.store.take_steps_of(STEP_TOKENS)
+
+    def takes_step(self, tokens: int) -> bool:
+        return tokens == 1 or (self.store is not None and self.store.takes_step(tokens))
+
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Number of tokens; for a preallocated cache a tensor on its device, as in transformers' static layers."""
         return 0 if self.store is None else self.store.length
@@ -388,7 +399,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self._edits["all"] += 1
         self.store.crop(-tokens_to_remove)
 
-    def count_replayed(self, length: int) -> None:
+    def count_replayed(self, length: int | None) -> None:
         assert self.store is not None
         self.store.num_held = length
 

@@ -14,6 +14,7 @@ from tq_kernels.types import KeyValue
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..compat import outside_inference_mode
+from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import check_room
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
 
@@ -57,7 +58,7 @@ def check_rows(layer: Any) -> None:
 class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
     """A preallocated full-attention layer that returns as many rows as a `TurboQuantLayer`.
 
-    `StaticLayer` returns `max_cache_len` rows in every call. Compressed layers do so for a single token only, and
+    `StaticLayer` returns `max_cache_len` rows in every call. Compressed layers do so for decode steps only, and
     otherwise return no empty rows; layers that share a mask must agree (see `FullAttentionLayer`).
     """
 
@@ -77,15 +78,16 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return the rows of all tokens. For S = 1, and
-        with `returns_empty_rows`, return all `max_cache_len` rows.
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return the rows of all tokens. For decode
+        steps, and with `returns_empty_rows`, return all `max_cache_len` rows.
 
         Raises:
             ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
                 index check fails.)
         """
         tokens = key_states.shape[-2]
-        if tokens == 1 and torch.compiler.is_compiling():
+        is_step = self.takes_step(tokens)
+        if is_step and torch.compiler.is_compiling():
             self.num_tokens = None
             return super().update(key_states, value_states, *args, **kwargs)
         check_rows(self)
@@ -93,9 +95,14 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         check_room(tokens, past, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.num_tokens = past + tokens
-        if tokens == 1 or self.returns_empty_rows:
+        if is_step or self.returns_empty_rows:
             return with_num_held((keys, values), past + tokens)
         return keys[:, :, : past + tokens], values[:, :, : past + tokens]
+
+    def takes_step(self, tokens: int) -> bool:
+        several = self.record_past and 1 < tokens <= STEP_TOKENS
+        held = several and (torch.compiler.is_compiling() or (self.is_initialized and self.num_tokens != 0))
+        return tokens == 1 or held
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Number of tokens, `[]` int64 on the device; an `int` before the first update and on the meta device."""
@@ -113,7 +120,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
             self.num_tokens = None
 
-    def count_replayed(self, length: int) -> None:
+    def count_replayed(self, length: int | None) -> None:
         self.num_tokens = length
 
     def reset(self) -> None:
@@ -242,7 +249,8 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             return self.keys, self.values
         return with_num_held((self.keys, self.values), min(self.cumulative_length_int, self.max_cache_len))
 
-    def count_replayed(self, length: int) -> None:
+    def count_replayed(self, length: int | None) -> None:
+        assert length is not None
         self.cumulative_length_int = length
 
     @outside_inference_mode

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from tq_kernels.format import BLOCK_TOKENS
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from ..compat import foreach
 from .base import check_crop
+from .compressed import TurboQuantLayer
+from .dense import PreallocatedLayer
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
@@ -97,3 +102,32 @@ def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:
     if window is not None and layer.keys is not None and layer.keys.shape[-2] - tokens < min(length, window - 1):
         return "tokens that left its window were not kept"
     return None
+
+
+def take_back(layers: Sequence[Any], tokens: torch.Tensor) -> None:
+    """Remove the newest tokens of preallocated full-attention layers by their counts on the device, which the host does
+    not wait for. Exact for tokens of the last step.
+
+    Args:
+        layers: `TurboQuantLayer` and `PreallocatedLayer`, filled.
+        tokens: Number of tokens, `[]` or `[1]` integer on the device.
+    """
+    tokens = tokens.reshape(())
+    stores: list[Any] = [layer.store for layer in layers if isinstance(layer, TurboQuantLayer)]
+    states = [store.device_counts.state for store in stores]
+    sinks, _, rows, pending = ([state[i : i + 1] for state in states] for i in range(4))
+    lengths = [store.device_counts.length for store in stores]
+    lengths += [layer.cumulative_length for layer in layers if isinstance(layer, PreallocatedLayer)]
+    for layer in layers:
+        layer.count_replayed(None)
+    foreach.add_(lengths, tokens, alpha=-1)
+    if not states:
+        return
+    foreach.add_(rows, tokens.int(), alpha=-1)
+    # Tokens that are not in the residual are sinks.
+    foreach.add_(sinks, foreach.clamp_max(rows, 0))
+    foreach.clamp_min_(rows, 0)
+    # A block that became due is kept if the rows that are left still make it due.
+    due = foreach.sub(rows, [store.config.residual_length + BLOCK_TOKENS - 1 for store in stores])
+    foreach.clamp_min_(due, 0)
+    foreach.minimum_(pending, due)

@@ -18,6 +18,7 @@ from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.pages import LayerPages
+from ..tensors.residual import write_rows
 from . import reference
 from .backend import MAX_FLASH_DIM, check_choice, say_torch_computes  # noqa: F401
 from .cpu import attention as cpu_attention
@@ -250,13 +251,13 @@ def check_host_reads(tensors: LayerTensors) -> None:
 def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
-    """Append one token a sequence to a preallocated store, and encode the block that becomes due.
+    """Append the S tokens of a step to a preallocated store, and encode the block that becomes due.
 
     Args:
         tensors: The store's tensors, written in place.
         counts: The store's counts, written in place.
-        keys: `[B, Hkv, 1, Dk]`.
-        values: `[B, Hkv, 1, Dv]`.
+        keys: `[B, Hkv, S, Dk]`, S at most 128.
+        values: `[B, Hkv, S, Dv]`.
         max_cache_len: Number of tokens there is room for.
 
     Raises:
@@ -268,16 +269,16 @@ def append_token(
         return
     say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
     check_host_reads(tensors)
-    config, capacity = tensors.config, tensors.ring[0].shape[2]
+    config, capacity, tokens = tensors.config, tensors.ring_rows, keys.shape[2]
     held = Counts(*counts.state.tolist()).without_encoded_rows()
     (sinks, blocks, rows, _), length = held, held.tokens
-    check_room(1, length, max_cache_len)
-    is_sink = sinks < config.sink_tokens
-    to, slot = (tensors.sinks, sinks) if is_sink else (tensors.ring, (blocks * BLOCK_TOKENS + rows) % capacity)
-    for buffer, states in zip(to, (keys, values), strict=True):
-        buffer[:, :, slot : slot + 1] = states
-    sinks, rows, first = sinks + is_sink, rows + (not is_sink), blocks * BLOCK_TOKENS % capacity
-    due = max(0, config.num_blocks(length + 1) - blocks)
+    check_room(tokens, length, max_cache_len)
+    to_sinks, first = min(tokens, config.sink_tokens - sinks) if length == sinks else 0, blocks * BLOCK_TOKENS
+    for buffer, states in zip(tensors.sinks, (keys, values), strict=True):
+        buffer[:, :, sinks : sinks + to_sinks] = states[:, :, :to_sinks]
+    write_rows(tensors.ring, first + rows, (keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+    sinks, rows, first = sinks + to_sinks, rows + tokens - to_sinks, first % capacity
+    due = max(0, config.num_blocks(length + tokens) - blocks)
     for block in range(due):
         start = (first + block * BLOCK_TOKENS) % capacity
         key_rows, value_rows = (ring[:, :, start : start + BLOCK_TOKENS] for ring in tensors.ring)
@@ -287,7 +288,7 @@ def append_token(
 
 
 def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """Append the newest token if it is pending, and attend: `tq_hf.stores.graph_ops.attend_token` outside of
+    """Append the new tokens if they are pending, and attend: `tq_hf.stores.graph_ops.attend_token` outside of
     `torch.compile`."""
     if triton_blocks.supports_step(query, view.tensors):
         return triton_blocks.attend_token(query, view, mask, options)
@@ -296,14 +297,14 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     if pending is not None and pending.states is not None:
         keys, values = pending.states
         append_token(tensors, counts, keys, values, max_cache_len)
-    return attend(query, on_host(tensors, counts.step_counts), mask, options)
+    return attend(query, on_host(tensors, counts.step_counts, query.shape[2]), mask, options)
 
 
-def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
-    """Read the counts of a decode step from the device, for its view."""
+def on_host(tensors: LayerTensors, step_counts: torch.Tensor, tokens: int) -> View:
+    """Read the counts of a decode step of `tokens` tokens from the device, for its view."""
     check_host_reads(tensors)
     counts = Counts(*step_counts[:3, 0].tolist())
-    return View(tensors.with_sinks(counts.sinks), counts, counts.tokens, counts.tokens - 1)
+    return View(tensors.with_sinks(counts.sinks), counts, counts.tokens, counts.tokens - tokens)
 
 
 def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:

@@ -1,7 +1,7 @@
 """A decode step of a preallocated store: functions, each also an operator opaque to `torch.compile`.
 
-`attend_token` appends the newest token and attends. Where attention reads states instead, `append_pending_token`
-appends it and `dense` dequantizes.
+`attend_token` appends the newest token, or the few of assisted decoding, and attends. Where attention reads states
+instead, `append_pending_token` appends and `dense` dequantizes.
 
 Outside of compilation the functions are called as they are. A compiled graph holds the operators, which take tensors,
 numbers and the configuration as text, read lengths on the device (on a GPU) and write in place: a captured graph
@@ -51,13 +51,13 @@ def _append_token(
 ) -> None:
     device_counts = DeviceCounts(*counts)
     if keys.is_cpu:
-        check_room(1, int(device_counts.length), max_cache_len)
+        check_room(keys.shape[2], int(device_counts.length), max_cache_len)
     layer = LayerTensors.from_arguments(config, tensors)
     dispatch.append_token(layer, device_counts, keys, values, max_cache_len)
 
 
 def append_pending_token(view: View) -> None:
-    """Append the newest token of a decode step's view, unless it is appended."""
+    """Append the new tokens of a decode step's view, unless they are appended."""
     tensors, counts, max_cache_len, _, pending, _ = view
     assert isinstance(counts, DeviceCounts) and pending is not None
     if pending.states is None:
@@ -85,7 +85,7 @@ def _attend_token(
 ) -> torch.Tensor:
     device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config, tensors)
     if query.is_cpu and row:
-        check_room(1, int(device_counts.length), max_cache_len)
+        check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
     pending = PendingToken((row[0], row[1]) if row else None)
     view = View(layer, device_counts, max_cache_len, None, pending)
     return dispatch.attend_token(query, view, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
@@ -101,19 +101,36 @@ def _attend_token_shape(
     return query.new_empty(batch, rows, heads, layer.layout.value_dim)
 
 
-def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`. The newest
-    token is appended first, unless it is.
+def causal_mask(view: View, queries: int) -> torch.Tensor:
+    """Mask `[1, 1, queries, view.length]` bool for queries of the newest tokens, in the order of the tokens."""
+    last: int | torch.Tensor = view.length
+    if isinstance(view.counts, DeviceCounts):
+        assert view.pending is not None
+        last = tokens_held(view.counts)
+        if view.pending.states is not None:
+            last = last + view.pending.states[0].shape[2]
+    device = view.tensors.row.device
+    newest = torch.arange(queries, device=device)[:, None] + last - queries
+    return (torch.arange(view.length, device=device) <= newest)[None, None]
 
-    `mask` is `[B, 1 or Hq, 1, >= T]`, bool or additive, or `None`.
+
+def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+    """Attention of S queries a sequence, `[B, Hq, S, Dk]`, over all tokens of the store; `[B, S, Hq, Dv]`. The newest
+    tokens are appended first, unless they are.
+
+    `mask` is `[B, 1 or Hq, S, >= T]`, bool or additive, or `None`: causal if `options` are, where the newest queries
+    are those of the newest tokens.
 
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
     tensors, counts, max_cache_len, past, pending, _ = view
     assert isinstance(counts, DeviceCounts) and pending is not None
+    tokens = 1 if pending.states is None else pending.states[0].shape[2]
     if mask is not None:
-        dispatch.check_mask(mask, max_cache_len if past is None else past + 1)
+        dispatch.check_mask(mask, max_cache_len if past is None else past + tokens)
+    elif options.causal and query.shape[2] > 1:
+        mask = causal_mask(view, query.shape[2])
     if not dispatch.supports_mask(mask, options):
         return _attend_with_biases(query, view, mask, options)
     if torch.compiler.is_compiling():
@@ -127,7 +144,7 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
         out = dispatch.attend_token(query, view, mask, options)
     except BaseException:
         # The kernel that failed may have come after the append.
-        if pending.states is not None and not is_capturing() and past is not None and int(counts.length) == past + 1:
+        if pending.states is not None and not is_capturing() and past is not None and int(counts.length) > past:
             pending.states = None
         raise
     pending.states = None

@@ -16,14 +16,16 @@ from .checks import Kind, check_states, kind_of
 
 GROWTH = 1.125
 """Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
+STEP_TOKENS = 16
+"""Most tokens of a decode step: drafts of assisted decoding and the token before them, which one kernel attends to."""
 SHORT_CALL = 128
 """Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
 
 
-def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None) -> int:
-    """Number of rows to allocate for a residual of `rows` rows, with room for decoding."""
+def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None, step_tokens: int = 1) -> int:
+    """Number of rows to allocate for a residual of `rows` rows, with room for decode steps of up to `step_tokens`."""
     room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len
-    return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS, room)))
+    return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS + step_tokens - 1, room)))
 
 
 @lru_cache

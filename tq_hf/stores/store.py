@@ -15,10 +15,11 @@ Two things are left for later. `settle` does them, and all operations but reads 
   depend on the queries of that call: if `append` is told to defer, attention shows them (`encode_deferred`).
 
 A store grows, with counts on the host, or is preallocated: its tensors stay where they are. Decode steps of a
-preallocated store count on the device (`DeviceCounts`) and never read there, so that a captured graph replays them for
-every length. All other operations read these counts, which waits for the device, work as those of a growing store, and
-end with `_keep_in_place`. The host counts the tokens of eager steps too, to refuse one too many. A compiled step cannot
-count: it asserts on the device that there is room, and the next eager step reads `length` once.
+preallocated store, of one token or of the few of assisted decoding, count on the device (`DeviceCounts`) and never read
+there, so that a captured graph replays them for every length. All other operations read these counts, which waits for
+the device, work as those of a growing store, and end with `_keep_in_place`. The host counts the tokens of eager steps
+too, to refuse one too many. A compiled step cannot count: it asserts on the device that there is room, and the next
+eager step reads `length` once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ..compat import mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
-from ..tensors.residual import copied_ring, new_rows, ring_parts, write_rows, write_token
+from ..tensors.residual import copied_ring, copy_rows, new_rows, ring_parts, write_rows, write_token
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits
@@ -51,6 +52,7 @@ class LayerStore:
         scales_are_fixed: Whether the channel scales were set, so that no prompt changes them.
         max_cache_len: Maximum number of tokens of a preallocated store; `None` to grow geometrically, without bound.
         device_counts: Counts of a preallocated store.
+        step_tokens: Most tokens of a decode step of a preallocated store.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class LayerStore:
         scales_are_fixed: bool = False,
         max_cache_len: int | None = None,
         device_counts: DeviceCounts | None = None,
+        step_tokens: int = 1,
     ) -> None:
         self.tensors = tensors
         self.counts = counts or NOTHING
@@ -67,12 +70,13 @@ class LayerStore:
         self.scales_are_fixed = scales_are_fixed
         self.max_cache_len = max_cache_len
         self.device_counts = device_counts
+        self.step_tokens = step_tokens
         self.num_held: int | None = 0 if counts is NOTHING else None
         """Number of tokens of a preallocated store; `None` after a compiled step, which does not count on the host."""
         self.config = tensors.config
         self.layout = tensors.layout
         self.pending = PendingToken()
-        """The newest token, if it is not written yet."""
+        """The newest token or, of a preallocated store, those of the last step, if they are not written yet."""
         self._deferred: tuple[KeyValue, SinkOrder | None, torch.Tensor | None] | None = None
         """Keys and values of a deferred call, in the order of the store; the order after it; and True for its real
         tokens, `[B, S]` bool, `None` if unknown."""
@@ -84,7 +88,8 @@ class LayerStore:
     def __reduce__(self) -> tuple[Any, ...]:
         self.settle(wait=False)
         counts = self.counts if self.device_counts is None else None
-        return type(self), (self.tensors, counts, self.scales_are_fixed, self.max_cache_len, self.device_counts)
+        room = self.max_cache_len, self.device_counts, self.step_tokens
+        return type(self), (self.tensors, counts, self.scales_are_fixed, *room)
 
     @classmethod
     @outside_inference_mode
@@ -131,7 +136,7 @@ class LayerStore:
             tokens = self.counts.tokens + (0 if self._deferred is None else self._deferred[0][0].shape[2])
             return tokens if on_device is None or is_meta else on_device.length.new_full((), tokens)
         length = int(on_device.length) if is_meta else graph_ops.tokens_held(on_device)
-        return length if self.pending.states is None else length + 1
+        return length if self.pending.states is None else length + self.pending.states[0].shape[2]
 
     @property
     def lacks_sinks(self) -> bool:
@@ -190,9 +195,7 @@ class LayerStore:
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
     ) -> View:
-        """Store new tokens and return what their queries attend to.
-
-        A single token may be copied by that attention only, so its tensors must not change before.
+        """Store new tokens and return what their queries attend to. That attention may be what copies them.
 
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
@@ -223,7 +226,30 @@ class LayerStore:
                 return self._append_token(keys, values)
         else:
             check_fits(keys, values, row)
+            if self.takes_step(keys.shape[2]):
+                return self._append_on_device(keys, values)
         return self.append_checked(keys, values, defer, padding)
+
+    def takes_step(self, tokens: int) -> bool:
+        """Whether a call of this number of tokens is a decode step of a preallocated store."""
+        is_held = torch.compiler.is_compiling() or self.num_held != 0 or self.is_deferred
+        several = is_held and 1 < tokens <= self.step_tokens
+        return self.device_counts is not None and (tokens == 1 or several)
+
+    @outside_inference_mode
+    def take_steps_of(self, tokens: int) -> None:
+        """Let decode steps of a preallocated store have up to `tokens` tokens: make room for them in the residual, so
+        that a block that becomes due keeps its dense rows until the next call."""
+        if self._fixed is None or self.step_tokens >= tokens:
+            return
+        _, blocks, rows, _ = self.settle()
+        self.step_tokens = tokens
+        capacity = residual_capacity(self.config, rows, self.max_cache_len, tokens)
+        if capacity > self._fixed.ring_rows:
+            ring = copied_ring(self.tensors.ring, blocks * BLOCK_TOKENS, rows, capacity)
+            mark_static_addresses(ring)
+            self._fixed = self._fixed.with_ring(ring)
+            self.tensors = self._fixed.with_order(self.tensors.order)
 
     def append_checked(
         self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
@@ -256,7 +282,7 @@ class LayerStore:
             reference.write_counts(self.device_counts, self.counts)
 
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
-        """A decode step of a preallocated store, which compiles: attention appends the token, and counts there."""
+        """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
         if self.pending.states is not None or self._deferred is not None:
             self.settle(wait=False)
         past = None
@@ -265,8 +291,8 @@ class LayerStore:
         else:
             past = int(self.length) if self.num_held is None else self.num_held
             assert self.max_cache_len is not None
-            check_room(1, past, self.max_cache_len)
-            self.num_held = past + 1
+            check_room(keys.shape[2], past, self.max_cache_len)
+            self.num_held = past + keys.shape[2]
         self.pending.states = keys, values
         return self._step_view(past)
 
@@ -275,8 +301,7 @@ class LayerStore:
         return View(self.tensors, self.device_counts, self.max_cache_len, past, self.pending)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
-        """Nearly every decode step of a growing store: one token for the residual, in which there is room. Attention
-        writes it there."""
+        """Nearly every decode step of a growing store: attention writes one token to the residual, which has room."""
         sinks, blocks, rows, encoded = self.counts
         if encoded:  # their rows are dropped
             blocks, rows = blocks + encoded, rows - encoded * BLOCK_TOKENS
@@ -294,7 +319,7 @@ class LayerStore:
         """Several tokens after `past` others, or a first one: they are copied to the sinks and to the residual."""
         (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
         if padding is not None:
-            states, order, _ = self._exchange(padding, states)
+            states, order, _ = padding.exchanged(states, self.tensors, self.counts)
             self.tensors = self.tensors.with_order(order)
         to_sinks = count_sinks(self.config, tokens, sinks, past)
         for buffer, part in zip(self.tensors.sinks, states, strict=True):
@@ -317,34 +342,12 @@ class LayerStore:
         from copies in another order."""
         view, order, real = self._view(past, states[0].shape[2], states), self.tensors.order, None
         if padding is not None:
-            states, order, real = self._exchange(padding, states)
+            states, order, real = padding.exchanged(states, self.tensors, self.counts)
         if defer and self.config.balance and not self.scales_are_fixed and not self.counts.blocks:
             self._deferred = states, order, real
         else:
             self._append_long(states, order, real)
         return view
-
-    @outside_inference_mode
-    def _exchange(self, padding: Padding, states: KeyValue) -> tuple[KeyValue, SinkOrder | None, torch.Tensor | None]:
-        """Let real tokens take the places of padding among the sinks, those held and those among new `states`
-        `[B, Hkv, S, D]`.
-
-        Returns:
-            The states in the order of the store; that order; which of them are not padding, `[B, S]` bool, `None` if
-            unknown.
-        """
-        held, past, sinks, first = self.tensors.order, self.counts.tokens, self.config.sink_tokens, self.counts.sinks
-        length, (batch, *_), device = past + states[0].shape[2], self.tensors.row.keys, self.tensors.row.device
-        if padding.mask.shape[0] != batch or padding.mask.shape[1] < length:
-            return states, held, None
-        order, real = held, padding.mask[:, :length].to(device)
-        if 0 < sinks < length:
-            order = padding.order(held, past, length, sinks, device)
-        if order is None:
-            return states, None, real[:, past:]
-        if order is not held:
-            states = order.exchanged(self.tensors.with_sinks(first).sinks, states, past)
-        return states, order, order.swapped(real, 1)[:, past:]
 
     @outside_inference_mode
     def _encode_due(self, counts: Counts) -> Counts:
@@ -426,16 +429,14 @@ class LayerStore:
             if self.counts.residual > self._fixed.ring_rows:
                 self.counts = self.counts.without_encoded_rows()
             first = self.counts.blocks * BLOCK_TOKENS
-            for skipped, part in ring_parts(self.tensors.ring, first, self.counts.residual):
-                write_rows(self._fixed.ring, first + skipped, part)
+            copy_rows(self.tensors.ring, self._fixed.ring, first, self.counts.residual)
             self.tensors = self._fixed.with_order(self.tensors.order)
         if not is_counted:
             reference.write_counts(self.device_counts, self.counts)
         self.num_held = self.counts.tokens
 
     def _view(self, past: int, tokens: int = 0, new: KeyValue | None = None) -> View:
-        """Make the view of `past` tokens and of `tokens` more, those of `new` states or held. A first call reads its
-        `new` states alone."""
+        """Make the view of `past` tokens and of `tokens` more, of `new` states or held; at first of these alone."""
         if past == 0 and new is not None:
             return View(self.tensors, None, tokens, 0, None, new)
         return View(self.tensors.with_sinks(self.counts.sinks), self.counts, past + tokens, past, None, new)
@@ -528,16 +529,15 @@ class LayerStore:
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
-        """A store of the results of `function` on every tensor of the tokens (batch selection, device moves). Counts on
-        the device stay where they are."""
+        """A store of the results of `function` on every tensor but counts (batch selection, device moves)."""
         counts, tensors = self.settle(wait=False), self.tensors.map(function)
-        store = LayerStore(tensors, counts, self.scales_are_fixed, self.max_cache_len, self.device_counts)
+        room = self.max_cache_len, self.device_counts, self.step_tokens
+        store = LayerStore(tensors, counts, self.scales_are_fixed, *room)
         store.num_held = self.num_held
         return store
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
-        """Put sequence `beam_idx[i]` in place i, for as many as are held. The tensors stay where they are, so whatever
-        knows their addresses stays good: captured graphs, and what a backend has worked out."""
+        """Put sequence `beam_idx[i]` in place i, for as many as are held. The tensors keep their addresses."""
         assert beam_idx.shape == (self.tensors.batch_size,)
         self.settle(wait=False)
         dispatch.reorder(self.tensors, beam_idx)

@@ -69,6 +69,11 @@ def ring_parts(ring: KeyValue, first: int, count: int) -> Iterator[tuple[int, Ke
 def copied_ring(ring: KeyValue, first: int, count: int, capacity: int) -> KeyValue:
     """A new ring of `capacity` rows, with rows `first` to `first + count` of this one."""
     new = new_rows(ring, capacity)
-    for skipped, part in ring_parts(ring, first, count):
-        write_rows(new, first + skipped, part)
+    copy_rows(ring, new, first, count)
     return new
+
+
+def copy_rows(ring: KeyValue, to: KeyValue, first: int, count: int) -> None:
+    """Copy rows `first` to `first + count` of a ring to another, where they have the same numbers."""
+    for skipped, part in ring_parts(ring, first, count):
+        write_rows(to, first + skipped, part)

@@ -1,12 +1,12 @@
-"""Append one token a sequence, and rotate the queries of a decode step in that launch.
+"""Append the tokens of a decode step, and rotate its queries in that launch.
 
 The counts of a growing store are on the host: `rotate_and_append` writes the row, or over pages one of each sequence
 (`append_tails` writes the newest rows of sequences with several tokens). A preallocated store has its counts in int32
-tensors on the device (`DeviceCounts` in `tq_hf/tensors/`); kernels read every length there. `state` has the
-counts between calls; `step_counts` has those of this step, the slot of the first residual row and the number of due
-blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the row and encodes the due
-block, if any. All programs compute the counts from `state`; the last to have read it writes them. Other programs rotate
-queries and wait for none of these. `AppendLaunch` launches the same without queries.
+tensors on the device (`DeviceCounts` in `tq_hf/tensors/`); kernels read every length there, and append one token or a
+few. `state` has the counts between calls; `step_counts` has those of this step, the slot of the first residual row and
+the number of due blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the rows
+and encodes the due block, if any. All programs compute the counts from `state`; the last to have read it writes them.
+Other programs rotate queries and wait for none of these. `AppendLaunch` launches the same without queries.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class AppendStates(NamedTuple):
     states: Any
     stride_b: Any
     stride_h: Any
+    stride_s: Any
     sinks: Any
     residual: Any
     rotation: Any
@@ -130,15 +131,15 @@ class AppendStates(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Place of a sequence's new token, and of the block that becomes due.
+    """Places of a sequence's new tokens, and of the block that becomes due.
 
     Args:
         heads: H.
         max_sinks, capacity: Rows in the buffers of sinks and residual.
-        num_sinks: Number of sinks before the token.
-        slot: Slot of the token in the residual.
-        to_sinks: Whether the token is a sink.
-        fits: Whether the store has room for the token.
+        num_sinks: Number of sinks before the tokens.
+        to_sinks: Number of tokens that become sinks, the first ones.
+        row: Number of the first other token in the residual; row p is in slot p % capacity.
+        tokens: Number of tokens to write, 0 if the store has no room.
         due: Number of blocks that become due, 0 or 1.
         first_slot: Slot of the due block's first row.
         home: Index of the due block among the packed ones.
@@ -148,35 +149,36 @@ class Place(NamedTuple):
     max_sinks: Any
     capacity: Any
     num_sinks: Any
-    slot: Any
     to_sinks: Any
-    fits: Any
+    row: Any
+    tokens: Any
     due: Any
     first_slot: Any
     home: Any
 
 
 @triton.jit
-def _append(new, place, out, C: tl.constexpr):
-    """Write the new row of this program's head to its place; then encode the due block, if any, from the residual (it
-    may end with this row).
+def _append(new, place, out, C: tl.constexpr, MOST: tl.constexpr):
+    """Write the new rows of this program's head to their places; then encode the due block, if any, from the residual
+    (it may end with these rows).
 
     Args:
         new: `AppendStates`.
         place: A `Place`.
         out: The `Output` of `encode_block`.
         C: An `EncodeShape`.
+        MOST: A power of two, at least the number of tokens.
     """
     head = tl.program_id(0)
-    d = tl.arange(0, C.TILE)
-    row = load_row(new.states, new.stride_b, new.stride_h, head, place.heads, d, C.HEAD_DIM)
     wide = head.to(tl.int64)
-    if place.to_sinks:
-        sink = new.sinks + (wide * place.max_sinks + place.num_sinks) * C.HEAD_DIM
-        tl.store(sink + d, row, mask=(d < C.HEAD_DIM) & place.fits)
-    else:
-        at = new.residual + (wide * place.capacity + place.slot) * C.HEAD_DIM
-        tl.store(at + d, row, mask=(d < C.HEAD_DIM) & place.fits)
+    i, d = tl.arange(0, MOST)[:, None], tl.arange(0, C.TILE)[None, :]
+    written = (i < place.tokens) & (d < C.HEAD_DIM)  # [MOST, TILE]
+    first = new.states + (wide // place.heads) * new.stride_b + head % place.heads * new.stride_h
+    rows = tl.load(first + i * new.stride_s + d, mask=written)
+    sink = new.sinks + (wide * place.max_sinks + place.num_sinks + i) * C.HEAD_DIM + d
+    tl.store(sink, rows, mask=written & (i < place.to_sinks))
+    slot = (place.row + i - place.to_sinks) % place.capacity
+    tl.store(new.residual + (wide * place.capacity + slot) * C.HEAD_DIM + d, rows, mask=written & (i >= place.to_sinks))
     if place.due > 0:
         tl.debug_barrier()
         channel_scales = new.channel_scales + head * C.HEAD_DIM
@@ -190,12 +192,13 @@ def _append(new, place, out, C: tl.constexpr):
 @triton.jit(  # without `debug` the assertion would not be compiled
     debug=True,
     do_not_specialize=(
-        "keys_b keys_h values_b values_h max_sinks capacity residual max_cache_len blocks_b blocks_h heads"
+        "keys_b keys_h keys_s values_b values_h values_s new max_sinks capacity residual max_cache_len blocks_b "
+        "blocks_h heads"
     ).split(),
 )
 def append_and_encode(
-    keys,  # [B, H, 1, DK]
-    values,  # [B, H, 1, DV]
+    keys,  # [B, H, S, DK]
+    values,  # [B, H, S, DV]
     state,  # [4] int32
     step_counts,  # [6, 4] int32; the last entry counts programs, 0 between launches
     length,  # [] int64
@@ -207,31 +210,37 @@ def append_and_encode(
     value_words,
     scales,
     key_means,
-    key_rotation, value_rotation, value_channel_scales, key_channel_scales, keys_b, keys_h, values_b, values_h,
+    key_rotation, value_rotation, value_channel_scales, key_channel_scales, keys_b, keys_h, keys_s, values_b, values_h,
+    values_s,
+    new,  # S
     max_sinks, capacity, residual, max_cache_len,
     blocks_b,  # strides of the packed tensors, in blocks
     blocks_h, heads, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, ASM: tl.constexpr,
+    MATRIX: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Append one token and encode the due block. Grid: (B * H, 2). A full store is not written; the assertion fails."""
+    """Append S tokens, at most MOST, and encode the due block. Grid: (B * H, 2).
+
+    A store without room for all of them is not written; the assertion fails.
+    """
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     blocks += pending
     rows -= pending * TOKENS
     held = sinks + blocks * TOKENS + rows
-    fits = held < max_cache_len
+    fits = held + new <= max_cache_len
     tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
-    to_sinks = (sinks < max_sinks) & (held == sinks)
+    tokens = tl.where(fits, new, 0)
+    to_sinks = tl.where(held == sinks, tl.minimum(tokens, max_sinks - sinks), 0)
     # Residual rows are numbered from the end of the sinks; row p is in slot p % capacity.
-    slot = (blocks * TOKENS + rows) % capacity
+    row = blocks * TOKENS + rows
     first_slot = (blocks * TOKENS) % capacity
-    after = held + fits.to(tl.int32)
+    after = held + tokens
     due = tl.minimum(tl.maximum(due_blocks_in_kernel(after, max_sinks, residual) - blocks, 0), 1)
     tl.debug_barrier()
     if tl.atomic_add(step_counts + 5 * 4, 1) == 2 * tl.num_programs(0) - 1:
-        num_sinks = sinks + (to_sinks & fits).to(tl.int32)
-        num_rows = rows + (fits & (to_sinks == 0)).to(tl.int32)
+        num_sinks = sinks + to_sinks
+        num_rows = rows + tokens - to_sinks
         tl.store(step_counts, num_sinks)
         tl.store(step_counts + 1 * 4, blocks)
         tl.store(step_counts + 2 * 4, num_rows)
@@ -245,24 +254,26 @@ def append_and_encode(
         tl.store(length, after.to(tl.int64))
     head = tl.program_id(0)
     home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
-    place = Place(heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot, home)
+    place = Place(heads, max_sinks, capacity, sinks, to_sinks, row, tokens, due, first_slot, home)
     KEYS: tl.constexpr = EncodeShape(DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, ASM, 0)
     VALUES: tl.constexpr = EncodeShape(DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, 0)
     if tl.program_id(1) == 0:
-        new_keys = AppendStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
-        _append(new_keys, place, Output(key_words, scales, key_means), KEYS)
+        new_keys = AppendStates(
+            keys, keys_b, keys_h, keys_s, sink_keys, residual_keys, key_rotation, key_channel_scales
+        )
+        _append(new_keys, place, Output(key_words, scales, key_means), KEYS, MOST)
     else:
         new_values = AppendStates(
-            values, values_b, values_h, sink_values, residual_values, value_rotation, value_channel_scales
+            values, values_b, values_h, values_s, sink_values, residual_values, value_rotation, value_channel_scales
         )
-        _append(new_values, place, Output(value_words, scales, None), VALUES)
+        _append(new_values, place, Output(value_words, scales, None), VALUES, MOST)
 
 
 @triton.jit(
     debug=True,
     do_not_specialize=(
-        "keys_b keys_h values_b values_h max_sinks capacity residual max_cache_len blocks_b blocks_h "
-        "rows queries heads query_b query_h query_s plain_at scale_at"
+        "keys_b keys_h keys_s values_b values_h values_s new max_sinks capacity residual max_cache_len blocks_b "
+        "blocks_h rows queries heads query_b query_h query_s plain_at scale_at"
     ).split(),
 )
 def append_and_rotate(
@@ -270,12 +281,12 @@ def append_and_rotate(
     values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values, key_words,
     value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
     query,  # as in `rotate_query`
-    query_rotation, key_channel_scales, scratch, keys_b, keys_h, values_b, values_h, max_sinks, capacity,
-    residual, max_cache_len, blocks_b, blocks_h, rows, queries, heads, query_b, query_h, query_s, plain_at,
-    scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
+    query_rotation, key_channel_scales, scratch, keys_b, keys_h, keys_s, values_b, values_h, values_s, new,
+    max_sinks, capacity, residual, max_cache_len, blocks_b, blocks_h, rows, queries, heads, query_b, query_h,
+    query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, ASM: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    MATRIX: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
 
@@ -287,9 +298,9 @@ def append_and_rotate(
         append_and_encode(
             keys, values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values,
             key_words, value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
-            key_channel_scales, keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len,
-            blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
-            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP, MATRIX, ASM,
+            key_channel_scales, keys_b, keys_h, keys_s, values_b, values_h, values_s, new, max_sinks, capacity,
+            residual, max_cache_len, blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
+            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP, MATRIX, ASM, MOST,
         )  # fmt: skip
     else:
         rotate_rows(
@@ -302,7 +313,7 @@ APPEND = Kernel(append_and_encode)
 
 
 class AppendLaunch:
-    """Launch that appends one token a sequence to fixed tensors, any number of times.
+    """Launch that appends one token or a few a sequence to fixed tensors, any number of times.
 
     Args:
         packed: Blocks to write, with the same bits as by `tq_kernels.codec.launch.encode`.
@@ -331,7 +342,7 @@ class AppendLaunch:
         self.counts = counts
         sinks_held, blocks_held, rows_held = counts[1][:3, 0].unbind()
         self.held = HeldCounts(blocks_held, rows_held, sinks_held)
-        """Counts a step attends to, its own token appended."""
+        """Counts a step attends to, its own tokens appended."""
         self.tensors = (*counts, *sinks, *residual, *blocks, *rotations, packed.channel_scales.values)
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
@@ -352,27 +363,34 @@ class AppendLaunch:
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one token's rows to the sinks or the ring, encode the block that becomes due, and write the counts.
+        """Write the rows of S tokens to the sinks or the ring, encode the block that becomes due, and write the counts.
 
         For readers other than a decode step, which appends in the launch that rotates its queries (`DecodeLaunch`).
 
         Args:
-            keys: `[B, Hkv, 1, Dk]` in the residual's dtype, last dimension contiguous.
-            values: `[B, Hkv, 1, Dv]`.
+            keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
+            values: `[B, Hkv, S, Dv]`.
         """
         index = self.device.index
         if self.device.type == "cuda" and index != current_device():
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
                 return self(keys, values)
+        new, constants = self.of_tokens(keys, values)
         APPEND(
             (self.programs, 2, 1),
             (keys, values, *self.tensors, self.key_channel_scales),
-            (*keys.stride()[:2], *values.stride()[:2], *self.numbers, self.heads),
-            self.constants,
-            (self.constants, keys.dtype, index),
+            (*new, *self.numbers, self.heads),
+            constants,
+            (constants, keys.dtype, index),
             **self.options,
         )
+
+    def of_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Strides and number of new tokens, and the constants for that number."""
+        tokens = keys.shape[2]
+        numbers = (*keys.stride()[:3], *values.stride()[:3], tokens)
+        return numbers, (*self.constants, triton.next_power_of_2(tokens))
 
 
 TAIL_ROWS = tl.constexpr(32)

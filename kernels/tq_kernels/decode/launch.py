@@ -1,4 +1,4 @@
-"""Launch decode attention, cheaply: three kernels; the first also appends the newest token.
+"""Launch decode attention, cheaply: three kernels; the first also appends the newest tokens.
 
 `DecodeLaunch` is for tensors that stay from step to step. It computes once all that does not change; a step only fills
 in addresses and what belongs to its query. The tensors are those of a batch, found by strides, or pages of many
@@ -175,7 +175,7 @@ class DecodeLaunch:
             shape, query.stride(), query.dtype, mask_rows, scaling, causal, softcap,
             None if s_aux is None else s_aux.dtype,
             None if out is None else (out.stride(), out.dtype),
-            None if states is None else (states[0].stride(), states[1].stride()),
+            None if states is None else (states[0].stride(), states[1].stride(), states[0].shape[2]),
             None if append is None else append.numbers,
             shown,
         )  # fmt: skip
@@ -305,18 +305,19 @@ class DecodeLaunch:
             reduce_constants = (*reduce_constants, block_b, fill)
         else:
             heads, sinks, ring = (rows, queries, kv_heads), self.tensors[1][0], self.tensors[1][2]
-            strides = () if states is None else (*states[0].stride()[:2], *states[1].stride()[:2])
             numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
             grid, constants = plan.rotate_grid, plan.rotate_constants
-            if append is not None:
+            if append is not None and states is not None:
                 warps, overlaps = append.options["num_warps"], constants[-1]
-                numbers = (*strides, *append.numbers, *numbers)
-                constants = (*append.constants, warps, overlaps)  # a row for each warp
+                new, of_append = append.of_tokens(*states)
+                numbers = (*new, *append.numbers, *numbers)
+                constants = (*of_append, warps, overlaps)  # a row for each warp
                 first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, warps)
                 # The split must wait until the counts are written.
                 split_constants = (*split_constants[:-1], 2) if overlaps else split_constants
             elif states is not None:
                 constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *NO_PLACE, *constants)
+                strides = (*states[0].stride()[:2], *states[1].stride()[:2])
                 numbers = (ring.shape[2], *strides, *numbers, None, None)
                 first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, 1)
             else:

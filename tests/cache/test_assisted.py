@@ -1,0 +1,352 @@
+"""Assisted decoding in `graph_decoding`: the tokens are those of plain decoding, and the cache never saw a draft."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor
+
+from tests.support.recorded_graph import RecordedGraph, record_graphs
+from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
+from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import as_input
+from tq_hf.graph_decoding.assisted import PromptLookup, speculative_sample
+from tq_hf.graph_decoding.loop import latest_steps
+
+pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+
+ROOM = 320
+NEW = 24
+GREEDY = dict(max_new_tokens=NEW, do_sample=False)
+
+
+def noisy(model, noise: float = 0.05):
+    """A copy of a model with a little noise: some of its drafts are accepted."""
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in assistant.parameters():
+        change = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.data.add_(change, alpha=noise * parameter.data.std(correction=0).item())
+    return assistant
+
+
+@lru_cache
+def models(name: str, device: str = "cpu"):
+    """A model and an assistant for it."""
+    model = build(name).to(device)
+    model.set_attn_implementation("turboquant")
+    assistant = noisy(model)
+    assistant.set_attn_implementation("turboquant")
+    assistant.generation_config.num_assistant_tokens = 4
+    return model, assistant
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def pair(request):
+    """Models that decode eagerly, and by CUDA graphs."""
+    return models("llama", request.param)
+
+
+@pytest.fixture(params=["recorded", pytest.param("cuda", marks=pytest.mark.cuda)])
+def captured(request, monkeypatch):
+    """Models that decode by recorded graphs, and by CUDA graphs."""
+    if request.param == "recorded":
+        record_graphs(monkeypatch)
+    return models("llama", "cuda" if request.param == "cuda" else "cpu")
+
+
+def repeating(model, tokens: int = 150) -> torch.Tensor:
+    """A prompt `[1, tokens + 40]` that ends with a part of itself."""
+    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    return torch.cat([ids, ids[:, 20:60]], dim=1).to(model.device)
+
+
+def drafts(pair, way: str) -> dict:
+    return dict(prompt_lookup_num_tokens=4) if way == "lookup" else dict(assistant_model=pair[1])
+
+
+def decode(model, ids, cache=None, **options):
+    """Tokens of a greedy search, unless `options` say otherwise, and the cache."""
+    cache = cache or TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    torch.manual_seed(7)
+    return model.generate(ids, **as_input(cache), **(GREEDY | options), custom_generate=graph_decoding), cache
+
+
+WAYS = pytest.mark.parametrize("way", ["lookup", "assistant"])
+
+
+@WAYS
+@pytest.mark.parametrize("residual", [0, 32, 10**4])
+def test_greedy_tokens_are_those_of_plain_decoding(captured, way, residual) -> None:
+    """While a call reads the tokens that it packs dense, a step of several tokens packs a little later than several of
+    one: tokens of a tiny random model may part there, once."""
+    model, ids = captured[0], repeating(captured[0])
+
+    def cache():
+        return TurboQuantCache(model.config, "4bit_nc", residual_length=residual, max_cache_len=ROOM)
+
+    expected, plain = decode(model, ids, cache())
+    tokens, held = decode(model, ids, cache(), **drafts(captured, way))
+    agree = int((tokens == expected).long().cumprod(1).sum())
+    assert agree == tokens.shape[1] if residual == 10**4 else agree > ids.shape[1] + 4
+    assert int(held.get_seq_length()) == int(plain.get_seq_length())
+    state, other = (x.layers[-1].store.device_counts.state.tolist() for x in (held, plain))
+    assert state == other
+    if residual == 10**4:
+        assert torch.allclose(held.layers[-1].keys, plain.layers[-1].keys, atol=1e-2)
+
+
+@WAYS
+def test_drafts_are_accepted_in_fewer_steps_than_tokens(captured, way) -> None:
+    model, assistant = captured
+    ids = repeating(model)
+    if way == "assistant":
+        assistant = model
+    _, cache = decode(model, ids, **drafts((model, assistant), way))
+    step = latest_steps[cache]
+    steps = step.graph.replays if isinstance(step.graph, RecordedGraph) else step.warm
+    if model.device.type == "cpu" and way == "assistant":
+        # The model drafts for itself: all 5 drafts are right. The last step of a recorded graph ran in vain.
+        assert steps <= NEW // 5 + 2
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(repetition_penalty=1.3),
+        dict(min_new_tokens=NEW - 1),
+        dict(do_sample=False, return_dict_in_generate=True, output_logits=True, output_scores=True),
+        dict(prefill_chunk_size=40),
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_options_of_generate_are_heeded(pair, way, options) -> None:
+    model, ids = pair[0], repeating(pair[0])
+    expected, _ = decode(model, ids, **options)
+    tokens, _ = decode(model, ids, **options, **drafts(pair, way))
+    if isinstance(tokens, torch.Tensor):
+        assert torch.equal(tokens, expected)
+        return
+    assert torch.equal(tokens.sequences, expected.sequences)
+    for name in ("logits", "scores"):
+        assert len(getattr(tokens, name)) == len(getattr(expected, name)) == NEW
+        for one, other in zip(getattr(tokens, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+@WAYS
+@pytest.mark.parametrize("place", [1, 2, 7, 11])
+def test_it_ends_at_an_end_of_sequence_within_a_step(captured, way, place) -> None:
+    model, ids = captured[0], repeating(captured[0])
+    free, _ = decode(model, ids)
+    end = int(free[0, ids.shape[1] + place])
+    expected, plain = decode(model, ids, eos_token_id=end, pad_token_id=0)
+    tokens, cache = decode(model, ids, eos_token_id=end, pad_token_id=0, **drafts(captured, way))
+    assert torch.equal(tokens, expected) and int(cache.get_seq_length()) == int(plain.get_seq_length())
+
+
+@WAYS
+def test_criteria_of_ones_own_end_it_at_their_token(pair, way) -> None:
+    model, ids = pair[0], repeating(pair[0])
+
+    def stops(input_ids, scores, **kwargs):
+        return torch.full((1,), input_ids.shape[1] >= ids.shape[1] + 14, device=input_ids.device)
+
+    expected, plain = decode(model, ids, stopping_criteria=[stops])
+    tokens, cache = decode(model, ids, stopping_criteria=[stops], **drafts(pair, way))
+    assert torch.equal(tokens, expected) and int(cache.get_seq_length()) == int(plain.get_seq_length())
+
+
+class Streamed(list):
+    def put(self, value) -> None:
+        self.extend(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.append("end")
+
+
+@WAYS
+def test_a_streamer_gets_every_token_once(pair, way) -> None:
+    model, ids, streamed = pair[0], repeating(pair[0]), Streamed()
+    tokens, _ = decode(model, ids, streamer=streamed, **drafts(pair, way))
+    assert streamed == [*tokens[0].tolist(), "end"]
+
+
+@WAYS
+def test_several_calls_use_one_cache_and_one_graph(captured, way) -> None:
+    model, ids = captured[0], repeating(captured[0])
+    expected, _ = decode(model, ids)
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    kept = []
+    for call in range(3):
+        tokens, _ = decode(model, ids, cache, **drafts(captured, way))
+        kept.append(latest_steps[cache])
+        assert torch.equal(tokens, expected), call
+        cache.reset()
+    assert kept[0] is kept[1] is kept[2]
+    tokens, _ = decode(model, ids, cache)  # without drafts, on the same cache
+    assert torch.equal(tokens, expected)
+
+
+@WAYS
+def test_a_second_turn_follows(pair, way) -> None:
+    model, turns = pair[0], []
+    for options in ({}, drafts(pair, way)):
+        ids, cache = repeating(model)[:, :60], None
+        for _ in range(2):
+            ids, cache = decode(model, ids, cache, **options)
+            ids = torch.cat([ids, repeating(model)[:, :9]], dim=1)
+        turns.append(ids)
+    assert torch.equal(*turns)
+
+
+@WAYS
+def test_a_left_padded_prompt_is_continued(captured, way) -> None:
+    model, ids = captured[0], repeating(captured[0])
+    mask = torch.ones_like(ids)
+    mask[:, :13] = 0
+    options = dict(attention_mask=mask)
+    assert torch.equal(decode(model, ids, **options)[0], decode(model, ids, **options, **drafts(captured, way))[0])
+
+
+@pytest.mark.slow
+def test_sampling_with_drafts_has_the_distribution_of_the_model(pair) -> None:
+    """Counts of the third token over many short answers, and of plain sampling: they differ by chance only."""
+    model, assistant = pair
+    counts = []
+    for options in ({}, dict(prompt_lookup_num_tokens=3), dict(assistant_model=assistant)):
+        cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+        found = torch.zeros(VOCAB)
+        for seed in range(300):
+            torch.manual_seed(seed)
+            cache.reset()
+            arguments = dict(max_new_tokens=3, do_sample=True, top_k=3, **options)
+            out = model.generate(
+                repeating(model)[:, -30:], **as_input(cache), **arguments, custom_generate=graph_decoding
+            )
+            found[out[0, -2]] += 1
+        counts.append(found)
+    for found in counts[1:]:
+        both = torch.stack([counts[0], found])
+        seen = both[:, both.sum(0) >= 10]
+        expected = seen.mean(0, keepdim=True)
+        chi = ((seen - expected) ** 2 / expected).sum()
+        assert chi < 3 * seen.shape[1] + 12, (chi, seen)
+
+
+def test_speculative_sampling_has_the_distribution_of_the_model() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model, draft = (torch.randn(n, 6, generator=generator).mul(1.5).softmax(-1) for n in (3, 2))
+    torch.manual_seed(0)
+    rounds = 5_000
+    counts, accepted = torch.zeros(6), 0
+    for _ in range(rounds):
+        tokens, number = speculative_sample(torch.multinomial(draft, 1)[:, 0], draft, model)
+        counts[tokens[0]] += 1
+        accepted += int(number > 0)
+    assert torch.allclose(counts / rounds, model[0], atol=0.025)
+    # A first draft is accepted with probability sum(min(p, q)).
+    assert accepted / rounds == pytest.approx(float(torch.minimum(model[0], draft[0]).sum()), abs=0.025)
+
+
+def test_equal_distributions_accept_every_draft() -> None:
+    probabilities = torch.randn(5, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    tokens, number = speculative_sample(torch.multinomial(probabilities[:4], 1)[:, 0], probabilities[:4], probabilities)
+    assert number == 4 and tokens.shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts"),
+    [
+        ([1, 2, 3, 9, 9, 1, 2], [3, 9, 9]),  # after the two tokens it ends with
+        ([5, 2, 7, 1, 2, 4, 1, 2], [4, 1, 2]),  # two tokens before one
+        ([1, 2, 3, 1, 2, 4, 1, 2], [3, 1, 2]),  # the first of equal places
+        ([8, 2, 6, 6, 2], [6, 6, 2]),  # one token
+    ],
+)
+def test_a_lookup_drafts_what_followed_the_longest_match(text, drafts) -> None:
+    history = torch.tensor([[*text, 2, 2, 2, 2, 2]])
+    found, _ = PromptLookup(3, 2).draft(None, history, torch.tensor([len(text)]))
+    assert found.tolist() == drafts
+
+
+def test_a_lookup_without_a_match_drafts_any_tokens() -> None:
+    found, _ = PromptLookup(3, 2).draft(None, torch.arange(12)[None], torch.tensor([5]))
+    assert found.shape == (3,)
+
+
+class Reads(LogitsProcessor):
+    """Keeps the tokens it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids[0].tolist())
+        return scores
+
+
+@WAYS
+def test_a_processor_reads_the_tokens_before_its_position(pair, way) -> None:
+    model, ids, reads = pair[0], repeating(pair[0]), Reads()
+    tokens, _ = decode(model, ids, logits_processor=[reads], **drafts(pair, way))
+    text = tokens[0].tolist()
+    for length in range(ids.shape[1], len(text)):
+        assert text[:length] in reads.seen
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (dict(batch=2, prompt_lookup_num_tokens=2), "for one sequence, and this call has 2"),
+        (dict(room=ROOM - 105, prompt_lookup_num_tokens=4), "max_cache_len=218"),
+        (dict(assistant_early_exit=1), "assistant_early_exit"),
+        (dict(use_mtp=True), "use_mtp"),
+        (dict(prompt_lookup_num_tokens=2, assistant_ensemble_weight=0.5), "assistant_ensemble_weight"),
+        (dict(vocabulary=64), "vocabulary of 128 tokens, and its assistant of 64"),
+        (dict(tokens=1, assistant=True), "has 1 tokens"),
+        (dict(family="gemma3", prompt_lookup_num_tokens=2), "PreallocatedSlidingLayer"),
+    ],
+)
+def test_what_it_cannot_do_is_a_sentence(change, sentence) -> None:
+    model, assistant = models(change.pop("family", "llama"))
+    if vocabulary := change.pop("vocabulary", None):
+        config = copy.deepcopy(model.config)
+        config.vocab_size = vocabulary
+        change["assistant_model"] = type(model)(config)
+    if change.pop("assistant", False):
+        change["assistant_model"] = assistant
+    cache = TurboQuantCache(model.config, max_cache_len=change.pop("room", ROOM))
+    ids = repeating(model)[:, -change.pop("tokens", 190) :].repeat(change.pop("batch", 1), 1)
+    with pytest.raises(ValueError, match=sentence):
+        model.generate(ids, **GREEDY, **change, **as_input(cache), custom_generate=graph_decoding)
+    assert int(cache.get_seq_length()) in (0, ids.shape[1])
+
+
+@WAYS
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_gives_the_tokens_of_plain_decoding(name, way) -> None:
+    model, assistant = models(name)
+    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(5)).repeat(1, 3)
+    options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
+    model.set_attn_implementation(dense_attention(name))
+    expected = model.generate(ids, **as_input(DynamicCache(config=model.config)), **options)
+    model.set_attn_implementation("turboquant")
+    try:
+        cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=96)
+        tokens = model.generate(
+            ids, **as_input(cache), **options, **drafts((model, assistant), way), custom_generate=graph_decoding
+        )
+    except ValueError as error:
+        # Sliding windows, linear layers, and models of which transformers refuses drafts.
+        assert any(
+            word in str(error)
+            for word in ("full attention", "takes models whose layers", "stateful", "no preallocated")
+        ), error
+        assert name not in ("llama", "qwen3", "mla")
+        return
+    assert torch.equal(tokens, expected)

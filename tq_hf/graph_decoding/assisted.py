@@ -1,0 +1,529 @@
+"""Assisted decoding with one CUDA graph per step, for prompt lookup and for an assistant model.
+
+A step runs the model on the newest token and on k drafts after it. The model chooses a token after each of these S =
+k + 1 tokens. Drafts that agree with the model are accepted, and so is the model's own token after them: 1 to S tokens a
+step. The other tokens are taken back from the cache, by its counts on the device. Drafting and acceptance are part of
+the graph, too, so the host never waits for a step that it has just launched: it reads the number of accepted tokens one
+step late.
+
+Greedy search and drafts of a lookup accept a draft that is the model's choice. Sampling with an assistant accepts and
+replaces drafts as speculative sampling does (Leviathan et al. 2023, algorithm 1). Both leave the distribution of the
+model's tokens as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+
+from ..cache import TurboQuantCache
+from ..compat import CACHE_NAME, as_input, longer_inputs, mark_static_shape, outside_inference_mode, prefill
+from ..layers.base import FullAttentionLayer
+from ..layers.rollback import take_back
+from ..stores.sizes import STEP_TOKENS
+from .loop import WARM_UP, Loop, latest_steps
+from .step import LateFlags, Masks, map_masks, mask_tensors
+
+MOST_DRAFTS = STEP_TOKENS - 1
+"""Most drafts of a step: with the token before them, as many tokens as the decode kernel takes."""
+ASSISTANT_DRAFTS = 5
+"""Drafts of a step where `num_assistant_tokens` has transformers' default, 20, which stops at unlikely drafts."""
+
+
+class StepInputs:
+    """Inputs of a step of S tokens for a batch of one, made on the device from the number of tokens in the cache.
+
+    Args:
+        model: The model.
+        cache: The cache that it fills.
+        ids: `[1, T]` int64, the tokens before those of the step.
+        cached: Number of tokens in the cache.
+        tokens: S.
+        inputs: Inputs of the model as `generate()` keeps them, with a padding mask, if any, that covers the step.
+
+    Raises:
+        ValueError: The model takes inputs or masks that cannot be continued.
+    """
+
+    def __init__(
+        self, model: Any, cache: TurboQuantCache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
+    ) -> None:
+        longer = torch.cat([ids, ids.new_zeros(1, tokens)], dim=1)
+        first = model.prepare_inputs_for_generation(longer, next_sequence_length=tokens, **inputs)
+        for name in ("input_ids", CACHE_NAME):
+            first.pop(name)
+        positions, self.masks = first.pop("position_ids", None), first.pop("attention_mask", None)
+        if "logits_to_keep" in first:
+            first["logits_to_keep"] = tokens
+        self.constants = first
+        self.offsets = None if positions is None else positions - cached
+        column = torch.full((1,), cached, device=ids.device)
+        unknown = [name for name, x in first.items() if isinstance(x, torch.Tensor) and "token_type" not in name]
+        self.open: Masks = None
+        """Masks `[1, 1, 1, columns]` bool of padding. Which columns of new tokens a query attends to follows from the
+        number of tokens in the cache, so these are open here."""
+        given = mask_tensors(self.masks)
+        if continues := all(mask.dim() == 4 for mask in given):
+            self.open = map_masks(lambda mask: _opened(mask, cached + tokens), self.masks)
+            made = mask_tensors(self._masks(column))
+            continues = all(torch.equal(_allowed(x), _allowed(y)) for x, y in zip(given, made, strict=True))
+        if not continues:
+            unknown.append("an attention mask that is not causal")
+        if unknown:
+            raise ValueError(
+                f"{type(model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot "
+                "continue. Leave out `custom_generate`."
+            )
+
+    @property
+    def shapes(self) -> list[Any]:
+        """Dtypes and shapes of the inputs that change from step to step."""
+        tensors = [*mask_tensors(self.masks), *([] if self.offsets is None else [self.offsets])]
+        return [(tensor.dtype, tensor.shape) for tensor in tensors]
+
+    def copy_(self, other: StepInputs) -> None:
+        """Take the prompt's padding and positions from inputs of the same shapes."""
+        if self.offsets is not None and other.offsets is not None:
+            self.offsets.copy_(other.offsets)
+        for mask, new in zip(mask_tensors(self.open), mask_tensors(other.open), strict=True):
+            mask.copy_(new)
+
+    @outside_inference_mode
+    def cloned(self) -> StepInputs:
+        """The same with tensors of its own, which later calls may write to."""
+        other = copy.copy(self)
+        other.offsets = None if self.offsets is None else self.offsets.clone()
+        other.open = map_masks(torch.clone, self.open)
+        return other
+
+    def at(self, column: torch.Tensor) -> dict[str, Any]:
+        """Inputs of a step after `column` cached tokens, `[1]` int64."""
+        inputs = dict(self.constants)
+        if self.offsets is not None:
+            inputs["position_ids"] = self.offsets + column
+        if self.masks is not None:
+            inputs["attention_mask"] = self._masks(column)
+        return inputs
+
+    def _masks(self, column: torch.Tensor) -> Masks:
+        kinds = iter(mask_tensors(self.masks))
+
+        def mask(open_columns: torch.Tensor) -> torch.Tensor:
+            like = next(kinds)
+            columns = torch.arange(like.shape[3], device=like.device)
+            query = column + torch.arange(like.shape[2], device=like.device)[:, None]
+            allowed = open_columns & (columns <= query)
+            if like.dtype == torch.bool:
+                return allowed
+            return torch.where(allowed, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
+
+        return map_masks(mask, self.open)
+
+
+def _allowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _opened(mask: torch.Tensor, end: int) -> torch.Tensor:
+    """The last row of a mask as bool, with all columns from `end` on open."""
+    columns = torch.arange(mask.shape[3], device=mask.device)
+    return _allowed(mask[:, :, -1:]) | (columns >= end)
+
+
+class PromptLookup:
+    """Drafts from the text so far: what followed the longest n-gram that ends like the text, at its first place.
+
+    Args:
+        number: k, number of drafts a step.
+        longest: Most tokens of the n-gram.
+    """
+
+    layers: tuple[Any, ...] = ()
+
+    def __init__(self, number: int, longest: int) -> None:
+        self.number, self.longest = number, longest
+        self.key: tuple[Any, ...] = ("prompt lookup", number, longest)
+
+    def begin(self, prompt: torch.Tensor, mask: torch.Tensor | None, config: GenerationConfig) -> None:
+        """Nothing to prepare."""
+
+    def draft(self, loop: AssistedLoop, history: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Drafts `[k]` int64 after the `at` first tokens of `history` `[1, W]`. Any tokens where nothing matches."""
+        tokens, width = history[0], history.shape[1]
+        place = torch.arange(width, device=history.device)
+        alike = torch.zeros_like(place)
+        matches = place < at
+        for back in range(1, self.longest + 1):
+            # Whether the token `back` places before each place is the one `back` places before the end.
+            earlier = tokens.roll(back)
+            matches = matches & (place >= back) & (earlier == tokens.index_select(0, (at - back).clamp(min=0)))
+            alike += matches
+        best = torch.argmax(alike * width - place)
+        followers = (best + torch.arange(self.number, device=history.device)).clamp(max=width - 1)
+        return tokens.index_select(0, followers), None
+
+
+class Assistant:
+    """Drafts of a smaller model with a preallocated cache of its own.
+
+    The cache lacks the two newest tokens when a step begins, and the first call of the step reads both. After a step
+    that accepted every draft, the assistant has not read the last one: so that step is followed by one like any other.
+
+    Args:
+        model: The assistant.
+        cache: Its cache.
+        number: k, number of drafts a step.
+    """
+
+    def __init__(self, model: Any, cache: TurboQuantCache, number: int) -> None:
+        self.model, self.cache, self.number = model, cache, number
+        self.layers: tuple[Any, ...] = tuple(cache.layers)
+        self.key: tuple[Any, ...] = ("assistant", id(model), number, *(p.data_ptr() for p in model.parameters()))
+        self.steps: tuple[StepInputs, StepInputs] | None = None
+        """Inputs of a call of two tokens, and of one."""
+
+    def begin(self, prompt: torch.Tensor, mask: torch.Tensor | None, config: GenerationConfig) -> None:
+        """Read the prompt `[1, T]` but for its last token, in chunks if the model does.
+
+        Args:
+            prompt: `[1, T]` int64.
+            mask: Padding mask `[1, T]`, or `None`.
+            config: The generation config of the call.
+        """
+        read, held = prompt[:, :-1], prompt.shape[1] - 1
+        self.cache.reset()
+        self.cache.activate_past_recording()
+        padding = torch.ones_like(read) if mask is None else mask[:, :held]
+        _, inputs = prefill(
+            self.model, read, config, {**as_input(self.cache), "use_cache": True, "attention_mask": padding}
+        )
+        steps = [StepInputs(self.model, self.cache, read, held, n, longer_inputs(inputs, n - 1)) for n in (2, 1)]
+        if self.steps is None:
+            self.steps = steps[0].cloned(), steps[1].cloned()
+        else:
+            for own, new in zip(self.steps, steps, strict=True):
+                own.copy_(new)
+
+    def draft(self, loop: AssistedLoop, history: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts `[k]` int64 after the `at` first tokens of `history` `[1, W]`, and the scores `[k, vocabulary]` by
+        which they were chosen."""
+        assert self.steps is not None
+        column, drafts, every = at - 2, [], []
+        tokens = history.index_select(1, column + torch.arange(2, device=at.device))
+        for i in range(self.number):
+            inputs = self.steps[0 if i == 0 else 1].at(column)
+            scores = loop.call(self.model, tokens, inputs, self.cache)[:, -1]
+            if loop.selects_in_graph:
+                scores = loop.processors(history, scores)
+            every.append(scores)
+            drafts.append(loop._choice(scores))
+            column, tokens = at + i, drafts[-1][:, None]
+        return torch.cat(drafts), torch.cat(every)
+
+
+Drafts = PromptLookup | Assistant
+
+
+def drafts_of(
+    model: Any, cache: TurboQuantCache, prompt: torch.Tensor, config: GenerationConfig, arguments: dict[str, Any]
+) -> Drafts | None:
+    """Source of the drafts that a call of `generate()` asks for; `None` if it asks for none.
+
+    Raises:
+        ValueError: Drafts of this kind, for several sequences or for this model are not supported.
+    """
+    assistant = arguments.get("assistant_model")
+    if config.get_generation_mode(assistant) != GenerationMode.ASSISTED_GENERATION:
+        return None
+    lookup = config.prompt_lookup_num_tokens
+    asked = {
+        "assistant_early_exit": config.assistant_early_exit is not None,
+        "use_mtp": getattr(config, "use_mtp", False),
+        "speculation_type": getattr(config, "speculation_type", None) is not None,
+        "assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None) is not None,
+        "assistant_tokenizer": arguments.get("assistant_tokenizer") is not None,
+        "two sources of drafts": lookup is not None and assistant is not None,
+    }
+    if other := [name for name, is_set in asked.items() if is_set]:
+        raise ValueError(
+            f"`graph_decoding` takes drafts of `prompt_lookup_num_tokens` or of an `assistant_model` with the same "
+            f"vocabulary; this call has {', '.join(other)}. Leave out `custom_generate`: `generate()` decodes so with "
+            "the same cache."
+        )
+    if prompt.shape[0] > 1:
+        raise ValueError(f"Drafts are for one sequence, and this call has {prompt.shape[0]}. Leave the drafts out.")
+    _check_layers(model, cache)
+    if assistant is None:
+        return PromptLookup(min(lookup, MOST_DRAFTS), config.max_matching_ngram_size or 2)
+    if prompt.shape[1] < 2:
+        raise ValueError(
+            f"An assistant reads all of the prompt but its last token, and this prompt has {prompt.shape[1]} tokens. "
+            "Pass `input_ids` of two tokens or more."
+        )
+    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, assistant)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The model has a vocabulary of {sizes[0]} tokens, and its assistant of {sizes[1]}. Leave out "
+            "`custom_generate`, and pass `tokenizer` and `assistant_tokenizer`."
+        )
+    number = assistant.generation_config.num_assistant_tokens
+    number = ASSISTANT_DRAFTS if number in (None, 20) else min(number, MOST_DRAFTS)
+    held = getattr(latest_steps.get(cache), "drafts", None)
+    if isinstance(held, Assistant) and held.model is assistant and held.number == number:
+        return held
+    own = TurboQuantCache(assistant.config, max_cache_len=cache.preallocated_for)
+    _check_layers(assistant, own)
+    return Assistant(assistant, own, number)
+
+
+def _check_layers(model: Any, cache: TurboQuantCache) -> None:
+    if other := {type(layer).__name__ for layer in cache.layers if not isinstance(layer, FullAttentionLayer)}:
+        raise ValueError(
+            f"Drafts in `graph_decoding` need layers of full attention, and {type(model).__name__} also has "
+            f"{', '.join(sorted(other))}. Leave out `custom_generate`: `generate()` decodes so with the same cache."
+        )
+
+
+def speculative_sample(
+    drafts: torch.Tensor, draft_probabilities: torch.Tensor, probabilities: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept or replace drafts so that tokens have the model's distribution (Leviathan et al. 2023, algorithm 1).
+
+    Args:
+        drafts: `[k]` int64.
+        draft_probabilities: `[k, vocabulary]` that the drafts were sampled from.
+        probabilities: `[k + 1, vocabulary]` of the model.
+
+    Returns:
+        Tokens `[k + 1]` int64, and n, `[]` int64, the number of accepted drafts. The first n + 1 tokens count.
+    """
+    at = drafts[:, None]
+    ratio = probabilities[:-1].gather(1, at) / draft_probabilities.gather(1, at)
+    accepted = (torch.rand_like(ratio) <= ratio).squeeze(1)
+    number = accepted.long().cumprod(0).sum()
+    rest = torch.cat([draft_probabilities, torch.zeros_like(probabilities[:1])])
+    own = probabilities.index_select(0, number[None])
+    left = (own - rest.index_select(0, number[None])).clamp(min=0)
+    # Equal distributions reject by rounding only, and leave nothing.
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, own)
+    token = torch.multinomial(left, num_samples=1)[0]
+    place = torch.arange(probabilities.shape[0], device=drafts.device)
+    return torch.where(place == number, token, torch.cat([drafts, token])), number
+
+
+@dataclass
+class AssistedTensors:
+    """Tensors of an assisted step, and the graph that reads and writes them.
+
+    Args:
+        key: Values that the graph depends on.
+        inputs: Inputs of the model.
+        drafts: Source of the drafts.
+        shift: `[1]` int64, number of tokens of the prompt that are not in the cache.
+        history: `[1, W]` int64, prompt and answer; any tokens after these.
+        at: `[1]` int64, number of tokens of prompt and answer. The newest is not cached yet.
+        unfinished: `[1]` bool, whether the sequence has not ended.
+        accepted: `[S + 1]` int64: the tokens of the last step, and the number of them that count.
+        logits: `[S, vocabulary]` float32 of the last step.
+        scores: `[S, vocabulary]` float32, `logits` after the processors.
+        draft_scores: `[k, vocabulary]` float32 that drafts were chosen by, or `None`.
+        graph: Captured CUDA graph, or `None` before the capture.
+        warm: Number of steps that ran before the capture.
+    """
+
+    key: tuple[Any, ...]
+    inputs: StepInputs
+    drafts: Drafts
+    shift: torch.Tensor
+    history: torch.Tensor
+    at: torch.Tensor
+    unfinished: torch.Tensor
+    accepted: torch.Tensor
+    logits: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    draft_scores: torch.Tensor | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    warm: int = 0
+
+
+class AssistedLoop(Loop):
+    """One call of `graph_decoding` with drafts.
+
+    Raises:
+        ValueError: The cache has no room for the drafts of the last step.
+    """
+
+    def __init__(self, drafts: Drafts, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        assert self.max_length is not None and self.cache.preallocated_for is not None
+        self.drafts, self.tokens, self.longest = drafts, drafts.number + 1, self.max_length
+        self.counts: list[int] = []
+        """Number of accepted tokens of each step that was read."""
+        needed = self.max_length - self.length + self.cached + drafts.number
+        if needed > self.cache.preallocated_for:
+            raise ValueError(
+                f"This call may reach {needed - drafts.number} tokens in the cache, and the last step appends up to "
+                f"{drafts.number} drafts that do not stay, but `max_cache_len` is {self.cache.preallocated_for}. Make "
+                f"the cache with `max_cache_len={needed}`."
+            )
+        self.flags = LateFlags(self.prompt.device, self.tokens + 1, self._receive)
+        if not self.selects_in_graph or self.other_criteria:
+            self.flags.lag = 0  # both read the tokens so far on the host
+
+    def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Decode from the logits `[1, vocabulary]` of the prompt until the sequence has ended."""
+        step = self._begin(inputs)
+        self._accept(step, logits, None)
+        while not self._ended(step):
+            self._advance(step)
+        self.cache.last_update = None  # no call is left half done
+        for name in ("logits", "scores"):
+            if (every := getattr(self, name)) is not None:
+                rows = zip(every, self.counts, strict=False)
+                setattr(self, name, [row for part, count in rows for row in part[:count, None]])
+        return self._result(step.history)
+
+    def _begin(self, inputs: dict[str, Any]) -> AssistedTensors:
+        """Set tensors for the first step: those of the last call, if they fit."""
+        mask = inputs.get("attention_mask")
+        self.drafts.begin(self.prompt, None if mask is None else mask[:, : self.length], self.config)
+        inputs = longer_inputs(inputs, self.tokens - 1)
+        made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs)
+        width = self.longest + self.tokens
+        key = (*self._key(made.constants, None, None, width), made.shapes, self.drafts.key)
+        step: Any = latest_steps.get(self.cache)
+        if self._reuses(step, key):
+            step.inputs.copy_(made)
+        else:
+            latest_steps.pop(self.cache, None)
+            step = latest_steps[self.cache] = self._new_tensors(key, made, width)
+        step.history[:, : self.length] = self.prompt
+        step.at.fill_(self.length)
+        step.shift.fill_(self.length - self.cached)
+        step.unfinished.fill_(True)
+        return step
+
+    @outside_inference_mode
+    def _new_tensors(self, key: tuple[Any, ...], inputs: StepInputs, width: int) -> AssistedTensors:
+        """Allocate step tensors outside of inference mode, so that later calls may write."""
+        number = self.prompt.new_zeros(1)
+        return AssistedTensors(
+            key=key,
+            inputs=inputs.cloned(),
+            drafts=self.drafts,
+            shift=number.clone(),
+            history=self.prompt.new_zeros(1, width),
+            at=number,
+            unfinished=torch.ones_like(number, dtype=torch.bool),
+            accepted=self.prompt.new_zeros(self.tokens + 1),
+        )
+
+    def _advance(self, step: Any) -> None:
+        """Run one step."""
+        if step.graph is None and self.captures and step.warm >= WARM_UP:
+            self._capture(step)
+        if step.graph is None:
+            self._run(step)
+            step.warm += 1
+        else:
+            step.graph.replay()
+        if not self.selects_in_graph:
+            self._verify(step)
+
+    def _run(self, step: Any) -> None:
+        """Run the operations of the graph."""
+        drafts, step.draft_scores = step.drafts.draft(self, step.history, step.at)
+        place, newest = torch.arange(self.tokens, device=step.at.device), step.at - 1
+        step.history.index_copy_(1, step.at + place[:-1], drafts[None])
+        tokens = step.history.index_select(1, newest + place)
+        step.logits = self.call(self.model, tokens, step.inputs.at(newest - step.shift), self.cache)[0]
+        if self.selects_in_graph:
+            self._verify(step)
+
+    def call(self, model: Any, tokens: torch.Tensor, inputs: dict[str, Any], cache: TurboQuantCache) -> torch.Tensor:
+        """Logits `[1, S, vocabulary]` float32 after the next tokens `[1, S]` of a model."""
+        inputs = {**inputs, **as_input(cache), "input_ids": tokens}
+        if self.compile_config is None:
+            forward = model.__call__
+        else:
+            forward = model.get_compiled_call(self.compile_config)
+            for tensor in (tokens, inputs.get("position_ids"), *mask_tensors(inputs.get("attention_mask"))):
+                if tensor is not None:
+                    mark_static_shape(tensor)
+        logits: torch.Tensor = forward(**inputs, return_dict=True).logits
+        return logits.to(copy=True, dtype=torch.float32)
+
+    def _verify(self, step: AssistedTensors) -> None:
+        """Accept tokens of the step, and take the others back from the caches."""
+        assert step.logits is not None
+        self._accept(step, step.logits, step.draft_scores)
+        take_back((*self.layers, *step.drafts.layers), self.tokens - step.accepted[-1])
+
+    def _accept(self, step: AssistedTensors, logits: torch.Tensor, draft_scores: torch.Tensor | None) -> None:
+        """Choose tokens by the logits `[S, vocabulary]` of a step, accept the drafts that agree, and write the tokens.
+
+        Args:
+            step: Tensors of the step. Its drafts are the S - 1 tokens of the history from `at` on.
+            logits: `[S, vocabulary]` float32.
+            draft_scores: `[S - 1, vocabulary]` float32 that drafts were sampled by, or `None`.
+        """
+        place, history = torch.arange(logits.shape[0], device=logits.device), step.history
+        if self.selects_in_graph:
+            scores = self.processors(history, logits.clone())
+        else:  # a processor reads the tokens before the position
+            before = [history[:, : self.length + i] for i in range(logits.shape[0])]
+            scores = torch.cat([self.processors(x, row[None].clone()) for x, row in zip(before, logits, strict=True)])
+        step.logits, step.scores = logits, scores
+        drafts = history.index_select(1, step.at + place)[0, :-1]
+        if self.sample and draft_scores is not None:
+            chosen, matches = speculative_sample(drafts, draft_scores.softmax(-1), scores.softmax(-1))
+        else:
+            chosen = self._choice(scores)
+            matches = (chosen[:-1] == drafts).long().cumprod(0).sum()
+        count = torch.minimum(matches + 1, self.longest - step.at)
+        is_end = torch.zeros_like(chosen, dtype=torch.bool)
+        for end in self.ends:
+            is_end |= torch.isin(chosen, end)
+        count = torch.minimum(count, torch.where(is_end, place + 1, self.tokens).amin())
+        count = torch.where(step.unfinished, count, 0)
+        history.index_copy_(1, step.at + place, chosen[None])
+        step.accepted[: logits.shape[0]] = chosen
+        step.accepted[-1:] = count
+        step.at.add_(count)
+        step.unfinished.logical_and_(~(is_end & (place < count)).any() & (step.at < self.longest))
+
+    def _ended(self, step: AssistedTensors) -> bool:
+        """Record the step that has run. Returns whether the sequence is known to have ended."""
+        for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
+            if every is not None and tensor is not None:
+                every.append(tensor.clone())
+        ended = self.flags.record(step.unfinished, step.accepted)
+        return self._stops(step) or ended
+
+    def _receive(self, accepted: torch.Tensor) -> None:
+        """Count and stream the tokens of a step, `[S + 1]` with their number at the end."""
+        count = int(accepted[-1])
+        self.length += count
+        self.counts.append(count)
+        if self.streamer is not None and count:
+            self.streamer.put(accepted[:count])
+
+    def _stops(self, step: AssistedTensors) -> bool:
+        """Ask criteria other than the end-of-sequence token and the length, token by token; the step must be read."""
+        if not self.other_criteria:
+            return False
+        scores = None
+        for length in range(self.length - self.counts[-1] + 1, self.length + 1):
+            if bool(self.other_criteria(step.history[:, :length], scores).any()):
+                take_back((*self.layers, *step.drafts.layers), step.at - length)
+                step.at.fill_(length)
+                self.counts[-1] -= self.length - length
+                self.length = length
+                return True
+        return False

@@ -1,0 +1,139 @@
+"""`graph_decoding`: checks of a call of `generate()`, and its loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from ..cache import TurboQuantCache
+from ..compat import (
+    CACHE_NAME,
+    arguments_of_generate,
+    check_required_names,
+    compiles_steps,
+    optimized_for_decode,
+    prefill,
+)
+from ..layers.base import FullAttentionLayer
+from ..layers.dense import PreallocatedSlidingLayer
+from .assisted import AssistedLoop, drafts_of
+from .loop import Loop
+
+
+def graph_decoding(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    stop_strings: str | list[str] | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Decode greedily or by sampling on a preallocated cache. `generate()` calls this function.
+
+    ```python
+    cache = TurboQuantCache(model.config, max_cache_len=4096)
+    model.generate(**inputs, past_key_values=cache, custom_generate=tq_hf.graph_decoding)
+    ```
+
+    One sequence can be decoded with drafts: `prompt_lookup_num_tokens=k`, or `assistant_model=`, a smaller model of the
+    same vocabulary that gets a preallocated cache of its own. A step checks up to 15 drafts. It has 5 of an assistant
+    where `num_assistant_tokens` is transformers' default of 20, which only transformers' own loop ends at unlikely
+    drafts.
+
+    Args:
+        model: A decoder with `attn_implementation="turboquant"`. Other implementations work, but read dense states.
+        input_ids: `[B, T]` int64.
+        logits_processor: Processors of logits, as for any loop of transformers.
+        stopping_criteria: Stopping criteria, as for any loop of transformers.
+        generation_config: Generation config. `disable_compile` and `compile_config` apply, except for CUDA graphs of
+            the compiler, which cannot be captured again. For one sequence
+            `CompileConfig(options={"coordinate_descent_tuning": True})` shortens a step by 11 to 15% and lengthens the
+            first call by half a minute (8B, H200): the compiler then writes products with one row itself and tunes
+            them.
+        stop_strings: `stop_strings` of `generate()`, with `tokenizer`. transformers refuses `stop_strings` in a
+            generation config, because it has dropped the tokenizer by then.
+        **model_kwargs: Inputs of the model, `past_key_values` among them.
+
+    Returns:
+        Tokens `[B, T + n]` int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
+
+    Raises:
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or with
+            drafts of full-attention layers, with room for the drafts of the last step. The call asks for other decoding
+            (beams, contrastive search, drafts of other kinds), for `synced_gpus`, attentions or hidden states. A step
+            would be captured over several devices. `stop_strings` come without a tokenizer.
+        ImportError: The installed transformers lacks a name that this loop needs.
+    """
+    check_required_names("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
+    arguments = arguments_of_generate()
+    cache = _check(model, generation_config, model_kwargs, arguments)
+    drafts = drafts_of(model, cache, input_ids, generation_config, arguments)
+    if drafts is not None:
+        cache.activate_past_recording()
+    if stop_strings is not None:
+        stop = _stop_at(stop_strings, arguments["tokenizer"])
+        stopping_criteria = StoppingCriteriaList([*stopping_criteria, stop])
+    outputs, model_kwargs = prefill(model, input_ids, generation_config, model_kwargs)
+    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+    del outputs
+    call = (model, cache, input_ids, logits_processor, stopping_criteria, generation_config, arguments.get("streamer"))
+    loop = Loop(*call) if drafts is None else AssistedLoop(drafts, *call)
+    with optimized_for_decode(model):
+        return loop.run(logits, model_kwargs)
+
+
+def _stop_at(strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
+    if tokenizer is None:
+        raise ValueError(
+            f"`stop_strings` {strings!r} came without a tokenizer. Pass `tokenizer=` to `generate()` beside them, or "
+            "`stopping_criteria=[StopStringCriteria(tokenizer, strings)]`."
+        )
+    return StopStringCriteria(tokenizer, strings)
+
+
+def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], arguments: dict[str, Any]) -> TurboQuantCache:
+    cache = inputs.get(CACHE_NAME)
+    advice = "Leave out `custom_generate`, or "
+    if model.config.is_encoder_decoder:
+        raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
+    if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
+        came = "none" if cache is None else type(cache).__name__
+        came += " without `max_cache_len`" if isinstance(cache, TurboQuantCache) else ""
+        raise ValueError(
+            f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
+            "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
+        )
+    known = (FullAttentionLayer, PreallocatedSlidingLayer)
+    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)}
+    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
+        other.add("layers of attention within chunks")
+    if other:
+        raise ValueError(
+            f"`graph_decoding` takes models whose layers are full attention or sliding windows; this cache also has "
+            f"{', '.join(sorted(other))}. Leave out `custom_generate`."
+        )
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
+        raise ValueError(
+            f"The options of this call ask for {mode.value.replace('_', ' ')}, and `graph_decoding` searches greedily "
+            f"or samples. {advice}those options."
+        )
+    if not config.use_cache:
+        raise ValueError(f"`graph_decoding` decodes with a cache, but `use_cache` is False. {advice}`use_cache`.")
+    if arguments.get("synced_gpus"):
+        raise ValueError(f"`graph_decoding` does not wait for other ranks (`synced_gpus`). {advice}`synced_gpus`.")
+    devices = sorted(map(str, set((getattr(model, "hf_device_map", None) or {}).values())))
+    if len(devices) > 1 and compiles_steps(model, cache, config):
+        raise ValueError(
+            f"The model is spread over the devices {', '.join(devices)}, and a CUDA graph is captured on one. {advice}"
+            'load the model on one device (`device_map="cuda"`), or by tensor parallelism, with one graph per process.'
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(f"`graph_decoding` does not return `{name}`. {advice}set it to False.")
+    return cache
