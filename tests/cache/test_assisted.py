@@ -205,12 +205,18 @@ def test_a_second_turn_follows(pair, way) -> None:
 
 
 @WAYS
-def test_a_left_padded_prompt_is_continued(captured, way) -> None:
+def test_left_padded_prompts_are_continued_on_one_cache(captured, way) -> None:
+    """Padding gives rows another order in both caches, and a captured step reads that order."""
     model, ids = captured[0], repeating(captured[0])
-    mask = torch.ones_like(ids)
-    mask[:, :13] = 0
-    options = dict(attention_mask=mask)
-    assert torch.equal(decode(model, ids, **options)[0], decode(model, ids, **options, **drafts(captured, way))[0])
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    for pads in (13, 2, 0, 1):
+        mask = torch.ones_like(ids)
+        mask[:, :pads] = 0
+        cache.reset()
+        expected, _ = decode(model, ids, attention_mask=mask)
+        tokens, _ = decode(model, ids, cache, attention_mask=mask, **drafts(captured, way))
+        assert torch.equal(tokens, expected), pads
+        assert not isinstance(latest_steps[cache].graph, RecordedGraph) or latest_steps[cache].graph.replays
 
 
 @pytest.mark.slow
@@ -350,3 +356,15 @@ def test_every_family_gives_the_tokens_of_plain_decoding(name, way) -> None:
         assert name not in ("llama", "qwen3", "mla")
         return
     assert torch.equal(tokens, expected)
+
+
+def test_other_tensors_of_the_assistants_cache_make_another_step(captured) -> None:
+    """An order of padded rows is made by call: a graph that reads that of the last call would read freed memory."""
+    model, ids = captured[0], repeating(captured[0])
+    expected, cache = decode(model, ids, **drafts(captured, "assistant"))
+    step = latest_steps[cache]
+    for layer in step.drafts.layers:
+        layer.store = layer.store.map(torch.clone)
+    cache.reset()
+    tokens, _ = decode(model, ids, cache, **drafts(captured, "assistant"))
+    assert torch.equal(tokens, expected) and latest_steps[cache] is not step

@@ -26,7 +26,7 @@ from ..compat import CACHE_NAME, as_input, longer_inputs, mark_static_shape, out
 from ..layers.base import FullAttentionLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
-from .loop import WARM_UP, Loop, latest_steps
+from .loop import WARM_UP, Loop, latest_steps, tensors_of
 from .step import LateFlags, Masks, map_masks, mask_tensors
 
 MOST_DRAFTS = STEP_TOKENS - 1
@@ -396,7 +396,8 @@ class AssistedLoop(Loop):
         inputs = longer_inputs(inputs, self.tokens - 1)
         made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs)
         width = self.longest + self.tokens
-        key = (*self._key(made.constants, None, None, width), made.shapes, self.drafts.key)
+        addresses = [tensor.data_ptr() for layer in self.drafts.layers for tensor in tensors_of(layer)]
+        key = (*self._key(made.constants, None, None, width), made.shapes, self.drafts.key, addresses)
         step: Any = latest_steps.get(self.cache)
         if self._reuses(step, key):
             step.inputs.copy_(made)

@@ -282,7 +282,7 @@ class Loop:
         pad = None if self.pad is None else _exact(self.pad)
         shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [tensor for layer in self.cache.layers for tensor in _tensors_of(layer)]
+        tensors += [tensor for layer in self.cache.layers for tensor in tensors_of(layer)]
         return (
             id(self.model),
             attention_implementation(self.model.config),
@@ -302,7 +302,7 @@ def _exact(value: Any) -> Any:
     return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _tensors_of(layer: Any) -> list[torch.Tensor]:
+def tensors_of(layer: Any) -> list[torch.Tensor]:
     """All tensors of a layer."""
     if isinstance(layer, TurboQuantLayer):
         return [tensor for kind in layer.by_kind().values() for tensor in kind]

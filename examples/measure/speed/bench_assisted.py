@@ -79,9 +79,15 @@ def measure(model: LlamaForCausalLM, context: int, room: int, rounds: int, **dra
                     """Nothing to end."""
 
             out = model.generate(
-                ids, **as_input(cache), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
-                custom_generate=graph_decoding, streamer=Streamer(), **drafts,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **as_input(cache),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                custom_generate=graph_decoding,
+                streamer=Streamer(),
+                **drafts,
+            )
             expected = torch.arange(context, context + NEW_TOKENS, device=ids.device) % CYCLE
             right = int((out[0, context:] == expected).sum())
             # The first notes are of the prompt, of compilation and of the capture.
