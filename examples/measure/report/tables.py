@@ -111,6 +111,31 @@ def models(record: dict[str, Any]) -> str:
     return f"Layers of random weights:\n\n{table(headings, lines)}{note(record)}{source(record)}"
 
 
+def assisted(record: dict[str, Any]) -> str:
+    """Steps with drafts, over steps without: a row for each context and source of drafts."""
+    rows = [
+        [
+            shape(1, row["context"]),
+            row["kind"],
+            f"{row['ms_per_step']:.2f} ms",
+            f"{row['step_over_plain']:.2f}×",
+            f"{row['tokens_per_step']:.2f}",
+            f"**{row['tokens_per_second_over_plain']:.2f}×**",
+        ]
+        for row in record["rows"]
+    ]
+    drafts = record["rows"][0]["drafts"]
+    headings = [
+        "batch × context",
+        f"{drafts} drafts by",
+        "a step",
+        "over plain",
+        "tokens a step",
+        "tokens a second over plain",
+    ]
+    return table(headings, rows) + note(record) + source(record)
+
+
 def share(value: float | None) -> str:
     """A share in percent, or a dash if nothing was asked."""
     return "–" if value is None else f"{value:.1%}"
@@ -359,6 +384,7 @@ def trellis(record: dict[str, Any]) -> str:
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
+    "assisted": assisted,
     "balance": balance,
     "bursts": serve,
     "cards": cards,
