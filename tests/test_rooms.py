@@ -85,7 +85,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 3965,  # each field of a generation config is applied or refused; compiling; states of linear layers
+        "batching": 3975,  # each field of a generation config is applied or refused; compiling; states of linear layers
         "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1490,  # rollback of uneven layers; lost gradients; assigned and written keys; states of padded rows

@@ -136,12 +136,12 @@ def test_a_prompt_that_was_answered_before_is_read_again_whole() -> None:
 
 
 PREEMPTED = prompts([100] * 6, seed=3)
-"""Six requests of 17 pages for rings and sinks and two for states, which want one more when they have 132 tokens."""
+"""Six requests of 17 pages for rings and sinks and a sector for states, which want a page more at 132 tokens."""
 
 
 def small_pool(**changes: Any) -> Session:
     """Room for five of `PREEMPTED` with 131 tokens, and for four with more."""
-    return Session(hybrid(), num_blocks=96, max_batch_tokens=700, safety_margin=0.0, **changes)
+    return Session(hybrid(), num_blocks=86, max_batch_tokens=700, safety_margin=0.0, **changes)
 
 
 def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() -> None:
@@ -183,6 +183,28 @@ def test_a_request_preempted_while_its_token_is_computed_reads_no_token_twice(
         assert again
 
 
+def test_blocks_that_are_asked_for_are_those_of_packed_tokens() -> None:
+    """States come in addition, for the requests that these blocks have room for: 34 are two rings with their sinks."""
+    with Session(hybrid(), num_blocks=34, overrides={"balance": False}) as session:
+        session.run(prompts([5]), greedy(1))
+        cache = session.cache
+        assert cache.bytes_per_sector == 2 * cache.allocator.bytes_per_block and cache.num_sectors == 17 + 2
+        assert session.manager.continuous_batching_config.max_requests_per_batch == 19
+        longest = cache.max_request_tokens
+        assert cache._sectors_of(longest) == 19 < cache._sectors_of(longest + 1)
+
+
+def test_memory_has_room_for_the_states_of_all_requests() -> None:
+    """On a CPU, 16 requests of 8,192 tokens, or of the model's positions."""
+    model = hybrid()
+    with Session(model, num_blocks=None, overrides={"balance": False}) as session:
+        manager = session.batching.init_continuous_batching(greedy(1), session.options)
+        manager.warmup()
+        cache = manager.batch_processor.cache
+        length = min(8192, model.config.max_position_embeddings)
+        assert cache.num_sectors >= 16 * cache._sectors_of(length) and cache._sectors_of(length) > 1 + length // 256
+
+
 @pytest.mark.usefixtures("padded")
 def test_padding_changes_no_answer() -> None:
     inputs = prompts([5, 95, 128, 300, 1])
@@ -199,12 +221,14 @@ def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> 
         assert session.pages_in_use() == 0
 
 
-def test_a_manager_that_slept_answers_as_before() -> None:
+@pytest.mark.parametrize("blocks", [86, None])
+def test_a_manager_that_slept_answers_as_before(blocks: int | None) -> None:
     inputs = prompts([40, 200])
-    with Session(hybrid()) as session:
+    with Session(hybrid(), num_blocks=blocks) as session:
         expected, size = session.run(inputs, greedy(6)), session.cache.cache_tensor.nbytes
         assert session.batching.sleep() == size
         session.batching.wake()
+        assert session.cache.cache_tensor.nbytes == size
         session.cache.cache_tensor[session.cache.bytes_per_sector :].fill_(255)
         assert session.run(inputs, greedy(6)) == expected
 

@@ -64,8 +64,9 @@ class StateSizes(NamedTuple):
 
 
 def linear_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the layers of a decoder that have states of a fixed size."""
-    return [i for i, kind in enumerate(getattr(config, "layer_types", None) or []) if kind in LINEAR]
+    """Indices of the layers of a decoder that have states of a fixed size. `layer_types` may list more layers."""
+    kinds = list(getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
+    return [i for i, kind in enumerate(kinds) if kind in LINEAR]
 
 
 def paged_layers(config: PreTrainedConfig) -> dict[str, list[int]]:

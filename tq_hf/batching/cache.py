@@ -49,11 +49,18 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         self.scratch_bytes = 0
         """Bytes of scratch, independent of the number of tokens of a step."""
         self.state_sizes = StateSizes({})
+        self.state_sectors = 0
+        """Number of sectors for states, in addition to the `num_blocks` of the user."""
 
     @property
     def fixed_overhead_bytes(self) -> int:
         """Bytes that depend on neither pages nor tokens, scratch included."""
         return super().fixed_overhead_bytes + self.scratch_bytes
+
+    def num_sectors_from_config(self) -> int | None:
+        """Number of sectors for the `num_blocks` of the user and for states, or `None` without `num_blocks`."""
+        sectors = super().num_sectors_from_config()
+        return None if sectors is None else sectors + self.state_sectors
 
     @property
     def bytes_per_batch_token(self) -> int:
@@ -230,6 +237,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         longest = min(filter(None, lengths), default=0)
         self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
         self.memory.state_sizes = self.state_sizes
+        if self.states is not None and blocks is not None:
+            self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))
         if self.windows is not None:
             self.memory.scratch_bytes += WINDOW_BYTES
             self.memory.max_blocks_per_request = self.max_blocks_per_request

@@ -90,8 +90,8 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     dense = [i for i, kind in own.items() if presets[i] is None and kind is GrowingLayer]
     if own and len(dense) + sum(kind is SlidingLayer for kind in own.values()) == len(own):
         raise ValueError(
-            f"`skip_layers` leaves no layer of {name} to pack. Use transformers' own `model.generate_batch`, which "
-            "needs the same memory."
+            f"`skip_layers` leaves no layer of {name} to pack. "
+            + (INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory.")
         )
     supported = (TurboQuantLayer, SlidingLayer)
     other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in supported]

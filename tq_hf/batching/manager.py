@@ -520,12 +520,14 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         )
         if self.model.device.type == "cpu" and not options.use_async_batching and self.distributed_helper.tp_size == 1:
             cache.before_layer = self._stop_abandoned_step
-        self._use_prefix_sharing = cache.use_prefix_sharing
+        self._use_prefix_sharing, blocks = cache.use_prefix_sharing, options.num_blocks
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
         assert options.max_requests_per_batch is not None
-        if cache.states is not None:  # a step of more requests than have states would be padded with requests
+        if cache.states is not None:
+            options.num_blocks = blocks  # states are not counted; the next pool adds theirs again
+            # A captured step has room for this many requests, and each of them has a sector.
             options.max_requests_per_batch = min(options.max_requests_per_batch, cache.num_sectors)
         self.logit_processor = BatchOptions(
             self.default_options,
