@@ -85,7 +85,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 3480,  # each field of a generation config is applied by request or refused; metrics; compiling
+        "batching": 3975,  # each field of a generation config is applied or refused; compiling; states of linear layers
         "graph_decoding": 1120,  # stop strings, with the tokenizer that generate() drops; assisted decoding
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1545,  # rollback of uneven layers, on the device too; lost gradients; assigned keys; padded rows
@@ -98,12 +98,12 @@ BUDGETS = {
         "memory": 105,
         "balance": 116,
         "config": 210,
-        "compat": 550,  # names of transformers that each way stands on; the padding that a mask is made for
+        "compat": 572,  # names of transformers that each way stands on; the padding that a mask is made for
         "__init__": 60,
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-FILES = 119  # graph_decoding/{entry,assisted}.py; batching/{options,processors,runner,metrics}.py; tensors/sinks.py
+FILES = 120  # graph_decoding/{entry,assisted}.py; batching/{linear,options,processors,runner,metrics}.py; tensors/sinks.py
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -96,6 +96,7 @@ REQUIRED_NAMES: dict[str, dict[str, str]] = {
         f"{_RUNNER}compute_batch": "model batch_data",
         f"{_RUNNER}run_one_warmup": "model",
         f"{_RUNNER}_capture_graph": "forward_fn compute_stream",
+        f"{_ENGINE}offloading_manager:OffloadingManager._offload_to_cpu": "",
         f"{_ENGINE}scheduler:FIFOScheduler._get_waiting_candidates": "",
         f"{_ENGINE}scheduler:FIFOScheduler._process_candidates": "candidates token_budget",
         f"{_ENGINE}requests:RequestState": "request_id initial_tokens",
@@ -391,6 +392,24 @@ def restore_attention(parts: list[tuple[PreTrainedConfig, str | None]]) -> None:
     """
     for config, attention in parts:
         config._attn_implementation_internal = attention
+
+
+@contextmanager
+def layer_types_known(kinds: Iterable[str]) -> Iterator[None]:
+    """Context in which transformers' continuous batching takes configs with layers of other kinds.
+
+    Its manager refuses them when it looks for kinds without block tables (`ATTN_TYPE_TO_ALLOCATOR`: transformers 5.18
+    to 5.24). Our kinds have block tables.
+    """
+    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, FULL_ATTENTION
+
+    added: Any = dict.fromkeys(set(kinds) - ATTN_TYPE_TO_ALLOCATOR.keys(), ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION])
+    ATTN_TYPE_TO_ALLOCATOR.update(added)
+    try:
+        yield
+    finally:
+        for kind in added:
+            del ATTN_TYPE_TO_ALLOCATOR[kind]
 
 
 _known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()

@@ -144,3 +144,25 @@ def test_five_hundred_requests_over_sliding_windows(monkeypatch: pytest.MonkeyPa
     assert all(happened[kind] > 0 for kind in ("cancelled", "forks", "preempted", "read in chunks")), happened
     assert happened["shared a prefix"] == 0
     assert happened["not the very first choice"] <= happened["tokens"] // 1000, happened
+
+
+def hybrid() -> PreTrainedModel:
+    """A random Qwen3-Next of a linear and a full layer. What the linear layer makes of a text is exact, however the
+    text was read."""
+    kinds = ["linear_attention", "full_attention"]
+    return model_of("qwen3_next", layer_types=kinds, head_dim=16, hidden_size=32)
+
+
+def test_sixty_requests_over_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = soak(60, hybrid(), 86, monkeypatch)
+    assert happened["forks"] > 0 == happened["shared a prefix"] == happened["not the very first choice"], happened
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_over_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = soak(1000, hybrid(), 86, monkeypatch)
+    print(happened)
+    assert all(happened[kind] > 0 for kind in ("cancelled", "forks", "preempted", "read in chunks")), happened
+    assert happened["shared a prefix"] == 0
+    assert happened["not the very first choice"] <= happened["tokens"] // 1000, happened
+    assert happened["bytes grown"] < 32 << 20, happened

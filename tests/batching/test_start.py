@@ -67,9 +67,10 @@ def ask(manager: Any, inputs: list[list[int]]) -> list[list[int]]:
     return [found[name] for name in names]
 
 
-def test_answers_while_steps_are_compiled_are_those_after() -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
     inputs, compiler = prompts([40, 90, 200]), Compiler()
-    with started(compiler) as manager:
+    with started(compiler, model_of(family)) as manager:
         oracle = Oracle(manager.model)
         assert compiler.begun.wait(60)
         before = ask(manager, inputs)

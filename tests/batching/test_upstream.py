@@ -45,6 +45,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
 READ: dict[Any, dict[str, tuple[str, str]]] = {
@@ -88,6 +89,10 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "__init__": ("589aafcfc508", "relied upon: makes the runner that batching/manager.py extends"),
         "_handle_request_error": ("61bcda761e41", "extended: batching/manager.py"),
         "update_batch": ("cbad955852af", "relied upon: batching/manager.py, allocators.py"),
+    },
+    OffloadingManager: {
+        "offload_requests": ("750d6cb99a3a", "relied upon: which requests batching/manager.py starts anew"),
+        "_offload_to_cpu": ("18c95c351539", "extended: batching/manager.py"),
     },
     ModelRunner: {
         "__init__": ("a9d4b9ef2f00", "relied upon: compiles the step that batching/runner.py compiles again"),

@@ -14,11 +14,14 @@ In transformers, the blocks of both kinds of layers have the same number of toke
 multiple of their bytes. Dense and packed blocks would make that gigabytes. Here a sector is one page of all sliding
 layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`). One pool therefore serves both kinds in
 any proportion. Forks, preemption and offloading are transformers' own.
+
+A linear layer (gated delta rule, Mamba, short convolution) has states of a fixed size instead of keys and values. All
+states of a request are in one page of the same pool, as large as a sector (`StateAllocator`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
@@ -26,6 +29,7 @@ from tq_kernels.types import ChannelScales
 from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
+    SLIDING_ATTENTION,
     CachePool,
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
@@ -36,15 +40,57 @@ from ..config import TurboQuantConfig
 from ..tensors.pages import LayerPages, LayerWindows, window_page
 from .geometry import TableShape, listed
 
+LINEAR = ("linear_attention", "conv")
+"""Kinds of layers that transformers caches as states of a fixed size."""
+WITHOUT_CACHE = ("mlp", "moe")
+"""Kinds of layers that cache nothing (Nemotron-H)."""
+
+StateName = tuple[str, int]
+"""A state of a linear layer: "conv" or "recurrent", and its index among the layer's states of that kind."""
+
+
+class StateSizes(NamedTuple):
+    """Sizes of the states of linear layers.
+
+    Args:
+        shapes: Shape and dtype of each state of a request, by layer and name.
+        token_bytes: Bytes that a linear layer takes at its peak per new token of a step.
+        request_bytes: Bytes that a linear layer takes at its peak per request of a step of one new token each.
+    """
+
+    shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]
+    token_bytes: int = 0
+    request_bytes: int = 0
+
+
+def linear_layers(config: PreTrainedConfig) -> list[int]:
+    """Indices of the layers of a decoder that have states of a fixed size. `layer_types` may list more layers."""
+    kinds = list(getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
+    return [i for i, kind in enumerate(kinds) if kind in LINEAR]
+
+
+def paged_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
+    """Indices of the layers of a decoder that have keys and values, by kind."""
+    kinds: dict[str, list[int]] = {}
+    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LINEAR + WITHOUT_CACHE:
+            kinds.setdefault(kind, []).append(i)
+    return kinds or group_layers_by_attn_type(config)
+
+
+def number_of_layers(config: PreTrainedConfig) -> int:
+    """Number of layers of a decoder as transformers groups them: `num_hidden_layers` may differ."""
+    return len(getattr(config, "layer_types", None) or ()) or sum(map(len, paged_layers(config).values()))
+
 
 def page_owners(config: PreTrainedConfig) -> dict[int, int]:
-    """Map each layer to the layer that owns the pages it reads.
+    """Map each layer with keys and values to the layer that owns the pages it reads.
 
     A layer owns its pages. The last `num_kv_shared_layers` layers of Gemma 3n and Gemma 4 have no keys and values: they
     read the pages of the last layer of the same kind that has them.
     """
-    kinds = group_layers_by_attn_type(config).values()
-    own = sum(map(len, kinds)) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    kinds = paged_layers(config).values()
+    own = number_of_layers(config) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {max(layer for layer in layers if layer < own): layers for layers in kinds}
     return dict(sorted((layer, min(layer, owner)) for owner, layers in last.items() for layer in layers))
 
@@ -97,8 +143,7 @@ class TurboQuantAllocator(_PoolAllocator):
         self.tq_config = tq_config
         self.channel_scales = channel_scales
         super().__init__(**options)
-        # Count layers as transformers groups them: `num_hidden_layers` may differ.
-        by_layer = tq_config.by_layer(len(page_owners(options["config"])))
+        by_layer = tq_config.by_layer(number_of_layers(options["config"]))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
         self.row_bytes = 2 * BLOCK_TOKENS * self.head_dim * self.cache_dtype.itemsize * self.num_key_value_heads
@@ -307,3 +352,64 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         table = self.block_table[request_id]
         tokens = range(past_length, past_length + query_length)
         return [table[token % self.sliding_window // self.tokens_per_page] for token in tokens]
+
+
+class StateAllocator(_PoolAllocator):
+    """Allocator of the states of all linear layers: one page per request, from its first token to its last.
+
+    Page 0 is zero and never written. New requests read their states from it.
+
+    Args:
+        unit: Number of bytes that the size of a page is a multiple of.
+        sizes: Sizes of the states.
+        **options: Arguments of transformers' allocator, without `page_size` and `layer_indices`.
+    """
+
+    supports_block_sharing = False
+    layer_type = SLIDING_ATTENTION  # the engine's inputs know two names, and these models have no sliding windows
+
+    def __init__(self, unit: int, sizes: StateSizes, **options: Any) -> None:
+        shapes = sizes.shapes
+        super().__init__(page_size=1, layer_indices=sorted(shapes), **options)
+        self.shapes, size = shapes, 0
+        self._places: dict[tuple[int, StateName], slice] = {}
+        for layer, states in shapes.items():
+            for name, (shape, dtype) in states.items():
+                self._places[layer, name] = slice(size, size + shape.numel() * dtype.itemsize)
+                size += -(-shape.numel() * dtype.itemsize // 128) * 128
+        # transformers takes a block to be a page of one layer.
+        self.bytes_per_block = self.bytes_per_page = -(-size // unit) * unit
+        self.pages_per_block = self.tokens_per_block = 1
+        self.states: dict[int, dict[StateName, torch.Tensor]] = {}
+        """Views `[pages, ...]` of the pool by layer and name."""
+
+    def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
+        return max(0, 1 - allocated_blocks)
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
+    ) -> None:
+        """View the bytes of the cache as states of each layer."""
+        super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
+        for layer, shapes in self.shapes.items():
+            self.states[layer] = {
+                name: self._copy_view[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)
+                for name, (shape, dtype) in shapes.items()
+            }
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """None: `get_write_indices` lists the page."""
+        return []
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """Page of the request, once per new token."""
+        return self.block_table[request_id] * query_length
+
+    def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
+        """Copy the states `[B, ...]` of a layer from the pages `[B]` of requests."""
+        return {name: states.index_select(0, pages) for name, states in self.states[layer].items()}
+
+    def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
+        """Copy the states `[B, ...]` of a layer to the pages `[B]` of requests."""
+        for name, into in self.states[layer].items():
+            into.index_copy_(0, pages, states[name].to(into.dtype))

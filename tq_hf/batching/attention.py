@@ -29,6 +29,22 @@ its `update`.
 """
 
 
+def pages_of_step(kwargs: dict[str, Any]) -> TurboQuantPagedCache:
+    """Return the cache of the step that `kwargs` are arguments of.
+
+    Raises:
+        ValueError: The call is not a step of continuous batching.
+    """
+    cache = kwargs.get(PAGES)
+    if not isinstance(cache, TurboQuantPagedCache):
+        raise ValueError(
+            "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
+            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again. If the manager "
+            "itself made this call, the model's layers do not pass pages on to attention: use `generate()`."
+        )
+    return cache
+
+
 def turboquant_paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -57,13 +73,7 @@ def turboquant_paged_attention(
         ValueError: The call is not a step of continuous batching, or the model needs an option that pages do not
             support.
     """
-    cache = kwargs.get(PAGES)
-    if not isinstance(cache, TurboQuantPagedCache):
-        raise ValueError(
-            "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
-            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again. If the manager "
-            "itself made this call, the model's layers do not pass pages on to attention: use `generate()`."
-        )
+    cache = pages_of_step(kwargs)
     unknown = ("position_bias", "indices", "block_indices", "sinks")
     names = [name for name in unknown if kwargs.get(name) is not None]
     if names or dropout or attention_mask is not None:

@@ -13,11 +13,7 @@ import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
-from transformers.generation.continuous_batching.cache import (
-    PagedAttentionCache,
-    PagedAttentionMemoryHandler,
-    group_layers_by_attn_type,
-)
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
@@ -28,9 +24,9 @@ from ..config import TurboQuantConfig
 from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
 from ..ops.workspace import Scratch, Workspace
-from .allocators import TurboQuantAllocator, WindowAllocator, page_owners
+from .allocators import StateAllocator, StateSizes, TurboQuantAllocator, WindowAllocator, page_owners, paged_layers
 from .checks import check_positions
-from .geometry import sequences_of, windows_of
+from .geometry import StateStep, sequences_of, states_of, windows_of
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
 """Caches by number. Compiled steps refer to a cache by its number."""
@@ -52,11 +48,29 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # heads of the attention output
         self.scratch_bytes = 0
         """Bytes of scratch, independent of the number of tokens of a step."""
+        self.state_sizes = StateSizes({})
+        self.state_sectors = 0
+        """Number of sectors for states, in addition to the `num_blocks` of the user."""
 
     @property
     def fixed_overhead_bytes(self) -> int:
         """Bytes that depend on neither pages nor tokens, scratch included."""
         return super().fixed_overhead_bytes + self.scratch_bytes
+
+    def num_sectors_from_config(self) -> int | None:
+        """Number of sectors for the `num_blocks` of the user and for states, or `None` without `num_blocks`."""
+        sectors = super().num_sectors_from_config()
+        return None if sectors is None else sectors + self.state_sectors
+
+    @property
+    def bytes_per_batch_token(self) -> int:
+        """Bytes of a new token outside of its page. Linear layers are added: theirs may be the largest activations."""
+        return super().bytes_per_batch_token + self.state_sizes.token_bytes
+
+    @property
+    def bytes_per_cache_sector(self) -> int:
+        """Bytes of a sector, and of the step of a request that has its states there."""
+        return super().bytes_per_cache_sector + self.state_sizes.request_bytes
 
     @property
     def bytes_per_cache_token(self) -> int:
@@ -65,7 +79,7 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
 
 
 class TurboQuantPagedCache(PagedAttentionCache):
-    """Pool of pages with one allocator for full-attention layers, and a second for sliding layers if there are any.
+    """Pool of pages with one allocator for full-attention layers, and a second for sliding or linear layers, if any.
 
     Full-attention and sliding layers may differ in the width and the number of their heads.
 
@@ -75,7 +89,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         config: Config of the text decoder.
         continuous_batching_config: Options of the engine, with a `page_size` of 128.
         requests: Lengths and number of all requests, if known. They limit the number of pages.
-        device, distributed_helper, dtype, model_supports_logits_to_keep: Arguments of transformers' cache.
+        state_sizes: Sizes of the states of linear layers; without any, shapes are empty.
+        like: A tensor with the dtype and the device of the model.
+        distributed_helper, model_supports_logits_to_keep: Arguments of transformers' cache.
 
     Raises:
         ValueError: The KV heads cannot be divided among the GPUs.
@@ -89,13 +105,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
         channel_scales: dict[int, ChannelScales],
         config: PreTrainedConfig,
         continuous_batching_config: ContinuousBatchingConfig,
-        device: torch.device,
+        like: torch.Tensor,
         distributed_helper: DistributedHelper,
-        dtype: torch.dtype,
+        state_sizes: StateSizes,
         model_supports_logits_to_keep: bool = False,
         requests: WorkloadHints | None = None,
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device = config, like.dtype, like.device
         # Take the first free number: a step that was compiled for an earlier cache is used again.
         self.number = next(number for number in count() if number not in CACHES)
         CACHES[self.number] = self
@@ -107,41 +123,46 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
         divided = distributed_helper.tp_size if distributed_helper.are_kv_heads_tp_ed() else 1
-        self._make_allocators(tq_config, channel_scales, divided)
+        self._make_allocators(tq_config, channel_scales, divided, state_sizes)
         reserved = self._make_memory(
             tq_config, continuous_batching_config, divided, model_supports_logits_to_keep, requests
         )
         self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
-        self.scratch = Workspace(device)
+        self.scratch = Workspace(self.device)
         """Scratch of steps that are not captured. The engine runs all of them on one stream."""
         self.scratch.reserve({SCRATCH: Scratch((reserved,), torch.uint8)})
         self.scratch.lock()
         data_bytes = self.num_sectors * self.bytes_per_sector
         # The first two sectors are never allocated: padding tokens of a batch point there.
-        self.cache_tensor = torch.zeros(data_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
+        self.cache_tensor = torch.zeros(data_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=self.device)
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
-        # A shared prefix would need the windows at its end, and windows are not shared (as in transformers).
-        self.use_prefix_sharing = self.allocator.use_block_sharing and self.windows is None
+        # A shared prefix would need the windows or the states at its end, which are not shared (as in transformers).
+        self.use_prefix_sharing = self.allocator.use_block_sharing and len(self.cache_allocators) == 1
         self.num_blocks = data_bytes // self.bytes_per_block
         self.read_cache_limit = None
         self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
+        self._state_step: StateStep | None = None
         self._latest_layer = 0
         self.before_layer: Callable[[], None] = lambda: None
         """Function called before each layer of a step. An exception of it fails the step."""
 
     def _make_allocators(
-        self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], divided: int
+        self,
+        tq_config: TurboQuantConfig,
+        channel_scales: dict[int, ChannelScales],
+        divided: int,
+        state_sizes: StateSizes,
     ) -> None:
-        """Make the allocator of full-attention layers, and that of sliding layers if there are any.
+        """Make the allocator of full-attention layers, and that of sliding or linear layers if there are any.
 
         `divided` is the number of GPUs that KV heads are divided among.
         """
         kinds: dict[str, dict[str, Any]] = {}
-        for kind, layers in group_layers_by_attn_type(self.config).items():
+        for kind, layers in paged_layers(self.config).items():
             of_layer = layer_config(self.config, layers[0])
             heads = find_num_key_value_heads(of_layer)
             if heads % divided:
@@ -167,6 +188,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.bytes_per_block += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
             if self.max_blocks_per_request:
                 self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
+        self.states: StateAllocator | None = None
+        self.state_sizes = state_sizes
+        if state_sizes.shapes:
+            of_full = {name: full[name] for name in ("num_key_value_heads", "cache_dtype", "config")}
+            self.states = StateAllocator(
+                self.bytes_per_sector, state_sizes, index=1, allow_block_sharing=False, **of_full
+            )
+            self.cache_allocators[SLIDING_ATTENTION] = self.states
+            self.bytes_per_sector = self.states.bytes_per_block
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
         self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
 
@@ -206,6 +236,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
         longest = min(filter(None, lengths), default=0)
         self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
+        self.memory.state_sizes = self.state_sizes
+        if self.states is not None and blocks is not None:
+            self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))
         if self.windows is not None:
             self.memory.scratch_bytes += WINDOW_BYTES
             self.memory.max_blocks_per_request = self.max_blocks_per_request
@@ -231,7 +264,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def _sectors_of(self, length: int) -> int:
         """Number of sectors of a single request of `length` tokens."""
         packed = ceil(self.allocator.pages_of(length) * self.allocator.bytes_per_block / self.bytes_per_sector)
-        return packed + (0 if self.windows is None else self.windows.pages_of(length))
+        return packed + sum(each.pages_of(length) for each in (self.windows, self.states) if each is not None)
 
     @property
     def max_request_tokens(self) -> int:
@@ -292,6 +325,20 @@ class TurboQuantPagedCache(PagedAttentionCache):
         Models call this method from transformers 5.24 on.
         """
         return key_states, value_states
+
+    def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
+        """Return the pages of states in a step. Each linear layer asks for them before it reads.
+
+        Args:
+            layer_idx: Index of the layer.
+            kwargs: Arguments that the engine passes to attention functions.
+        """
+        self.before_layer()
+        self._latest_layer = layer_idx
+        assert self.states is not None
+        if self._state_step is None or layer_idx == self.states.layer_indices[0]:
+            self._state_step = states_of(kwargs, self.states.index, self.states.write_trash_index)
+        return self._state_step
 
     def attend(
         self,

@@ -9,11 +9,10 @@ from copy import copy
 from functools import cache
 from inspect import getsource, signature
 from textwrap import dedent
-from typing import Any
+from typing import Any, NamedTuple
 
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from transformers import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.utils import logging
 
@@ -24,7 +23,7 @@ from ..config import TurboQuantConfig, config_of
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
 from ..ops.dispatch import widest_paged_head
-from .allocators import page_owners
+from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, page_owners, paged_layers
 
 logger = logging.get_logger(__name__)
 
@@ -64,12 +63,20 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
     if any(getattr(layer, "kv_lora_rank", None) for layer in layer_configs(decoder)):
         raise ValueError(f"{name} has latent attention (MLA), which pages cannot hold yet. {INSTEAD}")
-    kinds = sorted(set(getattr(decoder, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
-    if kinds:
+    found, linear = set(getattr(decoder, "layer_types", None) or []), linear_layers(decoder)
+    if kinds := sorted(found - {FULL_ATTENTION, SLIDING_ATTENTION, *LINEAR, *WITHOUT_CACHE}):
         raise ValueError(
-            f"{name} has layers of the kind {', '.join(kinds)}, and pages hold full attention and sliding windows "
-            f"only. {INSTEAD}"
+            f"{name} has layers of the kind {', '.join(kinds)}, and pages hold full attention, sliding windows and the "
+            f"states of linear layers only. {INSTEAD}"
         )
+    if linear and FULL_ATTENTION not in found:
+        raise ValueError(f"{name} has no full attention beside its linear layers, so nothing is packed. {INSTEAD}")
+    if linear and SLIDING_ATTENTION in found:
+        raise ValueError(
+            f"{name} has sliding windows and linear layers, and a pool holds one of them beside full attention. "
+            f"{INSTEAD}"
+        )
+    linear_modules(model)
     if not takes_attention_functions(type(decoder)):
         raise ValueError(f"{name} computes attention itself, so it cannot read pages. {INSTEAD}")
     layers, owners = TurboQuantCache(model.config, config).layers, page_owners(decoder)
@@ -83,15 +90,15 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     dense = [i for i, kind in own.items() if presets[i] is None and kind is GrowingLayer]
     if own and len(dense) + sum(kind is SlidingLayer for kind in own.values()) == len(own):
         raise ValueError(
-            f"`skip_layers` leaves no layer of {name} to pack. Use transformers' own `model.generate_batch`, which "
-            "needs the same memory."
+            f"`skip_layers` leaves no layer of {name} to pack. "
+            + (INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory.")
         )
     supported = (TurboQuantLayer, SlidingLayer)
     other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in supported]
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
-    if len(own) < len(layers) and not _passes_shared_states(model):
+    if any(owners.get(i, i) != i for i in range(len(layers))) and not _passes_shared_states(model):
         raise ValueError(
             f"{name} has layers that read the keys and values of other layers from the cache, which pages cannot "
             f"provide. {INSTEAD}"
@@ -115,6 +122,40 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     return dense
 
 
+class LinearModule(NamedTuple):
+    """A linear module of a model.
+
+    Args:
+        layer: Index of its layer.
+        module: The module.
+        parameter: Name of the cache among the parameters of `forward`.
+    """
+
+    layer: int
+    module: Any
+    parameter: str
+
+
+def linear_modules(model: Any) -> list[LinearModule]:
+    """List the linear modules of a model by layer.
+
+    Raises:
+        ValueError: A linear layer has no module that reads its states by the methods of a cache.
+    """
+    layers, found = linear_layers(model.config.get_text_config()), {}
+    for module in model.get_decoder().modules() if layers else ():
+        kind: Any = type(module)
+        if getattr(module, "layer_idx", None) in layers and ".get_conv_state(" in _source(kind):
+            parameter = "cache" if "cache" in signature(kind.forward).parameters else "cache_params"
+            found[module.layer_idx] = LinearModule(module.layer_idx, module, parameter)
+    if missing := sorted(set(layers) - found.keys()):
+        raise ValueError(
+            f"{type(model).__name__} has linear layers ({', '.join(map(str, missing))}) that do not ask a cache for "
+            f"their states, as transformers' own do from version 5.23 on. {INSTEAD}"
+        )
+    return [found[layer] for layer in layers]
+
+
 def warn_about_graph_mixing(model: Any) -> None:
     """Warn if the process group of a tensor-parallel model was created before `NCCL_GRAPH_MIXING_SUPPORT` was set to 0.
 
@@ -134,15 +175,18 @@ def warn_about_graph_mixing(model: Any) -> None:
 def _check_heads(model: Any, name: str) -> None:
     """Raise `ValueError` if heads differ in width or number between layers of one kind, or are wider than the pages
     that kernels read."""
+    decoder = model.config.get_text_config()
+    paged = {i for layers in paged_layers(decoder).values() for i in layers if i < decoder.num_hidden_layers}
     attention = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")]
-    count, layers = model.config.get_text_config().num_hidden_layers, {module.layer_idx for module in attention}
-    if attention and layers != set(range(count)):
+    attention = [module for module in attention if module.layer_idx not in linear_layers(decoder)]
+    count, layers = decoder.num_hidden_layers, {module.layer_idx for module in attention}
+    if attention and layers != paged:
         raise ValueError(
             f"{name} has {len(layers)} attention layers for {count} cache layers, and pages need one attention layer "
             f"per cache layer. {INSTEAD}"
         )
     most = widest_paged_head(model.device)
-    for kind, members in group_layers_by_attn_type(model.config.get_text_config()).items():
+    for kind, members in paged_layers(decoder).items():
         alike = [module for module in attention if module.layer_idx in members]
         widths = sorted({module.head_dim for module in alike})
         # An adapter around a projection may have no `out_features`.
@@ -173,7 +217,8 @@ def _class_without_kwargs(model: Any) -> str | None:
     them. Returns `None` if no class drops them, or if there is no source.
     """
     modules, decoder = dict(model.named_modules()), set(model.get_decoder().modules())
-    paths = [path for path, module in modules.items() if module in decoder and _attends(module)]
+    linear = {each.module for each in linear_modules(model)}
+    paths = [path for path, module in modules.items() if module in decoder and (module in linear or _attends(module))]
     ways = {(type(modules[above]), name) for path in paths for above, name in _steps_to(path)}
     return next((kind.__name__ for kind, name in sorted(ways, key=str) if _drops_arguments(kind, name)), None)
 
@@ -263,18 +308,19 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
 
     Raises:
         ValueError: The config has another page size, or asks for CUDA graphs of steps that read lengths on the host.
-            Models with dense full-attention layers have no other steps. Models with sliding windows read lengths on the
-            host in steps with prompts.
+            Models with dense full-attention layers have no other steps. Models with sliding windows or linear layers
+            read lengths on the host in steps with prompts.
     """
     if dense and any(config.cuda_graph_booleans):
         raise ValueError(
             f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps that read dense blocks of pages (layers {dense} "
             "by `skip_layers`) cannot be captured: torch computes them, and reads lengths on the host. Leave it out."
         )
-    if config.cuda_graph_booleans[0] and SLIDING_ATTENTION in group_layers_by_attn_type(model.config.get_text_config()):
+    decoder = model.config.get_text_config()
+    if config.cuda_graph_booleans[0] and (SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder)):
         raise ValueError(
-            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows "
-            "cannot be captured: lengths are read on the host. Leave it out, or say `(False, True)`."
+            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows or "
+            "linear layers cannot be captured: lengths are read on the host. Leave it out, or say `(False, True)`."
         )
     if config.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
         raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")

@@ -36,12 +36,12 @@ class TurboQuantBatching(ContinuousMixin):
 
     Methods are those of transformers, such as `generate_batch` and `continuous_batching_context_manager`. Answers equal
     those of `generate()` on a `TurboQuantCache` with the same channel scales, except that a shared prefix is read
-    packed. Pages hold full attention (packed) and sliding windows (dense). "Many requests at once" in
-    `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
+    packed. Pages hold full attention (packed), and sliding windows or the states of linear layers (dense). "Many
+    requests at once" in `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
 
-    Not supported: beams, latent attention (MLA), linear layers, presets per layer, encoder-decoders. A model with
-    sliding layers shares no prefixes. A prompt longer than the model's positions fails with a sentence as its `error`;
-    an answer ends with the last position.
+    Not supported: beams, latent attention (MLA), presets per layer, encoder-decoders, sliding windows beside linear
+    layers. A model with sliding or linear layers shares no prefixes. A prompt longer than the model's positions fails
+    with a sentence as its `error`; an answer ends with the last position.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT).

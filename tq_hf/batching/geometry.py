@@ -6,10 +6,12 @@ request in both lists with the entries of its block table that `listed` counts. 
 than tokens, so the lists have room for them. `read_index` is empty in a step where no request has cached tokens.
 
 Sliding-window layers have their own lists and tables, with the ceil(min(n, window) / rows_per_page) pages of a window.
+Linear layers have a table of one column, and a list with the page of each new token's request.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -125,6 +127,49 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
         token = column * rows
         table = _picked(write, cu_seqlens_q[:-1, None] + token, token < cu_seqlens_q.diff()[:, None])
     return Sequences(cu_seqlens_q, cu_seqlens_k, table, None, kwargs["max_length_q"])
+
+
+class StateStep(NamedTuple):
+    """Pages of the states of all requests of a step.
+
+    Args:
+        sources: Page `[B]` that each request reads its states from, int64. Page 0, which is zero, for a new request.
+        targets: Page `[B]` that each request writes its states to, int64.
+        rows: Requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]` in the row of the
+            step; `None` if every request has one new token.
+    """
+
+    sources: torch.Tensor
+    targets: torch.Tensor
+    rows: list[tuple[torch.Tensor, torch.Tensor]] | None
+
+
+def states_of(kwargs: dict[str, Any], index: int, trash: int) -> StateStep:
+    """Build the step of linear layers. With a block table, no value is read on the host, so graphs can replay this.
+
+    Args:
+        kwargs: Arguments that the engine passes to attention functions.
+        index: Index of the linear layers among the kinds of layers.
+        trash: Page that is never read, for rows that pad the batch.
+    """
+    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
+    is_new = cu_seqlens_k.diff() == cu_seqlens_q.diff()
+    if kwargs["block_table"] is not None:
+        pages = kwargs["block_table"][index][:, 0].long()
+        pages, rows = torch.where(pages < 0, trash, pages), None
+    else:
+        write, bounds = kwargs["write_index"][index], cu_seqlens_q.tolist()
+        pages = write[cu_seqlens_q[:-1].clamp(max=len(write) - 1).long()]
+        by_length: dict[int, list[int]] = {}
+        for request, (start, end) in enumerate(pairwise(bounds)):
+            if end > start:
+                by_length.setdefault(end - start, []).append(request)
+        rows = []
+        for length, requests in by_length.items():
+            starts = torch.tensor([bounds[request] for request in requests], device=write.device)
+            places = starts[:, None] + torch.arange(length, device=write.device)
+            rows.append((torch.tensor(requests, device=write.device), places))
+    return StateStep(torch.where(is_new, 0, pages), pages, rows)
 
 
 def _picked(numbers: torch.Tensor, place: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:

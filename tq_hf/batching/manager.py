@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -16,7 +16,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
-from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
@@ -26,14 +25,16 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 from transformers.utils import logging
 
 from ..balance import Balance
-from ..compat import attention_of_parts, layer_config, outside_inference_mode, restore_attention
+from ..compat import attention_of_parts, layer_config, layer_types_known, outside_inference_mode, restore_attention
 from ..config import TurboQuantConfig
 from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
+from .allocators import LINEAR, WITHOUT_CACHE, paged_layers
 from .attention import NAME
 from .cache import TurboQuantPagedCache
 from .checks import check_model, number_of_positions, paged_options
 from .geometry import TableShape
+from .linear import LinearLayers, StateOffloading
 from .options import RequestOptions, options_of, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions
 from .requests import AnswerRouter, Detokenizer, named, one_line, scheduler_class
@@ -61,6 +62,9 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         runner: Any = self.model_runner
         runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
         runner.take_over(graphs_are_requested)
+        cache, offloading = cast(TurboQuantPagedCache, self.cache), cast(Any, self.offloading_manager)
+        if cache.states is not None:
+            offloading.__class__ = StateOffloading  # likewise
         self._wait_for_device()
 
     def reset(self) -> None:
@@ -166,7 +170,7 @@ class WakeUp(threading.Event):
 
 def _packed_width(decoder: PreTrainedConfig) -> int:
     """Number of channels per head in full-attention layers, equal in all of them."""
-    return find_head_dim(layer_config(decoder, group_layers_by_attn_type(decoder)[FULL_ATTENTION][0]))
+    return find_head_dim(layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0]))
 
 
 def _compile_config(level: int) -> CompileConfig | None:
@@ -184,7 +188,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     (`start`, `add_request`, `get_result`, `stop`, ...). Between `start` and `stop` the model takes no other calls.
 
     Args:
-        model: A decoder of full-attention layers, or of full-attention and sliding layers.
+        model: A decoder of full-attention layers, alone or with sliding or linear layers.
         generation_config: Generation config of all answers.
         continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
             tables for decode steps are on by default, if the device supports them.
@@ -234,6 +238,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Device and fingerprint of the model at the end of the last session. Pages kept from it depend on them."""
         # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
         self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
+        self._linear = LinearLayers(model)
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         layout = config.layout(_packed_width(model.config.get_text_config()))
@@ -261,7 +266,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         options.default_compile_level = 0
         if on_cuda and (default.do_sample or default.has_history) and options.max_memory_percent is None:
             options.max_memory_percent = 0.8  # as transformers leaves for processors
-        with self._restoring_on_failure():
+        with self._restoring_on_failure(), layer_types_known(LINEAR + WITHOUT_CACHE):
             # transformers would create processors for all requests from the generation config.
             super().__init__(model, GenerationConfig(eos_token_id=-1), options, workload_hints)
         self.generation_config = generation_config
@@ -311,9 +316,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if not model.config._attn_implementation == decoder._attn_implementation == NAME:
             self._own_attention = attention_of_parts(model)
             model.set_attn_implementation(NAME)
+        self._linear.switch()
 
     def restore_attention(self) -> None:
         """Set every part of the model to the attention it had before `switch_to_cb_friendly_attn`."""
+        self._linear.restore()
         restore_attention(self._own_attention)
         self._own_attention = []
 
@@ -505,19 +512,23 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             {} if self.balance is None else self.balance.layers,
             config=decoder,
             continuous_batching_config=options,
-            device=self.model.device,
+            like=torch.empty(0, dtype=self.model.dtype, device=self.model.device),
             distributed_helper=self.distributed_helper,
-            dtype=self.model.dtype,
+            state_sizes=self._linear.sizes,
             model_supports_logits_to_keep=callable(keeps) and keeps(),
             requests=self.requests or self._default_requests,
         )
         if self.model.device.type == "cpu" and not options.use_async_batching and self.distributed_helper.tp_size == 1:
             cache.before_layer = self._stop_abandoned_step
-        self._use_prefix_sharing = cache.use_prefix_sharing
+        self._use_prefix_sharing, blocks = cache.use_prefix_sharing, options.num_blocks
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
         assert options.max_requests_per_batch is not None
+        if cache.states is not None:
+            options.num_blocks = blocks  # states are not counted; the next pool adds theirs again
+            # A captured step has room for this many requests, and each of them has a sector.
+            options.max_requests_per_batch = min(options.max_requests_per_batch, cache.num_sectors)
         self.logit_processor = BatchOptions(
             self.default_options,
             options.max_requests_per_batch,

@@ -1,0 +1,294 @@
+"""Models with linear layers: the states of a request are one page of the pool that packed pages share."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from examples.measure.quality.family_configs import tiny_model
+from tests.support.batching_cases import Log, Session, Steps, greedy, model_of, options, prompts
+from tq_hf import TurboQuantBatching
+from tq_hf.compat import as_input
+
+LENGTHS = [1, 5, 120, 128, 129, 300, 5]
+FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe", "bamba", "granitemoehybrid", "nemotron_h"]
+
+
+def hybrid(**changes: Any) -> PreTrainedModel:
+    """A random Qwen3-Next of a linear, a full and a linear layer."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    return model_of("qwen3_next", **(dict(num_hidden_layers=3, layer_types=kinds) | changes))
+
+
+def pages_that_nobody_writes(session: Session) -> torch.Tensor:
+    return session.cache.cache_tensor[: session.cache.bytes_per_sector]
+
+
+def test_answers_are_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, steps = hybrid(), prompts(LENGTHS), Steps(monkeypatch)
+    own = [vars(module).get("forward") for module in model.modules()]
+    with Session(model, num_blocks=400) as session:
+        expected = [session.oracle.generate(prompt, 10) for prompt in inputs]
+        assert session.run(inputs, greedy(10)) == expected
+        assert session.pages_in_use() == 0
+        # No request reads what pages held before it.
+        session.cache.cache_tensor[session.cache.bytes_per_sector :].fill_(255)
+        assert session.run(inputs, greedy(10)) == expected
+        assert pages_that_nobody_writes(session).count_nonzero() == 0
+        assert [vars(module).get("forward") for module in model.modules()] == own, "the model is free between sessions"
+    assert steps.kinds() == {"table", "lists"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_other_families_are_those_of_generate(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("transformers does not have it yet")
+    inputs = prompts([1, 5, 200])
+    with Session(tiny_model(family), num_blocks=800) as session:
+        assert session.run(inputs, greedy(6)) == [session.oracle.generate(prompt, 6) for prompt in inputs]
+        assert session.cache.states is not None
+
+
+def test_the_kinds_of_layers_are_those_of_the_model() -> None:
+    with Session(hybrid()) as session:
+        session.run(prompts([5]), greedy(1))
+        cache = session.cache
+        assert cache.allocator.layer_indices == [1] and cache.states.layer_indices == [0, 2]
+        assert not cache.use_prefix_sharing
+        # 64 channels of keys, 64 of values, 4 inputs each; 4 heads of 16 x 16.
+        held = {name: tuple(states.shape[1:]) for name, states in cache.states.states[0].items()}
+        assert held == {("conv", 0): (128, 4), ("recurrent", 0): (4, 16, 16)}
+
+
+def test_without_block_tables_answers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, steps = prompts([5, 120, 300]), Steps(monkeypatch)
+    with Session(hybrid(), max_blocks_per_request=0) as session:
+        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
+    assert steps.kinds() == {"lists"}
+
+
+@pytest.mark.parametrize("length", [96, 129, 257, 300])
+def test_a_prompt_in_chunks_reads_as_one_that_generate_is_given_in_chunks(length: int) -> None:
+    (prompt,) = prompts([length])
+    with Session(hybrid(), max_batch_tokens=95) as session:
+        assert session.run([prompt], greedy(6)) == [session.oracle.chunked(prompt, 6, [95] * ((length - 1) // 95))]
+
+
+def test_chunks_and_answers_in_the_same_steps() -> None:
+    """While a prompt is read in chunks, other requests have one new token in a step."""
+    inputs = prompts([30, 60, 700])
+    with Session(hybrid(), max_batch_tokens=100) as session:
+        found = session.run(inputs, greedy(30))
+        assert found[0] == session.oracle.generate(inputs[0], 30)
+        # The long prompt has what the others leave: 10 of the first 100 tokens, then 98 a step.
+        assert found[2] == session.oracle.chunked(inputs[2], 30, [10, *[98] * 7])
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("length", [300, 129, 40, 1])
+def test_forks_go_on_where_their_parent_was(length: int, sharing: bool) -> None:
+    (prompt,) = prompts([length])
+    generation = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1)
+    with Session(hybrid(), allow_block_sharing=sharing) as session:
+        session.run(prompts([60] * 4), greedy(2))  # pages hold states of others
+        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 8, [length - 1])] * 3
+        assert session.pages_in_use() == 0
+
+
+def test_forks_of_asynchronous_batches_go_on_where_their_parent_was(asynchronous: dict[str, Any]) -> None:
+    (prompt,) = prompts([129])
+    generation = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1)
+    with Session(hybrid(), **asynchronous) as session:
+        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 8, [128])] * 3
+
+
+def test_each_fork_has_states_of_its_own() -> None:
+    """The log-probabilities of its tokens are those of a cache that reads them alone."""
+    (prompt,), model = prompts([40]), hybrid()
+    generation = GenerationConfig(max_new_tokens=12, do_sample=True, num_return_sequences=4, eos_token_id=-1)
+    with Session(model, return_logprobs=True, seed=3) as session:
+        found = list(session.batching.generate_batch([prompt], generation, session.options).values())
+        assert len(found) == 4 == len({tuple(each.generated_tokens) for each in found})
+        model.set_attn_implementation("turboquant")
+        for each in found:
+            cache, expected, read = session.oracle.cache(), [], [prompt[:-1], prompt[-1:]]
+            with torch.no_grad():
+                for token in each.generated_tokens:
+                    for tokens in read:
+                        logits = model(torch.tensor([tokens]), **as_input(cache)).logits[0, -1]
+                    expected.append(logits.log_softmax(-1)[token].item())
+                    read = [[token]]
+            assert each.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_prompt_that_was_answered_before_is_read_again_whole() -> None:
+    """A prefix in packed pages is of use only with the states at its end."""
+    (prompt,) = prompts([300])
+    with Session(hybrid()) as session:
+        assert session.run([prompt], greedy(6)) == session.run([prompt], greedy(6))
+        assert session.run([prompt], greedy(6)) == [session.oracle.generate(prompt, 6)]
+        assert session.cache.number_shared == 0
+
+
+PREEMPTED = prompts([100] * 6, seed=3)
+"""Six requests of 17 pages for rings and sinks and a sector for states, which want a page more at 132 tokens."""
+
+
+def small_pool(**changes: Any) -> Session:
+    """Room for five of `PREEMPTED` with 131 tokens, and for four with more."""
+    return Session(hybrid(), num_blocks=86, max_batch_tokens=700, safety_margin=0.0, **changes)
+
+
+def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() -> None:
+    with small_pool() as session:
+        session.run(PREEMPTED[:1], greedy(1))
+        resets = session.recorded_waiting()
+        found = session.run(PREEMPTED, greedy(40))
+        assert session.pages_in_use() == 0
+        counts = {name: resets.count(name) - 1 for name in resets}
+        assert 0 < sum(count > 0 for count in counts.values()) < len(PREEMPTED)
+        for name, out, prompt in zip(sorted(counts), found, PREEMPTED, strict=True):
+            assert len(out) == 40
+            assert out == session.oracle.generate(prompt, 40) or counts[name] > 0
+
+
+def test_states_offloaded_to_the_cpu_come_back_as_they_were(offloaded: list[set[str]]) -> None:
+    with small_pool(cpu_offload_space=0.01) as session:
+        found = session.run(PREEMPTED, greedy(40))
+        assert any(offloaded)
+        assert found == [session.oracle.generate(prompt, 40) for prompt in PREEMPTED]
+        assert session.pages_in_use() == 0
+
+
+def test_a_request_preempted_while_its_token_is_computed_reads_no_token_twice(
+    asynchronous: dict[str, Any], offloaded: list[set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers discards the token and reads the one before again, which a state has read already: such a request
+    starts anew."""
+    log = Log(monkeypatch)
+    with small_pool(cpu_offload_space=0.01, **asynchronous) as session:
+        found = session.batching.generate_batch(PREEMPTED, greedy(40), session.options)
+        again = 0
+        for (name, result), prompt in zip(found.items(), PREEMPTED, strict=True):
+            lives = log.lives(name)
+            again += len(lives) > 1
+            assert all(life[0][0] == 0 for life in lives), "a state was taken up where it was not left"
+            assert len(result.generated_tokens) == 40
+            assert result.generated_tokens == session.oracle.generate(prompt, 40) or len(lives) > 1
+        assert again
+
+
+def test_blocks_that_are_asked_for_are_those_of_packed_tokens() -> None:
+    """States come in addition, for the requests that these blocks have room for: 34 are two rings with their sinks."""
+    with Session(hybrid(), num_blocks=34, overrides={"balance": False}) as session:
+        session.run(prompts([5]), greedy(1))
+        cache = session.cache
+        assert cache.bytes_per_sector == 2 * cache.allocator.bytes_per_block and cache.num_sectors == 17 + 2
+        assert session.manager.continuous_batching_config.max_requests_per_batch == 19
+        longest = cache.max_request_tokens
+        assert cache._sectors_of(longest) == 19 < cache._sectors_of(longest + 1)
+
+
+def test_memory_has_room_for_the_states_of_all_requests() -> None:
+    """On a CPU, 16 requests of 8,192 tokens, or of the model's positions."""
+    model = hybrid()
+    with Session(model, num_blocks=None, overrides={"balance": False}) as session:
+        manager = session.batching.init_continuous_batching(greedy(1), session.options)
+        manager.warmup()
+        cache = manager.batch_processor.cache
+        length = min(8192, model.config.max_position_embeddings)
+        assert cache.num_sectors >= 16 * cache._sectors_of(length) and cache._sectors_of(length) > 1 + length // 256
+
+
+@pytest.mark.usefixtures("padded")
+def test_padding_changes_no_answer() -> None:
+    inputs = prompts([5, 95, 128, 300, 1])
+    with Session(hybrid(), max_requests_per_batch=8, q_padding_interval_size=64) as session:
+        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
+        assert session.pages_in_use() == 0
+        assert pages_that_nobody_writes(session).count_nonzero() == 0
+
+
+def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> None:
+    inputs = prompts([5, 95, 128, 300, 1])
+    with Session(hybrid(), **asynchronous) as session:
+        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
+        assert session.pages_in_use() == 0
+
+
+@pytest.mark.parametrize("blocks", [86, None])
+def test_a_manager_that_slept_answers_as_before(blocks: int | None) -> None:
+    inputs = prompts([40, 200])
+    with Session(hybrid(), num_blocks=blocks) as session:
+        expected, size = session.run(inputs, greedy(6)), session.cache.cache_tensor.nbytes
+        assert session.batching.sleep() == size
+        session.batching.wake()
+        assert session.cache.cache_tensor.nbytes == size
+        session.cache.cache_tensor[session.cache.bytes_per_sector :].fill_(255)
+        assert session.run(inputs, greedy(6)) == expected
+
+
+def test_a_compiled_step_is_one_graph_and_answers_alike() -> None:
+    """Reading and writing states are operators in it. A second cache has the number of the first, and the modules have
+    new functions: nothing is compiled again."""
+    model, inputs = hybrid(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), prompts([5, 120])
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True, dynamic=True)
+    with Session(model, num_blocks=400) as session:
+        expected = session.run(inputs, greedy(10))
+    torch._dynamo.reset()
+    for first in (True, False):
+        torch._dynamo.utils.counters.clear()
+        with Session(model, num_blocks=400, max_requests_per_batch=2, decode_compile_config=config) as session:
+            assert session.run(inputs, greedy(10)) == expected
+            assert session.manager.batch_processor.model_runner._compiled_decode is not None
+        counters = torch._dynamo.utils.counters
+        assert not counters["graph_break"] and bool(counters["stats"]) == first
+        del session
+        gc.collect()
+
+
+@pytest.mark.slow
+def test_a_step_that_inductor_compiled_answers_alike() -> None:
+    model, found = hybrid(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), []
+    for level in (0, 1):
+        with Session(model, default_compile_level=level, max_requests_per_batch=2) as session:
+            found.append(session.run(prompts([5, 120]), greedy(20)))
+    assert found[0] == found[1]
+
+
+def test_the_model_takes_no_other_call_while_it_serves() -> None:
+    model = hybrid()
+    with Session(model) as session:
+        session.run(prompts([5]), greedy(1))
+        session.manager.start()
+        with pytest.raises(ValueError, match="takes no other calls. Stop the manager first"):
+            model(torch.tensor([[1, 2, 3]]))
+        session.manager.stop(keep_for_next_session=True)
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("jamba", "JambaMambaDecoderLayer drops them"),
+        ("minimax", "linear layers .* do not ask a cache for their states"),
+        ("falcon_h1", "layers of the kind hybrid"),
+        ("lara_mini", "sliding windows and linear layers"),
+        ("kimi_linear", "latent attention"),
+    ],
+)
+def test_linear_layers_of_other_kinds_are_refused(family: str, words: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("transformers does not have it yet")
+    with pytest.raises(ValueError, match=f"{words}.*TurboQuantCache"):
+        TurboQuantBatching(tiny_model(family))
+
+
+def test_graphs_of_steps_with_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="sliding windows or linear layers cannot be captured"):
+        TurboQuantBatching(hybrid(), balance=False).init_continuous_batching(greedy(1), options(use_cuda_graph=True))

@@ -1,0 +1,229 @@
+"""Linear layers of a model in batches: the states of a request are in a page of the pool.
+
+A linear layer reads one text from its start, and the engine passes the new tokens of all requests as one row. So during
+a session `forward` of each linear module is replaced by a function that takes the row apart. That function calls the
+module's own `forward` with the requests of equally many new tokens as a batch `[B, n, hidden_size]`, and with a cache
+of their states (`RequestStates`). In a step of one new token per request, that is one call.
+
+A compiled step calls the operators `tq_hf::read_states` and `tq_hf::write_states` around the module, for the reason
+that attention has an operator of its own (`tq_hf.batching.attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ..compat import outside_inference_mode
+from .allocators import StateName, StateSizes
+from .attention import pages_of_step, rehearsal
+from .cache import CACHES, TurboQuantPagedCache
+from .checks import LinearModule, linear_modules
+
+States = dict[StateName, torch.Tensor]
+
+
+class RequestStates:
+    """Cache of one linear layer for one call of its module: states `[B, ...]` of the requests of the call.
+
+    Args:
+        states: States by name. A module that finds none begins a text.
+    """
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False: tokens are never taken back."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Inputs of the convolution before the new ones, `[B, channels, width]`."""
+        return self.states.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Recurrent state, `[B, ...]`."""
+        return self.states.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Append inputs `[B, channels, n]` of the convolution. Returns the inputs before, and the new ones."""
+        before = self.states.get(("conv", state_idx))
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size or conv_states.shape[-1])
+        inputs = torch.cat([before, conv_states], -1)
+        self.states["conv", state_idx] = inputs[..., -before.shape[-1] :]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Replace the recurrent state."""
+        self.states["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+
+class StateOffloading(OffloadingManager):
+    """Offloading of preempted requests for models with linear layers.
+
+    A preempted request of asynchronous batching may have a token in flight. transformers discards that token and reads
+    the token before it a second time. Keys and values do not change by that, but a state does. So the request is not
+    offloaded and starts anew.
+    """
+
+    def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
+        lengths = (len(state.initial_tokens) + len(state.generated_tokens) for state in victims)
+        settled = [state for state, length in zip(victims, lengths, strict=True) if state.position_offset < length]
+        return super()._offload_to_cpu(settled, victim_block_tables)
+
+
+class LinearLayers:
+    """Linear modules of a model, which take the rows of a step between `switch` and `restore`.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.modules = linear_modules(model)
+        self.like = torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
+        self.sizes = self._measured()
+        self._own: list[Any] | None = None
+        """`forward` of each instance before `switch`: accelerate's hooks replace it, too."""
+
+    def switch(self) -> None:
+        """Replace `forward` of each module."""
+        if self._own is None:
+            self._own = [vars(each.module).get("forward") for each in self.modules]
+            for each in self.modules:
+                shapes = self.sizes.shapes[each.layer].items()
+                like = {name: self.like.new_empty(0, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
+                each.module.forward = _forward_of_rows(each, like)
+
+    def restore(self) -> None:
+        """Undo `switch`."""
+        for each, own in zip(self.modules, self._own or (), strict=False):
+            del each.module.forward
+            if own is not None:
+                each.module.forward = own
+        self._own = None
+
+    @outside_inference_mode
+    def _measured(self) -> StateSizes:
+        """Run each module on one token for its states. On a GPU, measure the memory of one of them, too."""
+        shapes, device = {}, self.like.device
+        peaks: list[int] = []
+        for layer, module, parameter in self.modules:
+            cache = RequestStates({})
+            module(self.like.new_zeros(1, 1, self.like.shape[-1]), **{parameter: cache})
+            shapes[layer] = {name: (states.shape[1:], states.dtype) for name, states in cache.states.items()}
+            for requests, tokens in ((1, 512), (16, 1)) if device.type == "cuda" and not peaks else ():
+                before = torch.cuda.memory_allocated(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                states = {name: each.repeat_interleave(requests, 0) for name, each in cache.states.items()}
+                row = self.like.new_zeros(requests, tokens, self.like.shape[-1])
+                module(row, **{parameter: RequestStates(states)})
+                peaks.append(-(-(torch.cuda.max_memory_allocated(device) - before) // (requests * tokens)))
+        return StateSizes(shapes, *peaks)
+
+
+def _forward_of_rows(linear: LinearModule, like: States) -> Callable:
+    """`forward` of a linear module for the row of a step. `like` has an empty tensor `[0, ...]` per state."""
+    layer, module, parameter = linear
+    own = module.forward
+
+    def run(hidden_states: torch.Tensor, states: States) -> torch.Tensor:
+        """Read new tokens `[B, n, hidden_size]` of requests with the states `[B, ...]`, which are replaced."""
+        return own(hidden_states, **{parameter: RequestStates(states)})
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        cache = pages_of_step(kwargs)
+        if not torch.compiler.is_compiling() or kwargs["block_table"] is None:
+            return _step(cache, layer, run, hidden_states, kwargs)
+        step = [kwargs["block_table"], kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]]
+        states = dict(zip(like, read_states(step, list(like.values()), cache.number, layer), strict=True))
+        out = run(hidden_states.transpose(0, 1), states)
+        return write_states(out, [states[name] for name in like], step, cache.number, layer).transpose(0, 1)
+
+    return forward
+
+
+@torch.compiler.disable
+def _step(
+    cache: TurboQuantPagedCache, layer: int, run: Callable, hidden_states: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Output `[1, T, hidden_size]` of a linear layer for the new tokens of all requests."""
+    step = cache.state_step(layer, kwargs)
+    assert cache.states is not None
+    if step.rows is None:
+        states = cache.states.read(layer, step.sources)
+        out = run(hidden_states.transpose(0, 1), states)
+        cache.states.write(layer, step.targets, states)
+        return out.transpose(0, 1)
+    out = torch.zeros_like(hidden_states)
+    for requests, rows in step.rows:
+        states = cache.states.read(layer, step.sources[requests])
+        out[0, rows] = run(hidden_states[0, rows], states)
+        cache.states.write(layer, step.targets[requests], states)
+    return out
+
+
+@torch.library.custom_op("tq_hf::read_states", mutates_args=())
+def read_states(step: list[torch.Tensor], like: list[torch.Tensor], cache: int, layer: int) -> list[torch.Tensor]:
+    """Read the states `[B, ...]` of a linear layer in a step of one new token per request.
+
+    Args:
+        step: Block table, cumulative lengths of queries and of keys.
+        like: A tensor `[0, ...]` per state, with its shape and dtype.
+        cache: Number of the cache in `CACHES`.
+        layer: Index of the layer.
+    """
+    if rehearsal.active:
+        return [states.zero_() for states in _read(step, like)]
+    pages = CACHES[cache]
+    assert pages.states is not None
+    return list(pages.states.read(layer, pages.state_step(layer, step_arguments(step)).sources).values())
+
+
+@read_states.register_fake
+def _read(step: list[torch.Tensor], like: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+    return [step[0].new_empty(step[0].shape[1], *states.shape[1:], dtype=states.dtype) for states in like]
+
+
+@torch.library.custom_op("tq_hf::write_states", mutates_args=())
+def write_states(
+    out: torch.Tensor, states: list[torch.Tensor], step: list[torch.Tensor], cache: int, layer: int
+) -> torch.Tensor:
+    """Write the states that `read_states` has read before. Returns a copy of `out`, so that no compiler drops the call.
+
+    Args:
+        out: Output of the layer.
+        states: States `[B, ...]`.
+        step, cache, layer: As for `read_states`.
+    """
+    if not rehearsal.active:
+        pages = CACHES[cache]
+        assert pages.states is not None
+        targets = pages.state_step(layer, step_arguments(step)).targets
+        pages.states.write(layer, targets, dict(zip(pages.states.shapes[layer], states, strict=True)))
+    return out.clone()
+
+
+@write_states.register_fake
+def _written(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return torch.empty_like(out)
+
+
+def step_arguments(step: list[torch.Tensor]) -> dict[str, Any]:
+    """Arguments of the engine for a step of one new token per request."""
+    return dict(block_table=step[0], cu_seq_lens_q=step[1], cu_seq_lens_k={"full_attention": step[2]})
