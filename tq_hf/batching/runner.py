@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..balance import POSITIONS
 from ..compat import capture_failure, ending_failed_capture, outside_inference_mode
 from .attention import PAGES, rehearsal
+from .cache import TurboQuantPagedCache
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)
@@ -147,6 +148,7 @@ class TurboQuantModelRunner(ModelRunner):
 
     graphs_are_requested = False
     """Whether the user asked for graphs. If so, a step that cannot be captured fails."""
+    cache: TurboQuantPagedCache
     logit_processor: BatchOptions
     features = Features()
     """Processors that the running step needs after the model."""
@@ -235,23 +237,19 @@ class TurboQuantModelRunner(ModelRunner):
 
     @torch.no_grad()
     def warm_up(self, model: torch.nn.Module) -> None:
-        """Run the next warm-up of `missing`, unless a step has captured its graph. No step may be running."""
-        (requests, pair), io = self.missing.pop(0), self.inputs_and_outputs
+        """Run the next warm-up of `missing`. No step may be running."""
+        (requests, pair), io, cache = self.missing.pop(0), self.inputs_and_outputs, self.cache
         pairs: Any = None if isinstance(io, ContinuousBatchingIOs) else io
         current = pair if pairs is None else pairs.current_pair
         if pairs is not None:
             pairs.current_pair = pair
-        host, device = self._buffers()
-        features = Features.of([self.logit_processor.default])
-        captured = vars(device).get("graphs_by_features", {}).get((features, self._compiled_decode is None))
-        if not requests or captured is None or captured.get_graph((requests,)) is None:
-            cache: Any = self.cache
-            tokens = requests or cache.max_batch_tokens
-            self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
-            # The next update of this pair must not find requests of a warm-up.
-            host.requests_in_batch = []
-            self.steps.pop(id(host), None)
-            cache.pool.try_to_free_sectors()
+        tokens = requests or cache.max_batch_tokens
+        self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
+        # The next update of this pair must not find requests of a warm-up.
+        host, _ = self._buffers()
+        host.requests_in_batch = []
+        self.steps.pop(id(host), None)
+        cache.pool.try_to_free_sectors()
         if pairs is not None:
             pairs.current_pair = current
 
