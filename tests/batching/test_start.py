@@ -133,6 +133,14 @@ def test_steps_are_compiled_although_there_is_always_a_request(monkeypatch: pyte
         compiler.begin.set()
 
 
+def test_steps_that_are_never_compiled_are_not_waited_for() -> None:
+    """Without block tables there is no step that is compiled."""
+    with started(Compiler(), max_blocks_per_request=0) as manager:
+        ask(manager, prompts([40]))
+        manager.batch_processor.model_runner.missing.clear()
+        assert manager.to_be_done is None
+
+
 def test_a_manager_that_sleeps_waits_for_what_is_being_compiled() -> None:
     compiler = Compiler()
     with started(compiler) as manager:

@@ -219,7 +219,7 @@ class TurboQuantModelRunner(ModelRunner):
     @property
     def to_be_done(self) -> str | None:
         """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
-        if self.behind is not None or self.calls is not None:
+        if self.behind is not None or self.calls:
             return "Steps are not compiled yet, and take longer."
         return f"Up to {len(self.missing)} graphs of steps are not captured yet." if self.missing else None
 
