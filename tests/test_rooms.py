@@ -85,7 +85,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 3605,  # options by request are applied or refused; metrics; capturing and compiling meanwhile
+        "batching": 3612,  # options by request are applied or refused; metrics; capturing and compiling meanwhile
         "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1490,  # rollback of uneven layers; lost gradients; assigned and written keys; states of padded rows

@@ -477,6 +477,7 @@ def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
     for first in (True, False):
         torch._dynamo.utils.counters.clear()
         with Session(model, decode_compile_config=config) as session:
+            session.capture()
             assert session.run(inputs, greedy(10)) == expected
             assert session.manager.batch_processor.model_runner._compiled_decode is not None
         counters = torch._dynamo.utils.counters

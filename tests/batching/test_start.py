@@ -60,7 +60,7 @@ def started(
     chosen = options(decode_compile_config=config, max_requests_per_batch=4, allow_block_sharing=False, **changes)
     manager = batching.init_continuous_batching(greedy(NEW), chosen)
     try:
-        manager.warmup(compile_behind=True)
+        manager.warmup(behind=True)
         if before is not None:
             manager.add_request(before)
         manager.start()
@@ -215,7 +215,7 @@ def running(events: Events, first: list[int] | None = None, **changes: Any) -> I
     manager = TurboQuantBatching(model_of(), balance=False).init_continuous_batching(greedy(NEW), chosen)
     if first is not None:
         manager.add_request(first)
-    manager.warmup()
+    manager.warmup(behind=True)
     manager.start()
     try:
         yield manager
@@ -284,12 +284,13 @@ def test_graphs_are_captured_again_after_sleep(events: Events) -> None:
     with Session(model_of(), max_requests_per_batch=2, **events.options) as session:
         found = session.run([prompt], greedy(NEW))
         before = len(events)
-        assert session.run([prompt[::-1]], greedy(NEW)) and events[before:] in (["answer"], [(2, 0), "answer"])
+        assert sorted(events[:-1]) == pairs_of(events, 1), "an engine that is no server captured what no step needed"
+        assert session.run([prompt[::-1]], greedy(NEW)) and events[before:] == ["answer"]
         session.batching.sleep()
         session.batching.wake()
         del events[:]
         assert session.run([prompt], greedy(NEW)) == found
-        assert sorted(events[: events.index("answer")]) == pairs_of(events, 1)
+        assert sorted(events[:-1]) == pairs_of(events, 1)
 
 
 def test_all_graphs_are_captured_first_if_a_warm_up_is_asked_for(events: Events) -> None:

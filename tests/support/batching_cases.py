@@ -166,7 +166,7 @@ class Session:
         return answers(self.batching.generate_batch(inputs, generation_config=generation, **more))
 
     def capture(self) -> None:
-        """Capture all graphs now. Otherwise a session captures some whenever it has no request."""
+        """Compile and capture steps of all sizes now."""
         manager = self.batching.init_continuous_batching(greedy(2), self.options)
         manager.warmup(now=True)
         manager.restore_attention()

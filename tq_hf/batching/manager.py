@@ -68,10 +68,10 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
     def work_ahead(self, model: torch.nn.Module) -> bool:
         """Capture a graph or begin to compile if there is no request. Returns whether there may be more to do."""
-        if self.has_pending_requests():
+        runner: Any = self.model_runner
+        if not runner.ahead or self.has_pending_requests():
             return False
         self._wait_for_device()  # asynchronous batches end with a step for requests that have ended
-        runner: Any = self.model_runner
         return runner.work_ahead(model)
 
     def _wait_for_device(self) -> None:
@@ -441,25 +441,26 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
         super().join(*args, **options)
 
-    def warmup(self, now: bool = False, compile_behind: bool = False) -> None:
+    def warmup(self, now: bool = False, behind: bool = False) -> None:
         """Allocate the pool.
 
-        On a GPU, a graph of decode steps is captured when a step first needs the graph, or while there is no request.
-        Steps are compiled, if the options say so, at the first of them.
+        On a GPU, a graph of decode steps is captured when a step first needs the graph. Steps are compiled, if the
+        options say so, at the first of them; in tensor parallelism now, since a rank must not wait in a step for
+        another that compiles.
 
         Args:
             now: Whether to run steps of all sizes now, which compiles and captures them.
-            compile_behind: Whether to compile in the background, once graphs of uncompiled steps are captured or after
-                `COMPILE_AFTER` steps. No effect in tensor parallelism, where steps are compiled now: a rank must not
-                wait in a step for another that compiles.
+            behind: Whether to capture graphs while there is no request, too, and to compile in the background: once
+                graphs of uncompiled steps are captured, or after `COMPILE_AFTER` steps. `stop` waits for a capture. No
+                effect in tensor parallelism.
         """
         with self._restoring_on_failure():
             if self.batch_processor is None:
                 self.batch_processor = self._create_batch_processor()
             runner: Any = self.batch_processor.model_runner
             alone = self.distributed_helper.tp_size == 1
-            if compile_behind and alone and not self.warmed_up:
-                runner.compile_behind(self._wake_up_loop.set)
+            if behind and alone and not self.warmed_up:
+                runner.warm_up_behind(self._wake_up_loop.set)
             if now or not (alone or runner._compiled_decode is None):
                 while runner.missing:
                     runner.warm_up(self.model)

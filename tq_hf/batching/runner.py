@@ -143,7 +143,7 @@ class TurboQuantModelRunner(ModelRunner):
     """transformers' model runner. Kernels are launched one by one if a decode step cannot be captured in a graph.
 
     A decode step has a graph per number of requests (1, 2, 4, ...) and pair of input buffers. Each is captured when a
-    step first needs the graph, or while there is no request (`work_ahead`).
+    step first needs the graph; in a server, also while there is no request (`work_ahead`).
     """
 
     graphs_are_requested = False
@@ -156,10 +156,12 @@ class TurboQuantModelRunner(ModelRunner):
     """Steps that are not over, by the id of their input buffers."""
     missing: list[tuple[int, int]]
     """Warm-ups to run: number of requests (0 for a step with a prompt) and index of the pair of input buffers."""
+    ahead = False
+    """Whether to work while there is no request."""
     calls: dict[int, tuple[Any, ...]] | None = None
     """Copies of the arguments of a step by number of requests, until steps are compiled in the background."""
     decoded = 0
-    """Number of decode steps since `compile_behind`."""
+    """Number of decode steps since `warm_up_behind`."""
     behind: BackgroundCompile | None = None
     wake_up: Callable[[], None]
     """Function that wakes the engine once steps are compiled."""
@@ -183,12 +185,15 @@ class TurboQuantModelRunner(ModelRunner):
         pairs = range(1 if isinstance(io, ContinuousBatchingIOs) else len(io.io_pairs))
         self.missing = [(size, pair) for size in sizes for pair in pairs] if self.pad_inputs else []
 
-    def compile_behind(self, wake_up: Callable[[], None]) -> None:
-        """Run uncompiled steps at first, and compile in the background later. Call before the first step.
+    def warm_up_behind(self, wake_up: Callable[[], None]) -> None:
+        """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
+
+        Call before the first step.
 
         Args:
             wake_up: Function that is called when steps are compiled.
         """
+        self.ahead = True
         if self._compiled_decode is not None:
             self._compiled_decode, self.calls, self.wake_up = None, {}, wake_up
             # A processor would wait for the thread to compile.
@@ -221,13 +226,14 @@ class TurboQuantModelRunner(ModelRunner):
         """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
         if self.behind is not None or self.calls:
             return "Steps are not compiled yet, and take longer."
-        return f"Up to {len(self.missing)} graphs of steps are not captured yet." if self.missing else None
+        left = len(self.missing) if self.ahead else 0
+        return f"Up to {left} graphs of steps are not captured yet." if left else None
 
     def work_ahead(self, model: torch.nn.Module) -> bool:
         """Run the next warm-up, or begin to compile. No step may be running. Returns whether to call again."""
         self._take_compiled()
         if self.behind is not None:
-            return False  # nothing can be captured
+            return False  # nothing can be captured while another thread uses the device
         if self.missing:
             self.warm_up(model)
             return True

@@ -64,7 +64,7 @@ class RequestManager(CBGenerateManager):
         if self._cb is not None:
             return
         self._cb = manager = model.init_continuous_batching(continuous_batching_config=copy(self._cb_config))
-        manager.warmup(compile_behind=True)
+        manager.warmup(behind=True)
         manager.start()
 
     def _with_options(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
