@@ -4,9 +4,10 @@
 
 Prompts are JSON lines with a `prompt`. The same lines in their order, each with an `answer`, go to `answers.jsonl` or
 to the file named by `--answers`; it must not exist yet. A replica is a group of processes in transformers' tensor
-parallelism: each GPU has pages of its own KV heads. If a process dies, torchrun ends the others. A row of a table is
-printed: tokens a second until the slowest replica is done, seconds to the first token of a prompt (all are there at
-once), and tokens that the pages of all replicas have room for.
+parallelism: each GPU has pages of its own KV heads. Replicas share the prompts: each takes the next one when it has
+room, so a slow replica takes fewer. If a process dies, torchrun ends the others. A row of a table is printed: tokens a
+second until the last answer, seconds to the first token of a prompt (all are there at once), and tokens that the pages
+of all replicas have room for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import json
 import math
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,35 +30,103 @@ from transformers.distributed import DistributedConfig
 from tq_hf import TurboQuantBatching
 
 
-def load(name: str, store: dist.Store, rank: int, tp: int) -> Any:
-    """Load the model on this process's GPU, or one of `tp` shards."""
+def placed(store: dist.Store, rank: int, tp: int) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that load a model on this process's GPU, or one of `tp` shards."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    placement: dict[str, Any] = {"device_map": device}
-    if tp > 1:
-        # transformers shards over all processes of the group, so each replica's are a group.
-        group = dict(rank=rank % tp, world_size=tp, store=dist.PrefixStore(f"replica {rank // tp}", store))
-        dist.init_process_group("nccl" if on_gpu else "gloo", **group, **({"device_id": device} if on_gpu else {}))
-        placement = {"distributed_config": DistributedConfig(tp_size=tp, tp_plan="auto")}
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto" if on_gpu else torch.float32, **placement)
+    if tp == 1:
+        return {"device_map": device}
+    # transformers shards over all processes of the group, so each replica's are a group.
+    group = dict(rank=rank % tp, world_size=tp, store=dist.PrefixStore(f"replica {rank // tp}", store))
+    dist.init_process_group("nccl" if on_gpu else "gloo", **group, **({"device_id": device} if on_gpu else {}))
+    return {"distributed_config": DistributedConfig(tp_size=tp, tp_plan="auto")}
 
 
-def answer(batching: TurboQuantBatching, prompts: list[list[int]], new: int, options: Any) -> tuple[list[Any], int]:
-    """Answer prompts. Return results in the order of the prompts, and the capacity of the page pool in tokens."""
-    eos = batching.generation_config.eos_token_id
-    generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos)
-    with batching.continuous_batching_context_manager(generation, continuous_batching_config=options) as manager:
-        names, results = manager.add_requests(prompts, max_new_tokens=new, record_timestamps=True), {}
-        while len(results) < len(names):
-            if (result := manager.get_result(timeout=1)) is not None:
-                if result.error is not None:
-                    raise RuntimeError(result.error)
-                results[result.request_id] = result
-            elif not manager.is_running():
-                raise RuntimeError(str(manager.background_thread_status.fatal_error))
-        return [results[name] for name in names], manager.batch_processor.cache.max_request_tokens
+def next_result(manager: Any) -> Any:
+    """The next result, or `None` if there is none yet.
+
+    Raises:
+        RuntimeError: A request failed, or the engine has stopped.
+    """
+    if (result := manager.get_result(timeout=0.01)) is not None:
+        if result.error is not None:
+            raise RuntimeError(result.error)
+    elif not manager.is_running():
+        raise RuntimeError(str(manager.background_thread_status.fatal_error or "The engine has stopped."))
+    return result
+
+
+def answer(manager: Any, take: Callable[[], list[int] | None], new: int) -> list[Any]:
+    """Answer prompts by up to `new` tokens each.
+
+    Args:
+        manager: A running manager. In tensor parallelism, that of the first process; the others `follow`.
+        take: Returns the next prompt, or `None` if there is no more. Called when fewer tokens of prompts wait than a
+            step reads: what a replica has not begun to read, another one may read earlier.
+
+    Returns:
+        Results in the order of the prompts.
+    """
+    processor, names, waiting, results, more = manager.batch_processor, [], {}, {}, True
+    while more or len(results) < len(names):
+        active = processor.scheduler.active_requests
+        waiting = {name: length for name, length in waiting.items() if name not in active and name not in results}
+        while more and sum(waiting.values()) < processor.max_batch_tokens:
+            if (prompt := take()) is None:
+                more = False
+            else:
+                names.append(manager.add_request(prompt, max_new_tokens=new, record_timestamps=True))
+                waiting[names[-1]] = len(prompt)
+        if len(results) < len(names) and (result := next_result(manager)) is not None:
+            results[result.request_id] = result
+    return [results[name] for name in names]
+
+
+def follow(manager: Any) -> None:
+    """Compute with the first process of a replica until that stops its manager."""
+    while manager.is_running():
+        manager.get_result(timeout=0.5)
+    if (error := manager.background_thread_status.fatal_error) is not None:
+        raise RuntimeError(str(error))
+
+
+class SharedPrompts:
+    """Indices of prompts, each of which one replica takes.
+
+    Args:
+        store: Where replicas meet.
+        name: Name of the prompts in the store.
+        count: Number of prompts.
+        replicas: Number of replicas.
+
+    Attributes:
+        taken: Indices that this replica has taken.
+    """
+
+    def __init__(self, store: dist.Store, name: str, count: int, replicas: int) -> None:
+        self.store, self.name, self.count, self.replicas, self.taken = store, name, count, replicas, list[int]()
+
+    def wait_for_all(self) -> float:
+        """Wait until all replicas have come here. Returns the time."""
+        if self.store.add(f"{self.name} ready", 1) == self.replicas:
+            self.store.set(f"{self.name} go", "")
+        self.store.wait([f"{self.name} go"])
+        return time.perf_counter()
+
+    def take(self) -> int | None:
+        """Take the next index; `None` if there is no more."""
+        index = self.store.add(f"{self.name} taken", 1) - 1
+        if index >= self.count:
+            return None
+        self.taken.append(index)
+        return index
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that `share` of all values do not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def main() -> None:
@@ -79,25 +150,37 @@ def main() -> None:
         )
     rank, world, tp = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), arguments.tp
     rows = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
-    if tp < 1 or world % tp or len(rows) < world // tp:
-        parser.error(f"{world} processes are not replicas of --tp {tp}, or more than the {len(rows)} prompts.")
+    if tp < 1 or world % tp or not rows:
+        parser.error(f"{world} processes are not replicas of --tp {tp}, or there is no prompt.")
     if arguments.answers.exists() or not arguments.answers.parent.is_dir():
         parser.error(f"{arguments.answers} exists already, or its folder does not. Give another file as `--answers`.")
     # Before the model: it sets NCCL_GRAPH_MIXING_SUPPORT, which NCCL reads once.
     options = ContinuousBatchingConfig(num_blocks=arguments.blocks, cpu_group_timeout=60)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(days=7))
-    batching = TurboQuantBatching(load(arguments.model, store, rank, tp), arguments.preset)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    dtype = "auto" if torch.cuda.is_available() else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, **placed(store, rank, tp))
+    batching, tokenizer = TurboQuantBatching(model, arguments.preset), AutoTokenizer.from_pretrained(arguments.model)
     replica, replicas = rank // tp, world // tp
-    mine = range(replica, len(rows), replicas)
-    prompts = [tokenizer(rows[i]["prompt"]).input_ids for i in mine]
-    results, room = answer(batching, prompts, arguments.new_tokens, options)
+    shared = SharedPrompts(store, "prompts", len(rows), replicas)
+
+    def take() -> list[int] | None:
+        index = shared.take()
+        return None if index is None else tokenizer(rows[index]["prompt"]).input_ids
+
+    eos = batching.generation_config.eos_token_id
+    greedy = GenerationConfig(max_new_tokens=arguments.new_tokens, do_sample=False, eos_token_id=eos)
+    with batching.continuous_batching_context_manager(greedy, continuous_batching_config=options) as manager:
+        if rank % tp:
+            follow(manager)
+        else:
+            start = shared.wait_for_all()
+            results = answer(manager, take, arguments.new_tokens)
+            room = manager.batch_processor.cache.max_request_tokens
     if rank % tp == 0:
-        for i, result in zip(mine, results, strict=True):
+        for i, result in zip(shared.taken, results, strict=True):
             store.set(f"answer {i}", tokenizer.decode(result.generated_tokens, skip_special_tokens=True))
-        start = min(result.created_time for result in results)
-        waits = [result.timestamps[0] - result.created_time for result in results]
-        seconds = max(result.timestamps[-1] for result in results) - start
+        waits = [result.timestamps[0] - start for result in results]
+        seconds = max((result.timestamps[-1] for result in results), default=start) - start
         tokens = sum(len(result.generated_tokens) for result in results)
         store.set(f"summary {replica}", json.dumps([waits, seconds, tokens, room]))
     if rank == 0:  # waits for the others
@@ -106,12 +189,13 @@ def main() -> None:
         print(f"The answers are in {arguments.answers}.")
         summaries = [json.loads(store.get(f"summary {i}")) for i in range(replicas)]
         waits, seconds, tokens, room = zip(*summaries, strict=True)
-        firsts = sorted(wait for each in waits for wait in each)
-        p50, p99 = (f"{firsts[math.ceil(share * len(firsts)) - 1]:.3f} s" for share in (0.5, 0.99))
+        firsts = [wait for each in waits for wait in each]
+        p50, p99 = (f"{percentile(firsts, share):.3f} s" for share in (0.5, 0.99))
+        by_replica = " + ".join(str(len(each)) for each in waits)
         print("| replicas | GPUs each | prompts | tokens/s | first token, p50 | p99 | room for tokens |")
         print("| ---: " * 7 + "|")
         print(
-            f"| {replicas} | {tp} | {len(rows)} | {sum(tokens) / max(seconds):,.0f} | {p50} | {p99} | {sum(room):,} |"
+            f"| {replicas} | {tp} | {by_replica} | {sum(tokens) / max(seconds):,.0f} | {p50} | {p99} | {sum(room):,} |"
         )
     if tp > 1:
         dist.destroy_process_group()

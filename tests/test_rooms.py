@@ -85,7 +85,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 3975,  # each field of a generation config is applied or refused; compiling; states of linear layers
+        "batching": 4110,  # options by request; metrics; capturing and compiling meanwhile; states of linear layers
         "graph_decoding": 1120,  # stop strings, with the tokenizer that generate() drops; assisted decoding
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1545,  # rollback of uneven layers, on the device too; lost gradients; assigned keys; padded rows
@@ -103,7 +103,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-FILES = 120  # graph_decoding/{entry,assisted}.py; batching/{linear,options,processors,runner,metrics}.py; tensors/sinks.py
+FILES = 120  # graph_decoding/{entry,assisted}.py; batching/{linear,options,processors,runner,metrics}.py; sinks
 
 
 @pytest.mark.parametrize("package", ROOMS)

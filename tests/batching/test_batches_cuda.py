@@ -119,6 +119,7 @@ def test_memory_stays_within_the_prediction(model: PreTrainedModel) -> None:
 def test_memory_is_what_it_was_at_the_start(model: PreTrainedModel) -> None:
     """Prompts and answers of all lengths, again and again: neither scratch nor the allocator's peak grows."""
     with Session(model, num_blocks=600, max_batch_tokens=1024, max_requests_per_batch=32) as session:
+        session.capture()
         scratch, peaks = set(), []
         for part in range(4):
             session.run(prompts([1 + (37 * i) % 900 for i in range(50)], seed=part), greedy(20))
@@ -141,6 +142,7 @@ def test_a_step_without_room_for_scratch_fails_its_requests_only(
         return real(*args, **kwargs)
 
     with Session(model, allow_block_sharing=False) as session:
+        session.capture()
         expected = session.run(inputs, greedy(10))
         monkeypatch.setattr(paged_cache, "paged_step", without_room)
         results = session.batching.generate_batch(inputs, greedy(10), session.options, persistent_manager=True)

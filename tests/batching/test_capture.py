@@ -11,15 +11,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import model_runner
 
-from tests.support.batching_cases import Session, agreement, greedy, model_of, prompts
+from tests.support.batching_cases import Session, agreement, greedy, model_of, options, prompts
 from tests.support.recorded_graph import record_graphs
-from tq_hf import TurboQuantCache, compat, graph_decoding
+from tq_hf import TurboQuantBatching, TurboQuantCache, compat, graph_decoding
 from tq_hf.batching import manager, runner
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
 
 SENTENCE = "A decode step of LlamaForCausalLM cannot be captured as a CUDA graph"
 LENGTHS = [5, 127, 128, 300, 47]
+LIST_WARM_UPS = runner.TurboQuantModelRunner.list_warm_ups
 
 
 class Capture:
@@ -58,17 +59,16 @@ def reading(model: PreTrainedModel, capture: Capture | None = None) -> PreTraine
 
 
 @pytest.fixture
-def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
-    """transformers' runner captures decode steps on a CPU, and does not warm up."""
+def capture(padded: None, monkeypatch: pytest.MonkeyPatch) -> Capture:
+    """transformers' runner captures decode steps on a CPU, when they are first needed."""
     capture, real = Capture(), model_runner.ModelRunner.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
-        self.pad_inputs = self.use_cuda_graph_decode = True
+        self.use_cuda_graph_decode = True
         self.mem_pool, self.graph_pool_id = None, (0, 1)
 
     monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
-    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *args: None)
     monkeypatch.setattr(model_runner, "memory_pool_context", lambda pool: nullcontext())
     monkeypatch.setattr(model_runner, "create_accelerator_graph", lambda: None)
     monkeypatch.setattr(model_runner, "accelerator_graph_capture_context", capture)
@@ -123,25 +123,19 @@ def test_a_step_that_fails_before_its_capture_is_no_capture_that_failed(capture:
     assert [result.error for result in results.values()] == ["a bit fell over"] and not said and not capture.begun
 
 
-WARMUP = model_runner.ModelRunner.warmup  # which `padded` leaves out
-
-
 def test_a_warm_up_of_more_tokens_than_a_model_has_positions(
     padded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its one request has as many tokens as a batch: GPT-2's embedding would be read outside of its positions."""
     seen: list[int] = []
-
-    def noted(self: Any, model: PreTrainedModel) -> None:
-        hook = model.transformer.wpe.register_forward_pre_hook(lambda _, ids: seen.append(int(ids[0].max())))
-        WARMUP(self, model)
-        hook.remove()
-
-    monkeypatch.setattr(model_runner.ModelRunner, "warmup", noted)
-    inputs = prompts([5, 127])
-    with Session(model_of("gpt2", n_positions=300)) as session:
-        assert session.run(inputs, greedy(5)) == [session.oracle.generate(prompt, 5) for prompt in inputs]
-    assert seen and max(seen) == 299 and "Failed to warm up" not in caplog.text
+    monkeypatch.setattr(runner.TurboQuantModelRunner, "list_warm_ups", LIST_WARM_UPS)
+    model = model_of("gpt2", n_positions=300)
+    hook = model.transformer.wpe.register_forward_pre_hook(lambda _, ids: seen.append(int(ids[0].max())))
+    manager = TurboQuantBatching(model, balance=False).init_continuous_batching(greedy(2), options())
+    manager.warmup(now=True)
+    hook.remove()
+    manager.restore_attention()
+    assert len(seen) == 8 and max(seen) == 299 and "Failed to warm up" not in caplog.text
 
 
 def test_graph_decoding_says_so_and_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:

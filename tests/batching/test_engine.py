@@ -374,8 +374,9 @@ def test_a_warm_up_waits_for_the_one_before(asynchronous: dict[str, Any], monkey
     manager = batching.init_continuous_batching(greedy(2), options(max_blocks_per_request=40, **asynchronous))
     manager.batch_processor = manager._create_batch_processor()
     manager.batch_processor.model_runner.pad_inputs = True
+    manager.batch_processor.model_runner.list_warm_ups()
     events.clear()
-    manager.warmup()
+    manager.warmup(now=True)
     manager.destroy()
     # A step with prompts and 1, 2, 4, .. 64 requests that decode, for two sets of inputs. transformers 5.24 waits, too.
     assert [event for event, _ in groupby(events)] == ["compute", "wait"] * 16
@@ -476,6 +477,7 @@ def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
     for first in (True, False):
         torch._dynamo.utils.counters.clear()
         with Session(model, decode_compile_config=config) as session:
+            session.capture()
             assert session.run(inputs, greedy(10)) == expected
             assert session.manager.batch_processor.model_runner._compiled_decode is not None
         counters = torch._dynamo.utils.counters

@@ -1,20 +1,27 @@
-"""Steps that are compiled in the background, while requests are answered."""
+"""An engine answers at once: graphs are captured when needed or while there is no request, and compiled behind."""
 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import CompileConfig, PreTrainedModel
+from transformers.generation.continuous_batching import model_runner
 
-from tests.support.batching_cases import Oracle, agreement, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, Session, agreement, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
+from tq_hf.batching import runner
 from tq_hf.batching.manager import TurboQuantBatchingManager
-from tq_hf.batching.runner import copied
+from tq_hf.batching.requests import AnswerRouter
+from tq_hf.batching.runner import TurboQuantModelRunner, copied
 
 NEW = 12
 
@@ -42,7 +49,10 @@ class Compiler:
 
 @contextmanager
 def started(
-    compiler: Callable[..., Any] | str, model: PreTrainedModel | None = None, **changes: Any
+    compiler: Callable[..., Any] | str,
+    model: PreTrainedModel | None = None,
+    before: list[int] | None = None,
+    **changes: Any,
 ) -> Iterator[TurboQuantBatchingManager]:
     torch._dynamo.reset()
     batching = TurboQuantBatching(model or model_of(), balance=False)
@@ -50,7 +60,9 @@ def started(
     chosen = options(decode_compile_config=config, max_requests_per_batch=4, allow_block_sharing=False, **changes)
     manager = batching.init_continuous_batching(greedy(NEW), chosen)
     try:
-        manager.warmup(compile_behind=True)
+        manager.warmup(behind=True)
+        if before is not None:
+            manager.add_request(before)
         manager.start()
         yield manager
     finally:
@@ -74,7 +86,7 @@ def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
         oracle = Oracle(manager.model)
         assert compiler.begun.wait(60)
         before = ask(manager, inputs)
-        assert manager.compiling and compiler.graphs == compiler.calls == 0
+        assert manager.to_be_done and compiler.graphs == compiler.calls == 0
         name = manager.add_request(inputs[0], streaming=True)
         outputs = manager.request_id_iter(name)
         next(outputs)
@@ -84,7 +96,8 @@ def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
             thread.join(60)
         graphs = compiler.graphs
         after = ask(manager, inputs)
-        assert not manager.compiling and compiler.calls > 0
+        assert compiler.calls > 0
+        assert manager.batch_processor.model_runner.behind is manager.batch_processor.model_runner.calls is None
         assert compiler.graphs == graphs, "a step compiled again what the thread had compiled"
         manager.stop(block=True)  # the model has its own attention again
         assert before == after == [oracle.generate(prompt, NEW) for prompt in inputs]
@@ -92,18 +105,202 @@ def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
 
 
 def test_a_step_that_cannot_be_compiled_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    begun = threading.Event()
+
     def fails(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        begun.set()
         raise RuntimeError("no compiler here")
 
     inputs = prompts([40, 90])
     with started(fails) as manager:
-        manager.batch_processor.model_runner.behind.join(60)
+        assert begun.wait(60)
+        if (thread := manager.batch_processor.model_runner.behind) is not None:
+            thread.join(60)
         found = ask(manager, inputs)
-        assert not manager.compiling
+        assert manager.batch_processor.model_runner.behind is None
         manager.stop(block=True)
         assert found == [Oracle(manager.model).generate(prompt, NEW) for prompt in inputs]
     assert "The step cannot be compiled, and stays as it is, which is slower: " in caplog.text
     assert "no compiler here" in caplog.text
+
+
+def test_steps_are_compiled_although_there_is_always_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "COMPILE_AFTER", NEW // 2)
+    compiler, (prompt,) = Compiler(), prompts([40])
+    with started(compiler, before=prompt) as manager:
+        assert manager.get_result(timeout=60).generated_tokens
+        assert compiler.begun.is_set() or compiler.begun.wait(60)
+        assert len(manager.batch_processor.model_runner.missing) == 4, "there was no time for warm-ups"
+        compiler.begin.set()
+
+
+def test_steps_that_are_never_compiled_are_not_waited_for() -> None:
+    """Without block tables there is no step that is compiled."""
+    with started(Compiler(), max_blocks_per_request=0) as manager:
+        ask(manager, prompts([40]))
+        manager.batch_processor.model_runner.missing.clear()
+        assert manager.to_be_done is None
+
+
+def test_a_manager_that_sleeps_waits_for_what_is_being_compiled() -> None:
+    compiler = Compiler()
+    with started(compiler) as manager:
+        assert compiler.begun.wait(60)
+        manager.stop(keep_for_next_session=True, hard_stop=True)
+        pool, freed = weakref.ref(manager.batch_processor.cache.cache_tensor), []
+        sleeper = threading.Thread(target=lambda: freed.append(manager.sleep()))
+        sleeper.start()
+        sleeper.join(0.5)
+        assert sleeper.is_alive() and pool() is not None
+        compiler.begin.set()
+        sleeper.join(60)
+        assert freed[0] > 0 and pool() is None
+        assert compiler.graphs == 1, "it compiled for more numbers of requests"
+
+
+class Events(list[Any]):
+    """Captured graphs, as `(requests, pair)`, and `"answer"`, in their order. A capture can be made to wait.
+
+    Attributes:
+        hold: Graph to wait at.
+        at, go: Events: the capture has come to the graph, and may go on.
+        rest: Event: there is nothing more to do ahead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hold: Any = None
+        self.at, self.go, self.rest = threading.Event(), threading.Event(), threading.Event()
+
+
+@pytest.fixture(params=["in turn", "asynchronous"])
+def events(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Events:
+    """Steps are captured on a CPU: a graph calls the step again."""
+    events, init, ahead = Events(), model_runner.ModelRunner.__init__, TurboQuantModelRunner.work_ahead
+    events.options = request.getfixturevalue("asynchronous") if request.param == "asynchronous" else {}
+
+    def with_graphs(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.pad_inputs = self.use_cuda_graph_decode = True
+
+    def capture(self: Any, step: Callable[..., Any], stream: Any, *args: Any) -> None:
+        graph = args[1]["input_ids"].shape[1], getattr(self.inputs_and_outputs, "current_pair", 0)
+        if graph == events.hold:
+            events.at.set()
+            assert events.go.wait(60)
+        step(*args)
+        self.inputs_and_outputs.set_graph(SimpleNamespace(replay=partial(step, *args), reset=lambda: None))
+        events.append(graph)
+
+    def work_ahead(self: Any, model: Any) -> bool:
+        if not (more := ahead(self, model)):
+            events.rest.set()
+        return more
+
+    def delivered(self: Any, *args: Any) -> None:
+        events.append("answer")
+        deliver(self, *args)
+
+    deliver = AnswerRouter.deliver_batch
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", with_graphs)
+    monkeypatch.setattr(TurboQuantModelRunner, "_capture_graph", capture)
+    monkeypatch.setattr(TurboQuantModelRunner, "work_ahead", work_ahead)
+    monkeypatch.setattr(AnswerRouter, "deliver_batch", delivered)
+    return events
+
+
+@contextmanager
+def running(events: Events, first: list[int] | None = None, **changes: Any) -> Iterator[TurboQuantBatchingManager]:
+    """An engine with up to 8 requests in a step, which finds a request when it starts."""
+    chosen = options(max_requests_per_batch=8, allow_block_sharing=False, **events.options, **changes)
+    manager = TurboQuantBatching(model_of(), balance=False).init_continuous_batching(greedy(NEW), chosen)
+    if first is not None:
+        manager.add_request(first)
+    manager.warmup(behind=True)
+    manager.start()
+    try:
+        yield manager
+    finally:
+        events.go.set()
+        manager.stop(block=True, hard_stop=True)
+
+
+def pairs_of(events: Events, *sizes: int) -> list[tuple[int, int]]:
+    return [(size, pair) for size in sizes for pair in range(2 if events.options else 1)]
+
+
+def test_an_answer_comes_before_graphs_that_it_does_not_need(events: Events) -> None:
+    inputs = prompts([40, 90, 200])
+    with running(events, inputs[0]) as manager:
+        found = manager.get_result(timeout=60).generated_tokens
+        assert events.rest.wait(60) and manager.to_be_done is None
+        answered = events.index("answer")
+        assert sorted(events[:answered]) == pairs_of(events, 1)
+        assert events[answered + 1 :] == pairs_of(events, 2, 4, 8)
+        cache = manager.batch_processor.cache
+        assert cache.pool.num_free_sectors == cache.num_sectors, "warm-ups kept pages"
+        after = ask(manager, inputs)
+        captured = [event for event in events if event != "answer"]
+        assert sorted(captured) == pairs_of(events, 1, 2, 4, 8), "a graph was captured twice"
+        manager.stop(block=True)
+        oracle = Oracle(manager.model)
+        assert [found] == after[:1] and after == [oracle.generate(prompt, NEW) for prompt in inputs]
+
+
+def test_a_request_waits_for_one_capture_at_most(events: Events) -> None:
+    (prompt,) = prompts([150])
+    events.hold = (4, 0)
+    with running(events) as manager:
+        assert events.at.wait(60)
+        assert manager.to_be_done.startswith("Up to ") and events == pairs_of(events, 1, 2)
+        manager.add_request(prompt)
+        with pytest.raises(ValueError, match="session of continuous batching is running"):
+            manager.sleep()
+        events.go.set()
+        found = manager.get_result(timeout=60).generated_tokens
+        assert events.rest.wait(60)
+        assert events == [*pairs_of(events, 1, 2), (4, 0), "answer", *pairs_of(events, 4, 8)[1:]]
+        manager.stop(block=True)
+        assert found == Oracle(manager.model).generate(prompt, NEW)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_an_engine_stops_after_the_capture_that_it_is_at(events: Events, hard: bool) -> None:
+    events.hold = (2, 0)
+    with running(events) as manager:
+        assert events.at.wait(60)
+        stopping = threading.Thread(target=manager.stop, kwargs=dict(block=True, hard_stop=hard))
+        stopping.start()
+        stopping.join(0.2)
+        assert stopping.is_alive()
+        events.go.set()
+        stopping.join(60)
+        assert not stopping.is_alive() and not manager.is_running()
+        # On a CPU a hard stop ends a step between layers.
+        assert events == [*pairs_of(events, 1), *([] if hard and not events.options else [(2, 0)])]
+
+
+def test_graphs_are_captured_again_after_sleep(events: Events) -> None:
+    (prompt,) = prompts([40])
+    with Session(model_of(), max_requests_per_batch=2, **events.options) as session:
+        found = session.run([prompt], greedy(NEW))
+        before = len(events)
+        assert sorted(events[:-1]) == pairs_of(events, 1), "an engine that is no server captured what no step needed"
+        assert session.run([prompt[::-1]], greedy(NEW)) and events[before:] == ["answer"]
+        session.batching.sleep()
+        session.batching.wake()
+        del events[:]
+        assert session.run([prompt], greedy(NEW)) == found
+        assert sorted(events[:-1]) == pairs_of(events, 1)
+
+
+def test_all_graphs_are_captured_first_if_a_warm_up_is_asked_for(events: Events) -> None:
+    with Session(model_of(), max_requests_per_batch=6, **events.options) as session:
+        session.capture()
+        assert events == pairs_of(events, 1, 2, 4, 6) and session.manager.to_be_done is None
+        (prompt,) = prompts([40])
+        assert session.run([prompt], greedy(NEW)) == [session.oracle.generate(prompt, NEW)]
+        assert events[len(pairs_of(events, 1, 2, 4, 6)) :] == ["answer"]
 
 
 def test_copies_of_inputs_are_views_of_one_another_where_the_inputs_are() -> None:
@@ -127,12 +324,11 @@ def test_compiled_steps_take_over_captured_ones_and_compile_nothing_again() -> N
     with started("inductor", model) as manager:
         while_compiling = ask(manager, inputs)
         runner = manager.batch_processor.model_runner
-        if (thread := runner.behind) is not None:
-            thread.join()
-            assert thread.error is None
+        while manager.to_be_done:
+            time.sleep(0.05)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         after = ask(manager, inputs)
-        assert not manager.compiling and runner._compiled_decode is not None
+        assert runner.behind is None and runner._compiled_decode is not None
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
         pairs = manager.batch_processor.inputs_and_outputs.io_pairs
         assert all(len(pair.device_io.graphs_by_features) == 2 for pair in pairs)

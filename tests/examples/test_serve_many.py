@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from examples.needle_data import passkey_prompt
 from examples.provenance import ROOT, SHIPPED_MODEL
+from examples.serve_many import SharedPrompts, answer
+from tests.support.batching_cases import Oracle, greedy, model_of
+from tests.support.batching_cases import options as batching_options
+from tests.support.batching_cases import prompts as batching_prompts
 from tq_hf import TurboQuantBatching
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="processes meet over gloo")
@@ -83,9 +88,48 @@ def test_answers_are_written_and_those_of_one_process(processes: int, tp: int, p
     assert told == "The answers are in answers.jsonl."
     assert title.startswith("| replicas | GPUs each |")
     found = re.findall(r"[\d.,]+", values)
-    assert found[:3] == [str(processes // tp), str(tp), "5"] and all(float(x.replace(",", "")) > 0 for x in found)
+    replicas = processes // tp
+    answered, figures = list(map(int, found[2 : 2 + replicas])), found[2 + replicas :]
+    assert found[:2] == [str(replicas), str(tp)] and sum(answered) == 5
+    assert len(figures) == 4 and all(float(figure.replace(",", "")) > 0 for figure in figures)
     # Less than a page of each replica is in its request's ring.
-    assert 0.7 < int(found[-1].replace(",", "")) / (room * (processes // tp)) <= 1
+    assert 0.7 < int(found[-1].replace(",", "")) / (room * replicas) <= 1
+
+
+def test_a_replica_that_is_slow_takes_what_it_has_room_for_and_others_the_rest() -> None:
+    """Nothing is computed by one replica until the other has answered all that is left."""
+    store, new, inputs = dist.HashStore(), 4, batching_prompts([50] * 20)
+    finished, found, taken, errors = threading.Event(), {}, {}, []
+
+    def replica(slow: bool) -> None:
+        shared = SharedPrompts(store, "prompts", len(inputs), replicas=2)
+        batching = TurboQuantBatching(model_of(), balance=False)
+        few = batching_options(max_batch_tokens=64, allow_block_sharing=False)
+        with batching.continuous_batching_context_manager(greedy(new), continuous_batching_config=few) as manager:
+            step = manager._generation_step
+            manager._generation_step = lambda: (not slow or finished.wait(60)) and step()
+
+            def take() -> list[int] | None:
+                waiting = [*manager.input_queue.queue, *manager.batch_processor.scheduler.waiting_requests.values()]
+                if sum(len(state.initial_tokens) for state in waiting) >= 64:
+                    errors.append("It took a prompt while a step of them waited.")
+                return None if (index := shared.take()) is None else inputs[index]
+
+            shared.wait_for_all()
+            results = answer(manager, take, new)
+            finished.set()
+        taken[slow] = shared.taken
+        found.update((i, result.generated_tokens) for i, result in zip(shared.taken, results, strict=True))
+
+    replicas = [threading.Thread(target=replica, args=(slow,)) for slow in (True, False)]
+    for each in replicas:
+        each.start()
+    for each in replicas:
+        each.join(120)
+    oracle = Oracle(model_of())
+    assert not errors and sorted(taken[True] + taken[False]) == list(range(20))
+    assert 0 < len(taken[True]) <= 4
+    assert [found[i] for i in range(20)] == [oracle.generate(prompt, new) for prompt in inputs]
 
 
 @pytest.mark.slow
@@ -133,7 +177,8 @@ def test_what_cannot_be_replicas_is_said(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert "6 processes are not replicas of --tp 4" in said("--tp", "4")
-    assert "more than the 5 prompts" in said()
+    (empty := prompts.with_name("empty.jsonl")).touch()
+    assert "there is no prompt" in said("--prompts", str(empty))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for path in (prompts, prompts.parent / "no" / "answers.jsonl"):
         assert f"{path} exists already, or its folder does not." in said("--answers", str(path))

@@ -165,6 +165,13 @@ class Session:
         more |= dict(continuous_batching_config=self.options, persistent_manager=True)
         return answers(self.batching.generate_batch(inputs, generation_config=generation, **more))
 
+    def capture(self) -> None:
+        """Compile and capture steps of all sizes now."""
+        manager = self.batching.init_continuous_batching(greedy(2), self.options)
+        manager.warmup(now=True)
+        manager.restore_attention()
+        self.model._cached_continuous_batching_manager = manager
+
     @property
     def manager(self) -> TurboQuantBatchingManager:
         return self.model._cached_continuous_batching_manager

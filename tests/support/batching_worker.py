@@ -90,7 +90,7 @@ def main() -> None:
         found["rollouts"] = answers(model.generate_batch(inputs, greedy(NEW), options()))
     rank = dist.get_rank()
     found["asked for"] = pool(model, 1 << 30, num_blocks=200 - 80 * rank)
-    found["free"] = pool(model, WINDOW_BYTES + ((64 + 32 * rank) << 20), num_blocks=None)
+    found["free"] = pool(model, WINDOW_BYTES + ((64 + 32 * rank) << 20), num_blocks=None, max_memory_percent=0.9)
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

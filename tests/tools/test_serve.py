@@ -106,7 +106,7 @@ def test_chats_are_answered_from_packed_pages(
         ).json()
         found["health"] = client.get("/health")
         with monkeypatch.context() as patch:
-            patch.setattr(TurboQuantBatchingManager, "compiling", True)
+            patch.setattr(TurboQuantBatchingManager, "to_be_done", "Steps are not compiled yet.")
             found["warming"] = client.get("/health")
         (manager,) = managers
         found["pages"] = len(manager.batch_processor.cache.allocator.ledger.hash_to_block)
@@ -131,7 +131,8 @@ def test_chats_are_answered_from_packed_pages(
     deltas = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines]
     assert "".join(deltas) == shared and sum(map(bool, deltas)) > 3
     assert (found["health"].status_code, found["health"].json()) == (200, {"status": "ok"})
-    assert (found["warming"].status_code, found["warming"].json()["status"]) == (200, "warming")
+    detail = "Requests are answered. Steps are not compiled yet."
+    assert (found["warming"].status_code, found["warming"].json()) == (200, {"status": "warming", "detail": detail})
     assert found["pages"] == complete + 1  # of three requests with one prompt; and that of the sinks
     assert found["tokens"] == 8192
 

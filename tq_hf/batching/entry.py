@@ -183,7 +183,7 @@ class TurboQuantBatching(ContinuousMixin):
         """Free the memory of a persistent manager (`persistent_manager=True`) between sessions.
 
         This drops pages, shared prefixes among them, and captured graphs. `wake()` or the next session allocates pages
-        and captures graphs again.
+        again. A step that is being compiled in the background is waited for.
 
         Returns:
             Number of bytes freed: on a GPU as counted by the allocator, elsewhere the bytes of the pool. 0 without a
@@ -196,7 +196,7 @@ class TurboQuantBatching(ContinuousMixin):
         return manager.sleep() if isinstance(manager, TurboQuantBatchingManager) else 0
 
     def wake(self) -> None:
-        """Allocate the pages and capture the graphs of a sleeping manager before its next session."""
+        """Allocate the pages of a sleeping manager before its next session."""
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager) and manager.batch_processor is None:
             manager.switch_to_cb_friendly_attn(self.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -37,7 +36,7 @@ from .geometry import TableShape
 from .linear import LinearLayers, StateOffloading
 from .options import RequestOptions, options_of, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions
-from .requests import AnswerRouter, Detokenizer, named, one_line, scheduler_class
+from .requests import AnswerRouter, Detokenizer, WakeUp, named, one_line, scheduler_class
 from .runner import TurboQuantModelRunner
 
 logger = logging.get_logger(__name__)
@@ -70,6 +69,14 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def reset(self) -> None:
         super().reset()
         self._wait_for_device()
+
+    def work_ahead(self, model: torch.nn.Module) -> bool:
+        """Capture a graph or begin to compile if there is no request. Returns whether there may be more to do."""
+        runner: Any = self.model_runner
+        if not runner.ahead or self.has_pending_requests():
+            return False
+        self._wait_for_device()  # asynchronous batches end with a step for requests that have ended
+        return runner.work_ahead(model)
 
     def _wait_for_device(self) -> None:
         """Wait for the current stream, which resets inputs and zeroes the pool.
@@ -154,18 +161,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         scheduler.block_new_requests = False
         self.inputs_and_outputs.reset()
         self._wait_for_device()
-
-
-class WakeUp(threading.Event):
-    """Event that wakes the loop for a request, a cancellation, a pause or a stop. transformers' own loop polls ten
-    times a second."""
-
-    idle = False
-    """Whether the loop has no requests."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set; without a timeout if idle."""
-        return super().wait(None if self.idle else timeout)
 
 
 def _packed_width(decoder: PreTrainedConfig) -> int:
@@ -272,7 +267,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.generation_config = generation_config
         self.default_options, self.num_return_sequences = default, default.num_return_sequences
         self.output_router = AnswerRouter()
-        self._wake_up_loop = WakeUp()
+        self._wake_up_loop = WakeUp(self._work_ahead)
         resolved = self.continuous_batching_config
         resolved.decode_compile_config = requested.decode_compile_config or _compile_config(
             requested.default_compile_level
@@ -435,6 +430,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             )
         if self.batch_processor is None:
             return 0
+        if (behind := getattr(self.batch_processor.model_runner, "behind", None)) is not None:
+            behind.cancel()
         pool = self.batch_processor.cache.cache_tensor
         freed, on_cuda, device = pool.nbytes, pool.is_cuda, pool.device
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
@@ -451,27 +448,40 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
         super().join(*args, **options)
 
-    def warmup(self, compile_behind: bool = False) -> None:
-        """Allocate the pool. On a GPU, also compile decode steps, if the options say so, and capture their graphs.
+    def warmup(self, now: bool = False, behind: bool = False) -> None:
+        """Allocate the pool.
+
+        On a GPU, a graph of decode steps is captured when a step first needs the graph. Steps are compiled, if the
+        options say so, at the first of them; in tensor parallelism now, since a rank must not wait in a step for
+        another that compiles.
 
         Args:
-            compile_behind: Whether to compile in the background, and capture steps as they are until then. Answers
-                come one to two minutes earlier, the first ones slower. No effect in tensor parallelism.
+            now: Whether to run steps of all sizes now, which compiles and captures them.
+            behind: Whether to capture graphs while there is no request, too, and to compile in the background: once
+                graphs of uncompiled steps are captured, or after `COMPILE_AFTER` steps. `stop` waits for a capture. No
+                effect in tensor parallelism.
         """
         with self._restoring_on_failure():
-            if not compile_behind or self.warmed_up or self.distributed_helper.tp_size > 1:
-                return super().warmup()
             if self.batch_processor is None:
                 self.batch_processor = self._create_batch_processor()
             runner: Any = self.batch_processor.model_runner
-            runner.warm_up_and_compile_behind(self.model)
+            alone = self.distributed_helper.tp_size == 1
+            if behind and alone and not self.warmed_up:
+                runner.warm_up_behind(self._wake_up_loop.set)
+            if now or not (alone or runner._compiled_decode is None):
+                while runner.missing:
+                    runner.warm_up(self.model)
             self.warmed_up = True
 
+    def _work_ahead(self) -> bool:
+        processor = self.batch_processor  # `None` once stopped
+        return isinstance(processor, TurboQuantBatchProcessor) and processor.work_ahead(self.model)
+
     @property
-    def compiling(self) -> bool:
-        """Whether steps run uncompiled for now, because they are being compiled in the background."""
+    def to_be_done(self) -> str | None:
+        """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
         runner = getattr(self.batch_processor, "model_runner", None)
-        return isinstance(runner, TurboQuantModelRunner) and runner.behind is not None
+        return runner.to_be_done if isinstance(runner, TurboQuantModelRunner) else None
 
     def start(self) -> None:
         """Start the background thread.
@@ -564,6 +574,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
         """Run a step. If the step fails, its requests fail, and the loop continues with the others."""
+        assert isinstance(batch_processor, TurboQuantBatchProcessor)
         alone = self.distributed_helper.tp_size == 1  # ranks of a group poll each other
         self._wake_up_loop.idle = alone and not batch_processor.has_pending_requests()
         if self._wake_up_loop.idle:
@@ -571,7 +582,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         try:
             return super()._generation_loop_body(batch_processor, bootstrapping)
         except StepAbandoned:
-            assert isinstance(batch_processor, TurboQuantBatchProcessor)
             batch_processor.forget_step(batch_processor.computed)
             self._computing = False
             return True
@@ -585,7 +595,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 ) from error
             if isinstance(error, torch.AcceleratorError):
                 raise
-            assert isinstance(batch_processor, TurboQuantBatchProcessor)
             batch_processor.fail_step(error, self._computing)
             self._computing = False
             return True

@@ -1,7 +1,8 @@
-"""Requests outside of a step: order of the queue, ids of answers, names in the log."""
+"""Requests outside of a step: order of the queue, ids of answers, names in the log, what wakes the loop."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -22,6 +23,28 @@ STEP_TOKENS = 2048
 step. A prompt of 8,192 tokens takes 0.27 s on an H100 (8B shape), and one of 2,048 tokens 0.06 s."""
 LISTED = 8
 """Maximum number of requests that a line of the log names."""
+
+
+class WakeUp(threading.Event):
+    """Event that wakes the loop for a request, a cancellation, a pause or a stop. transformers' own loop polls ten
+    times a second.
+
+    Args:
+        work_ahead: Function that does a piece of work, and returns whether there may be more.
+    """
+
+    idle = False
+    """Whether the loop has no requests."""
+
+    def __init__(self, work_ahead: Callable[[], bool]) -> None:
+        super().__init__()
+        self.work_ahead = work_ahead
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event is set. If idle, work ahead piece by piece, then wait without a timeout."""
+        while self.idle and not self.is_set() and self.work_ahead():
+            pass
+        return super().wait(None if self.idle else timeout)
 
 
 def one_line(error: BaseException | str) -> str:

@@ -13,11 +13,15 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer, s
 from transformers.utils import logging
 
 from ..balance import POSITIONS
-from ..compat import capture_failure, ending_failed_capture
+from ..compat import capture_failure, ending_failed_capture, outside_inference_mode
 from .attention import PAGES, rehearsal
+from .cache import TurboQuantPagedCache
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)
+
+COMPILE_AFTER = 2_000
+"""Number of decode steps after which they are compiled in the background even if there was always a request."""
 
 
 def copied(arguments: Any, copies: dict[int, Any]) -> Any:
@@ -56,24 +60,31 @@ def _holding(lock: threading.Lock, function: Callable) -> Callable:
 class BackgroundCompile(threading.Thread):
     """Thread that compiles the step of requests with one token each, while an engine runs the same step uncompiled.
 
-    The compiled step runs on copies of the inputs of warm-ups, and touches no page (`rehearsal`). Copies have the sizes
-    and views of the originals, so that the engine's own inputs compile nothing again. torch cannot trace a model that
-    another thread runs: guards fail. So tracing holds `lock`, as each call of the model by the engine does. The long
-    part of the work, in the compiler's backend, knows a graph only and does not hold it.
+    The compiled step runs on copies of the inputs of earlier steps, and touches no page (`rehearsal`). Copies have the
+    sizes and views of the originals, so that the engine's own inputs compile nothing again. torch cannot trace a model
+    that another thread runs: guards fail. So tracing holds `lock`, as each call of the model by the engine does; graphs
+    are replayed without it. The long part of the work, in the compiler's backend, knows a graph only and does not hold
+    it.
 
     Args:
         step: The step.
         config: Options of `torch.compile`, as `CompileConfig.to_dict` returns them.
-        calls: Arguments of a call per number of requests.
-        inference: Whether the engine runs in inference mode.
+        calls: Arguments of a call per number of requests. The thread empties the list.
+        then: Function that is called at the end.
     """
 
     error: Exception | None = None
+    done = False
 
-    def __init__(self, step: Callable, config: dict[str, Any], calls: list[tuple[Any, ...]], inference: bool) -> None:
+    def __init__(
+        self, step: Callable, config: dict[str, Any], calls: list[tuple[Any, ...]], then: Callable[[], None]
+    ) -> None:
         super().__init__(name="tq_hf compiles", daemon=True)
-        self.config, self.calls, self.inference, self.lock = config, calls, inference, threading.Lock()
-        self.step = torch.compile(step, backend=self._backend, fullgraph=config["fullgraph"], dynamic=config["dynamic"])
+        self.config, self.calls, self.lock = config, calls, threading.Lock()
+        self.then: Callable[[], None] | None = then
+        self.device, self.inference = calls[0][-1].device, torch.is_inference_mode_enabled()
+        options = dict(fullgraph=config["fullgraph"], dynamic=config["dynamic"])
+        self.step: Callable | None = torch.compile(step, backend=self._backend, **options)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile a graph, without the lock in this thread."""
@@ -98,35 +109,62 @@ class BackgroundCompile(threading.Thread):
         return torch._inductor.compile(graph, inputs, options=options)
 
     def run(self) -> None:
-        rehearsal.active, device = True, self.calls[0][-1].device
+        assert self.step is not None and self.then is not None
+        rehearsal.active, device, step, then = True, self.device, self.step, self.then
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
             if stream is not None:
                 stream.wait_stream(torch.cuda.default_stream(device))  # of the copies
             with torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
-                for arguments in self.calls:
+                while self.calls:
+                    arguments = self.calls.pop(0)
                     with self.lock:
-                        self.step(*arguments)
+                        step(*arguments)
             if stream is not None:
                 stream.synchronize()
         except Exception as error:
             self.error = error
-        self.calls = []
+        self.done = True
+        then()
+
+    def cancel(self) -> None:
+        """Wait for the call that is being compiled, and compile no further one."""
+        self.calls.clear()
+        self.join()
+        self.take()
+
+    def take(self) -> Callable | None:
+        """Return the compiled step, and let go of the step and its engine: torch keeps the backend forever."""
+        step, self.step, self.then = self.step, None, None
+        return step
 
 
 class TurboQuantModelRunner(ModelRunner):
-    """transformers' model runner. Kernels are launched one by one if a decode step cannot be captured in a graph."""
+    """transformers' model runner. Kernels are launched one by one if a decode step cannot be captured in a graph.
+
+    A decode step has a graph per number of requests (1, 2, 4, ...) and pair of input buffers. Each is captured when a
+    step first needs the graph; in a server, also while there is no request (`work_ahead`).
+    """
 
     graphs_are_requested = False
     """Whether the user asked for graphs. If so, a step that cannot be captured fails."""
+    cache: TurboQuantPagedCache
     logit_processor: BatchOptions
     features = Features()
     """Processors that the running step needs after the model."""
     steps: dict[int, PreparedStep]
     """Steps that are not over, by the id of their input buffers."""
+    missing: list[tuple[int, int]]
+    """Warm-ups to run: number of requests (0 for a step with a prompt) and index of the pair of input buffers."""
+    ahead = False
+    """Whether to work while there is no request."""
     calls: dict[int, tuple[Any, ...]] | None = None
-    """Copies of the arguments of warm-ups by number of requests, if the step is compiled in the background."""
+    """Copies of the arguments of a step by number of requests, until steps are compiled in the background."""
+    decoded = 0
+    """Number of decode steps since `warm_up_behind`."""
     behind: BackgroundCompile | None = None
+    wake_up: Callable[[], None]
+    """Function that wakes the engine once steps are compiled."""
 
     def take_over(self, graphs_are_requested: bool) -> None:
         """Complete a runner of transformers' that was turned into one of this class."""
@@ -136,34 +174,90 @@ class TurboQuantModelRunner(ModelRunner):
         if (config := self.cb_config.decode_compile_config) is not None:
             step: Any = self._forward_process_and_sample
             self._compiled_decode = torch.compile(step, **config.to_dict())
+        self.list_warm_ups()
 
-    @torch.no_grad()
-    def warm_up_and_compile_behind(self, model: torch.nn.Module) -> None:
-        """Warm up without the compiled step, then compile it in the background. Call before the engine starts."""
-        step, self._compiled_decode, self.calls = self._compiled_decode, None, {}
-        # A processor would wait for the thread to compile.
-        self._processors_are_compiled, self.logit_processor.compiled = self.logit_processor.compiled, False
-        self.warmup(model)
+    def list_warm_ups(self) -> None:
+        """Set `missing` to all warm-ups: those of transformers' `warmup`, small steps first."""
+        most, io, sizes = self.cb_config.max_requests_per_batch, self.inputs_and_outputs, [0]
+        assert most is not None
+        if self.cache.max_decode_fast_path_length > 0:
+            sizes += [min(1 << i, most) for i in range((most - 1).bit_length() + 1)]
+        pairs = range(1 if isinstance(io, ContinuousBatchingIOs) else len(io.io_pairs))
+        self.missing = [(size, pair) for size in sizes for pair in pairs] if self.pad_inputs else []
+
+    def warm_up_behind(self, wake_up: Callable[[], None]) -> None:
+        """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
+
+        Call before the first step.
+
+        Args:
+            wake_up: Function that is called when steps are compiled.
+        """
+        self.ahead = True
+        if self._compiled_decode is not None:
+            self._compiled_decode, self.calls, self.wake_up = None, {}, wake_up
+            # A processor would wait for the thread to compile.
+            self._processors_are_compiled, self.logit_processor.compiled = self.logit_processor.compiled, False
+
+    def _begin_compiling(self) -> None:
+        assert self.calls and self.cb_config.decode_compile_config is not None
         calls, self.calls = list(self.calls.values()), None
-        config = self.cb_config.decode_compile_config
-        if config is None or not calls:
-            self._compiled_decode, self.logit_processor.compiled = step, self._processors_are_compiled
-            return
-        forward: Any = self._forward_process_and_sample
-        self.behind = BackgroundCompile(forward, config.to_dict(), calls, torch.is_inference_mode_enabled())
+        step: Any = self._forward_process_and_sample
+        self.behind = BackgroundCompile(step, self.cb_config.decode_compile_config.to_dict(), calls, self.wake_up)
         self.behind.start()
 
     def _take_compiled(self) -> None:
         """Go on with the compiled step, once it is there."""
-        if self.behind is None or self.behind.is_alive():
+        if self.behind is None or not self.behind.done:
             return
         behind, self.behind = self.behind, None
+        step = behind.take()
         if behind.error is None:
-            self._compiled_decode = behind.step
+            self._compiled_decode = step
             self.logit_processor.compiled = self._processors_are_compiled
+            self.list_warm_ups()
+            self.missing = [each for each in self.missing if each[0]]  # steps with prompts are not compiled
         else:
             reason = " ".join(str(behind.error).split()[:40])
             logger.warning(f"The step cannot be compiled, and stays as it is, which is slower: {reason}")
+
+    @property
+    def to_be_done(self) -> str | None:
+        """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
+        if self.behind is not None or self.calls:
+            return "Steps are not compiled yet, and take longer."
+        left = len(self.missing) if self.ahead else 0
+        return f"Up to {left} graphs of steps are not captured yet." if left else None
+
+    def work_ahead(self, model: torch.nn.Module) -> bool:
+        """Run the next warm-up, or begin to compile. No step may be running. Returns whether to call again."""
+        self._take_compiled()
+        if self.behind is not None:
+            return False  # nothing can be captured while another thread uses the device
+        if self.missing:
+            self.warm_up(model)
+            return True
+        if self.calls:
+            self._begin_compiling()
+        return False
+
+    @torch.no_grad()
+    def warm_up(self, model: torch.nn.Module) -> None:
+        """Run the next warm-up of `missing`. No step may be running."""
+        (requests, pair), io, cache = self.missing.pop(0), self.inputs_and_outputs, self.cache
+        pairs: Any = None if isinstance(io, ContinuousBatchingIOs) else io
+        current = pair if pairs is None else pairs.current_pair
+        if pairs is not None:
+            pairs.current_pair = pair
+        tokens = requests or cache.max_batch_tokens
+        self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
+        # The next update of this pair must not find requests of a warm-up.
+        host, _ = self._buffers()
+        host.requests_in_batch = []
+        self.steps.pop(id(host), None)
+        cache.pool.try_to_free_sectors()
+        if pairs is not None:
+            pairs.current_pair = current
 
     _positions: int | None = None
     """Number of positions of the model during a warm-up; `None` outside of a warm-up or without a limit."""
@@ -202,13 +296,20 @@ class TurboQuantModelRunner(ModelRunner):
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
         if self.calls is not None and self.inputs_and_outputs.use_block_table:
-            if (stream := self.inputs_and_outputs.compute_stream) is not None:
-                stream.synchronize()  # copies are made on another one
-            tensors = self.inputs_and_outputs.get_cb_kwargs()
-            arguments = copied((batch_data, *tensors), {})
-            self.calls.setdefault(batch_data["input_ids"].shape[1], (model, *arguments))
+            if (size := batch_data["input_ids"].shape[1]) not in self.calls:
+                self.calls[size] = (model, *self._copied_arguments(batch_data))
+            self.decoded += 1
+            if self.decoded >= COMPILE_AFTER:
+                self._begin_compiling()
         with stream_context(self.inputs_and_outputs.compute_stream):
             self.steps[id(host)] = self.logit_processor.end()
+
+    @outside_inference_mode
+    def _copied_arguments(self, batch_data: dict[str, Any]) -> tuple[Any, ...]:
+        """Copies of the tensors of a step, after it."""
+        if (stream := self.inputs_and_outputs.compute_stream) is not None:
+            stream.synchronize()  # copies are made on another one
+        return copied((batch_data, *self.inputs_and_outputs.get_cb_kwargs()), {})
 
     def _buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
         """Buffers of the step on the host and on the device: one pair, or the same ones."""

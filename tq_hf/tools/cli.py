@@ -383,12 +383,9 @@ def serve_command(
     compile_level: Annotated[
         int | None,
         typer.Option(
-            min=0, max=3, help="Compile level of decode steps, 0 for none. Default: 1 on a GPU (start takes minutes)."
+            min=0, max=3, help="Compile level of decode steps, in the background; 0 for none. Default: 1 on a GPU."
         ),
     ] = None,
-    compile_behind: Annotated[
-        bool, typer.Option("--compile-behind", help="Answer by uncompiled steps while steps are compiled.")
-    ] = False,
     cors: Annotated[bool, typer.Option("--cors", help="Allow web pages of other origins.")] = False,
 ) -> None:
     """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.
@@ -417,7 +414,6 @@ def serve_command(
             started,
             cache_tokens=cache_tokens,
             compile_level=compile_level,
-            compile_behind=compile_behind,
             host=host,
             port=port,
             dtype=dtype or "auto",

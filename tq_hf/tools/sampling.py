@@ -59,16 +59,12 @@ class RequestManager(CBGenerateManager):
     The generation config of a request has the other options as its attribute `of_request`.
     """
 
-    def __init__(self, options: Any, compile_behind: bool) -> None:
-        super().__init__(options)
-        self._compile_behind = compile_behind
-
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Start the engine, unless it runs: capture graphs of steps, and wait for requests."""
+        """Start the engine, unless it runs. Steps are captured and compiled while it answers."""
         if self._cb is not None:
             return
         self._cb = manager = model.init_continuous_batching(continuous_batching_config=copy(self._cb_config))
-        manager.warmup(self._compile_behind)
+        manager.warmup(behind=True)
         manager.start()
 
     def _with_options(self, gen_config: Any, inputs: Any) -> CBGenerateManager:

@@ -1,7 +1,7 @@
 """transformers' OpenAI-compatible server on packed pages, for `tq-hf serve`.
 
 transformers' server loads the model, routes requests, renders templates and streams answers. Its continuous batching
-manager is replaced by ours before the server listens, so that the first request does not wait for graphs.
+manager is replaced by ours before the server listens. Graphs are captured, and steps compiled, while it answers.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TurboQuantServer(Serve):
         started: Function that is called with the model's tokenizer before the first request is accepted.
         cache_tokens: Number of tokens in the pool, by default as many as fit into memory.
         compile_level: transformers' `default_compile_level`, 0 (not compiled) to 3. By default 1 on a GPU, otherwise 0.
-        compile_behind: Whether to answer while steps are compiled (`TurboQuantBatchingManager.warmup`).
+            Requests are answered while steps are compiled (`TurboQuantBatchingManager.warmup`).
         **options: Arguments of transformers' `Serve`.
 
     Raises:
@@ -175,7 +175,6 @@ class TurboQuantServer(Serve):
         *,
         cache_tokens: int | None,
         compile_level: int | None,
-        compile_behind: bool = False,
         **options: Any,
     ) -> None:
         check_required_names("tq-hf serve", "Use `TurboQuantBatching` in Python.")
@@ -191,7 +190,6 @@ class TurboQuantServer(Serve):
                 "model that needs several GPUs can answer batches: `examples/serve_many.py --tp`."
             )
         self.config, self.started, self.compile_level = config, started, compile_level
-        self.compile_behind = compile_behind
         # The option counts pages of transformers' default size. `paged_options` converts them.
         blocks = None if cache_tokens is None else -(-cache_tokens // DEFAULT_PAGE_SIZE)
         # With `non_blocking`, `Serve` calls `start_server`. Otherwise it would run the server itself.
@@ -243,7 +241,7 @@ class TurboQuantServer(Serve):
         level = int(model.device.type == "cuda") if self.compile_level is None else self.compile_level
         options.default_compile_level = level
         options.scheduler_type = "shortest_first"
-        state._cb_manager = manager = RequestManager(options, self.compile_behind)
+        state._cb_manager = manager = RequestManager(options)
         manager.init_cb(model, None)
         state.get_manager = lambda model_id, use_cb=False: manager
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
@@ -282,9 +280,8 @@ class TurboQuantServer(Serve):
         @app.get("/health")
         def health_and_warming() -> Any:
             answer, manager = health.endpoint(), self._manager()
-            if answer.status_code == 200 and manager is not None and manager.compiling:
-                done = "requests are answered, by steps that are captured and not compiled yet"
-                return JSONResponse({"status": "warming", "done": done})
+            if answer.status_code == 200 and manager is not None and (to_be_done := manager.to_be_done):
+                return JSONResponse({"status": "warming", "detail": f"Requests are answered. {to_be_done}"})
             return answer
 
         @app.exception_handler(ValueError)

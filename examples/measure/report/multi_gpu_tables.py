@@ -1,4 +1,4 @@
-"""How results of a model over two GPUs are shown."""
+"""How results of several GPUs are shown: a model over two, and replicas."""
 
 from __future__ import annotations
 
@@ -107,3 +107,53 @@ def multi_gpu(record: dict[str, Any]) -> str:
     text = f"{record['model']}:\n\n" + steps(record) + kernels(record)
     said = " ".join(sentences(record))
     return text + (f"\n{said}\n" if said else "") + note(record) + source(record)
+
+
+LOADS = {"one": "the file", "weak": "as many prompts a replica", "strong": "the file"}
+"""What replicas answer, by the load of a run."""
+
+
+def agreed(found: dict[str, Any] | None) -> str:
+    """How many answers are those of one process, and what is known of the others."""
+    if found is None:
+        return "–"
+    text = f"{found['equal']} of {found['answers']}"
+    if found["looked_at"]:
+        text += f"; of {found['looked_at']} others {found['near_ties']} are near ties"
+        text += f", the furthest {found['furthest_behind']:.2f} behind"
+    return text
+
+
+def replicas(record: dict[str, Any]) -> str:
+    """Prompts answered by replicas, by tensor parallelism and by both: a row for each run."""
+    one = next((row["tokens_per_second"] for row in record["rows"] if row["load"] == "one"), None)
+    lines = [
+        [
+            f"{row['replicas']} × {row['tp']}",
+            LOADS[row["load"]],
+            " + ".join(map(str, row["prompts_by_replica"])),
+            f"{row['tokens_per_second']:,.0f}",
+            f"**{row['tokens_per_second'] / one:.2f}×**" if one else "–",
+            f"{row['first_token_s_p50']:.2f} / {row['first_token_s_p99']:.2f} s",
+            f"{row['room']:,}",
+            f"{row['first_answer_s']:.1f} s",
+            agreed(row.get("agreement")),
+        ]
+        for row in record["rows"]
+    ]
+    headings = [
+        "replicas × GPUs each",
+        "answer",
+        "prompts of each",
+        "tokens/s",
+        "times one GPU",
+        "first token, p50 / p99",
+    ]
+    headings += ["room for tokens", "first answer after weights", "answers of one process"]
+    least, most = record["lengths"]
+    text = (
+        f"{record['model']}. The file has {record['requests']} prompts of {least:,} to {most:,} tokens, answered by "
+        f"{record['new_tokens']} each. Where an answer first differs from that of one process, the less likely token "
+        "of the two is behind by a number of standard deviations of the logits:\n\n"
+    )
+    return text + table(headings, lines) + note(record) + source(record)

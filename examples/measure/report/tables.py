@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from examples.measure.report.card_tables import cards, compile_matrix
-from examples.measure.report.multi_gpu_tables import multi_gpu
+from examples.measure.report.multi_gpu_tables import multi_gpu, replicas
 from examples.measure.report.page import cache_name, details, note, shape, source, table
 from examples.measure.report.serve_tables import offload, serve
 from tq_hf import PRESETS
@@ -400,6 +400,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prefix": prefix,
     "quality": quality,
     "real": real,
+    "replicas": replicas,
     "serve": serve,
     "trellis": trellis,
 }

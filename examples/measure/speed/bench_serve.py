@@ -133,7 +133,7 @@ def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cac
     try:
         manager.flash_room = flash_room(model, manager.continuous_batching_config) if cache_tokens is None else None
         start = time.perf_counter()
-        manager.warmup()
+        manager.warmup(**({} if engine.config is None else {"now": True}))
         manager.warm_up_s = time.perf_counter() - start
         manager.start()
         yield manager
