@@ -73,8 +73,17 @@ def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, devic
 
 
 @once
-@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "masked"),
+    [
+        ("turboquant", True),
+        ("sdpa", False),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("turboquant", False), ("sdpa", True), ("eager", True), ("eager", False)]
+        ],
+    ],
+)
 def test_a_compiled_step_too_many_is_refused(attention, masked):
     """On a GPU the assertion in the kernel fails, and the process's GPU is lost: not tested here."""
     torch._dynamo.reset()

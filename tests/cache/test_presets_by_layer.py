@@ -126,7 +126,7 @@ def assembled(model: Any, room: int | None) -> TurboQuantCache:
 
 
 def compiled() -> CompileConfig:
-    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
     config._compile_all_devices = True
     return config
 
