@@ -11,7 +11,8 @@ from tq_kernels.types import AttentionOptions, Sequences
 
 from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests, cumulative
 from tq_hf.ops import sliding_pages
-from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.ops.dispatch import windowed_step
+from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.tensors.pages import LayerWindows, window_page
 
 

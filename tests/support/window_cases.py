@@ -6,8 +6,9 @@ import torch
 from tq_kernels.types import AttentionOptions, Sequences
 
 from tests.support.helpers import states
+from tq_hf.ops.dispatch import windowed_step
 from tq_hf.ops.reference import attend
-from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.tensors.pages import LayerWindows
 
 HEADS, QUERY_HEADS, DIM, PAGES = 2, 6, 16, 64
