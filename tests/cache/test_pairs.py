@@ -54,6 +54,8 @@ def refused(holder: str, prompt: str, way: str) -> str | None:
 
 
 CELLS = list(product(HOLDERS, PROMPTS, WAYS))
+LONG = [("growing", prompt, "torch.compile") for prompt in ("chunked", "empty")]
+"""Compile for ten seconds what a second turn compiles, too."""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,10 @@ def found_in_pages(model: PreTrainedModel, prompt: str, way: str) -> Tokens:
             return conversation(prompt, say, lambda: say(ids(0), NEW))[0].tolist()
 
 
-@pytest.mark.parametrize("holder, prompt, way", CELLS, ids=["-".join(cell) for cell in CELLS])
+@pytest.mark.parametrize(
+    "holder, prompt, way",
+    [pytest.param(*cell, id="-".join(cell), marks=[pytest.mark.slow] if cell in LONG else []) for cell in CELLS],
+)
 def test_tokens_are_those_of_plain_calls(model, monkeypatch, holder, prompt, way) -> None:
     if way == "graph_decoding":
         record_graphs(monkeypatch)
