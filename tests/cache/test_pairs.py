@@ -7,7 +7,6 @@ sentence in `refused`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
@@ -68,13 +67,10 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
     """All cells share what is compiled, whose guards tell them apart: a cell for itself would compile for ten seconds.
-    None falls back to code that is not compiled. Engines collect garbage whenever they stop; what is there before need
-    not be gone through every time."""
+    None falls back to code that is not compiled."""
     torch._dynamo.reset()
-    gc.freeze()
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
-    gc.unfreeze()
     torch._dynamo.reset()
 
 
