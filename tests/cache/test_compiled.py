@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.support.helpers import CPU
+from tests.support.helpers import CPU, compile_config, slow
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
@@ -34,14 +32,6 @@ def inputs(batch: int = 2, length: int = 240, padding: int = 0) -> dict[str, tor
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def compile_config(backend: str = "eager") -> CompileConfig:
-    """Compile with no graph break allowed, on a CPU too. "eager" runs a graph as Dynamo records it; "aot_eager" makes
-    its mutations functional first, which takes as long again."""
-    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    config._compile_all_devices = True
-    return config
-
-
 def generate(
     model: PreTrainedModel, cache: TurboQuantCache, prompt: dict[str, torch.Tensor], **options
 ) -> torch.Tensor:
@@ -54,11 +44,6 @@ def fresh_compiler():
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-def slow(*values: Any) -> Any:
-    """A case whose parts other cases have, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
