@@ -36,6 +36,15 @@ def gpu(function: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.cuda(skip(function))
 
 
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+"""Where kernels run in this process."""
+
+
+def runs_kernels(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of kernels on `DEVICE`: in the interpreter, or on a GPU."""
+    return function if INTERPRETED else gpu(function)
+
+
 def child(file: str) -> Callable[[], None]:
     """A test that runs the tests of `file` that need no GPU again, in a child process with Triton's interpreter. `make`
     leaves these out: `make test-kernels` runs all such files there together, because a child spends much of its time on
