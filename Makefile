@@ -18,8 +18,11 @@ DEMO_STAMP := $(VENV)/.installed-for-the-demo
 # The oldest versions allowed, over the packages of $(VENV): only what differs is installed twice.
 OLDEST := $(VENV)-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py cache/test_compiled.py saving layers tools \
-	kernels/test_frontend.py test_ways.py)
+# What meets transformers' own code: its calls, graphs of its models, layers, files, and configs of its families.
+OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py \
+	$(addprefix cache/test_compiled.py::test_,prompts_are_read_in_chunks_without_a_graph_each other_families_compile \
+	the_first_call_of_a_growing_cache_is_not_traced_into_the_store) saving layers \
+	$(addprefix tools/test_,cli.py estimate.py model_configs.py published_heads.py) kernels/test_frontend.py test_ways.py)
 # By itself: a torch that comes with CUDA asks for a Triton of its own.
 OLDEST_TRITON := "triton==3.5.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
@@ -28,7 +31,8 @@ QUICK := not slow and not cuda and not child
 # Those with a test that runs the file again in Triton's interpreter (kernels, and what chooses between them and torch).
 INTERPRETED_TESTS = $(shell grep -rl '= child(__file__)' tests)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.
-PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Compiled modules are kept: workers, and the processes that tests start, import the same ones again.
+PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 COMMA := ,
 

@@ -8,6 +8,7 @@ from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import Sequences
 from transformers import LlamaConfig
 
+from tests.support.helpers import cumulative
 from tq_hf import TurboQuantConfig
 from tq_hf.batching.allocators import TurboQuantAllocator
 from tq_hf.batching.geometry import TableShape, listed, sequences_of
@@ -31,10 +32,6 @@ def allocator(preset: str, tables: dict[str, list[int]], sinks: int = 4) -> Turb
     )
     made.block_table = tables
     return made
-
-
-def cumulative(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def step(

@@ -9,7 +9,7 @@ import torch
 from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
 
-from tests.support.helpers import BLOCK, all_packed, dequantized, encoded, states
+from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
@@ -27,10 +27,6 @@ def layer_pages(
     pages = LayerPages.of_pool(pool, 1, config, dim, dtype)
     keys, values = (1 + torch.rand(1, HEADS, dim, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     return pages.with_channel_scales(ChannelScales(keys.bfloat16().half(), values.bfloat16().half())), pool
-
-
-def cumulative(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 class Requests:

@@ -12,8 +12,8 @@ from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, Sequences
 
 from tests.support.helpers import all_packed, states
-from tq_hf.ops.dispatch import paged_step
-from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.ops.dispatch import paged_step, windowed_step
+from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.tensors.pages import LayerPages, LayerWindows
 
 HEADS, QUERY_HEADS, DIM, LAYERS, WINDOW = 2, 6, 64, 2, 96

@@ -9,9 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tq_kernels.types import AttentionOptions, Sequences
 
-from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests, cumulative
+from tests.support.helpers import cumulative
+from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests
 from tq_hf.ops import sliding_pages
-from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.ops.dispatch import windowed_step
+from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.tensors.pages import LayerWindows, window_page
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from tests.support.helpers import assert_same, llama_config, packed_tensors, relative_error, states
+from tests.support.helpers import assert_same, compile_config, llama_config, packed_tensors, relative_error, states
 from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
@@ -129,12 +129,6 @@ def test_attention_over_packed_tokens_is_rounded_once(limit, queries, softcap):
             given = cache.update(keys, values.bfloat16() if enabled else values.bfloat16().float(), 0)
             found.append(turboquant_attention(module, query, *given, None, softcap=softcap)[0])
     assert found[1].dtype == torch.bfloat16 and torch.equal(found[0].bfloat16(), found[1])
-
-
-def compile_config(backend: str) -> CompileConfig:
-    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    config._compile_all_devices = True
-    return config
 
 
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])

@@ -16,7 +16,7 @@ from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 EVERYTHING_DENSE = dict(residual_length=10**6)
 EVERYTHING_PACKED = dict(residual_length=0, sink_tokens=0)
 

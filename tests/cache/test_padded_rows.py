@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import CompileConfig, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from tests.support.helpers import compile_config
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
@@ -55,8 +56,7 @@ def errors_of_sinks(cache: TurboQuantCache, expected: DynamicCache, mask: torch.
     return errors
 
 
-COMPILED = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-COMPILED._compile_all_devices = True
+COMPILED = compile_config()
 WAYS = {
     "growing": (None, {}),
     "preallocated": (ROOM, dict(disable_compile=True)),

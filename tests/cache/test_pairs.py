@@ -7,7 +7,6 @@ sentence in `refused`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
@@ -54,6 +53,8 @@ def refused(holder: str, prompt: str, way: str) -> str | None:
 
 
 CELLS = list(product(HOLDERS, PROMPTS, WAYS))
+LONG = [("growing", prompt, "torch.compile") for prompt in ("chunked", "empty")]
+"""Compile for ten seconds what a second turn compiles, too."""
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +67,10 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
     """All cells share what is compiled, whose guards tell them apart: a cell for itself would compile for ten seconds.
-    None falls back to code that is not compiled. Engines collect garbage whenever they stop; what is there before need
-    not be gone through every time."""
+    None falls back to code that is not compiled."""
     torch._dynamo.reset()
-    gc.freeze()
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
-    gc.unfreeze()
     torch._dynamo.reset()
 
 
@@ -178,7 +176,10 @@ def found_in_pages(model: PreTrainedModel, prompt: str, way: str) -> Tokens:
             return conversation(prompt, say, lambda: say(ids(0), NEW))[0].tolist()
 
 
-@pytest.mark.parametrize("holder, prompt, way", CELLS, ids=["-".join(cell) for cell in CELLS])
+@pytest.mark.parametrize(
+    "holder, prompt, way",
+    [pytest.param(*cell, id="-".join(cell), marks=[pytest.mark.slow] if cell in LONG else []) for cell in CELLS],
+)
 def test_tokens_are_those_of_plain_calls(model, monkeypatch, holder, prompt, way) -> None:
     if way == "graph_decoding":
         record_graphs(monkeypatch)

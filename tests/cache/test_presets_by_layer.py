@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig
 
-from tests.support.helpers import states
+from tests.support.helpers import compile_config, states
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, tokens
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
@@ -125,12 +124,6 @@ def assembled(model: Any, room: int | None) -> TurboQuantCache:
     return cache
 
 
-def compiled() -> CompileConfig:
-    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-    config._compile_all_devices = True
-    return config
-
-
 @pytest.mark.parametrize(
     "room, options",
     [
@@ -138,7 +131,7 @@ def compiled() -> CompileConfig:
         (None, {"num_beams": 3}),
         (400, {}),
         (400, {"custom_generate": graph_decoding}),
-        (400, {"compile_config": compiled()}),
+        (400, {"compile_config": compile_config()}),
     ],
     ids=["growing", "beams", "preallocated", "graph_decoding", "compiled"],
 )

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tq_kernels.decode.append import append_and_encode, append_and_rotate
 
 from examples.measure.compile import builds
 from examples.measure.compile.sass import SHARED, code, resources
+from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-
-
-def slow(*values: int) -> Any:
-    """A case that compiles for long, and much like others."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ from tq_kernels.types import ChannelScales, DenseRows, KeyValue
 from transformers import LlamaConfig
 
 from tests.support.helpers import as_bytes, states
-from tests.support.kernel_cases import INTERPRETED, child, gpu
+from tests.support.kernel_cases import DEVICE, child, runs_kernels
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
 from tq_hf.codec import balance
 from tq_hf.ops import backend, dispatch
 from tq_hf.stores.store import LayerStore
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HEADS, GROUP = 2, 3
 NAN, INF = float("nan"), float("inf")
@@ -82,19 +82,23 @@ ROWS: list[dict[str, Any]] = [
 """Rows that stay dense: numbers of them, places, shapes of heads and dtypes."""
 
 
-def check_rows(device: torch.device, scales: str, tokens: int, **case: Any) -> None:
+@runs_kernels
+@pytest.mark.parametrize("scales", ["left", "ones", "computed"])
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_dense_rows_are_those_of_torch(case: dict[str, Any], scales: str) -> None:
     """Every buffer is what torch makes of it, and rows of nobody are untouched."""
-    made = prompt(tokens, **{name: case.pop(name) for name in ("dims", "dtype", "batch") if name in case})
-    queries, keys, values = (x.to(device) for x in made)
+    case = dict(case)
+    made = prompt(case.pop("tokens"), **{name: case.pop(name) for name in ("dims", "dtype", "batch") if name in case})
+    queries, keys, values = (x.to(DEVICE) for x in made)
     there, found = [], []
     for chosen in ("torch", ""):
         dense = dense_rows((keys, values), **case)
         counts = tuple(
-            torch.full(shape, 7, dtype=dtype, device=device)
+            torch.full(shape, 7, dtype=dtype, device=DEVICE)
             for shape, dtype in (((4,), torch.int32), ((6, 4), torch.int32), ((), torch.int64))
         )
         dense = dense._replace(counts=counts if scales == "ones" else None)
-        out = ChannelScales.allocate(*keys.shape[:2], keys.shape[3], values.shape[3], device)
+        out = ChannelScales.allocate(*keys.shape[:2], keys.shape[3], values.shape[3], DEVICE)
         out = out.map(lambda x: x * NAN)
         given = None if scales == "left" else out
         with pytest.MonkeyPatch.context() as patch:
@@ -109,9 +113,7 @@ def check_rows(device: torch.device, scales: str, tokens: int, **case: Any) -> N
         assert found[4].tolist() == [*case.get("held", (0, 0, 0)), 0] and found[5][5, 0] == 0
 
 
-def check(
-    made: list[torch.Tensor], device: torch.device, first: int = 0, shown: bool = True, padding: int = 0
-) -> ChannelScales:
+def check(made: list[torch.Tensor], first: int = 0, shown: bool = True, padding: int = 0) -> ChannelScales:
     """The kernel's channel scales, which are torch's, but for the last of their 8 bits where sums differ in the last of
     24."""
     from tq_kernels.codec.balance import ScaleInputs, store
@@ -123,11 +125,11 @@ def check(
         valid[1:, :padding] = False
     queries = made[0] if shown else None
     expected = balance.channel_scales(queries, *made[1:], first=first, valid=valid)
-    out = ChannelScales(*(torch.full_like(x, NAN).to(device) for x in expected))
-    there = [None if x is None else x.to(device) for x in (queries, *made[1:], valid)]
-    counters = torch.zeros(2 * batch * heads, device=device)
+    out = ChannelScales(*(torch.full_like(x, NAN).to(DEVICE) for x in expected))
+    there = [None if x is None else x.to(DEVICE) for x in (queries, *made[1:], valid)]
+    counters = torch.zeros(2 * batch * heads, device=DEVICE)
     statistics = ScaleInputs(
-        there[0], there[3], first, partial(torch.empty, device=device), lambda size: counters[:size]
+        there[0], there[3], first, partial(torch.empty, device=DEVICE), lambda size: counters[:size]
     )
     store((there[1], there[2]), dense_rows((there[1], there[2])), out, statistics)
     assert not counters.any()
@@ -142,38 +144,44 @@ def check(
 test_all_cases_in_the_interpreter = child(__file__)
 
 
-def check_shape(
-    device: torch.device, first: int = 0, shown: bool = True, padding: int = 0, tokens: int = 300, **made: Any
-) -> None:
-    found = check(prompt(tokens, **made), device, first, shown, padding)
-    enough = tokens >= 32
+@runs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_channel_scales_are_those_of_torch(shape: dict[str, Any]) -> None:
+    call = {name: shape[name] for name in ("first", "shown", "padding") if name in shape}
+    found = check(prompt(**{name: shape[name] for name in shape.keys() - call.keys()}), **call)
+    enough, shown = shape.get("tokens", 300) >= 32, shape.get("shown", True)
     assert (found.values != 1).any() == enough
     assert (found.keys != 1).any() == (enough and shown)
 
 
-def check_strange(what: str, which: int, device: torch.device) -> None:
+@runs_kernels
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
+@pytest.mark.parametrize("what", STRANGE)
+def test_strange_states(what: str, which: int) -> None:
     made = prompt(tokens=200, batch=1)
     made[which] = STRANGE[what](made[which])
-    for factor in check(made, device, first=4):
+    for factor in check(made, first=4):
         assert ((factor.float() >= 2.0**-11) & (factor.float() <= 2.0**12)).all()
 
 
-def check_batch(device: torch.device) -> None:
+@runs_kernels
+def test_a_batch_equals_its_rows() -> None:
     """A sequence's channel scales depend on that sequence alone, to the last bit."""
     made = prompt(tokens=400, batch=3)
     made[1] = made[1] * torch.tensor([0.001, 1, 1000])[:, None, None, None]
-    together = check(made, device)
+    together = check(made)
     for row in range(3):
-        alone = check([x[row : row + 1] for x in made], device)
+        alone = check([x[row : row + 1] for x in made])
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, together, strict=True))
 
 
-def check_store(device: torch.device) -> None:
+@runs_kernels
+def test_a_store_asks_for_them() -> None:
     """A store asks for them, with the sinks left out and the padding that the mask shows."""
-    queries, keys, values = (x.to(device) for x in prompt(tokens=500, dtype=FP16))
+    queries, keys, values = (x.to(DEVICE) for x in prompt(tokens=500, dtype=FP16))
     store = LayerStore.allocate(TurboQuantConfig(), keys, values)
     store.append(keys, values, defer=True)
-    attended = torch.ones(1, 500, dtype=torch.bool, device=device)
+    attended = torch.ones(1, 500, dtype=torch.bool, device=DEVICE)
     attended[:, :200] = False
     store.encode_deferred(queries, attended)
     expected = balance.channel_scales(
@@ -183,17 +191,18 @@ def check_store(device: torch.device) -> None:
         assert ((a.cpu() / b - 1).abs() <= 2**-7).all() and (a != 1).any()
 
 
-def check_queries_of_other_tokens(device: torch.device) -> None:
+@runs_kernels
+def test_queries_of_other_tokens_are_refused() -> None:
     """They are refused: the kernel would read behind them. Nothing is written."""
     from tq_kernels.codec.balance import ScaleInputs, store
 
-    queries, *pair = (x.to(device) for x in prompt(tokens=300))
-    out = ChannelScales.allocate(2, HEADS, 64, 64, device).map(lambda x: x * NAN)
-    valid, zeros = torch.ones(2, 300, dtype=torch.bool, device=device), torch.zeros(2 * 2 * HEADS, device=device)
+    queries, *pair = (x.to(DEVICE) for x in prompt(tokens=300))
+    out = ChannelScales.allocate(2, HEADS, 64, 64, DEVICE).map(lambda x: x * NAN)
+    valid, zeros = torch.ones(2, 300, dtype=torch.bool, device=DEVICE), torch.zeros(2 * 2 * HEADS, device=DEVICE)
     wrong = [(queries[:, :, :n], None) for n in (1, 8, 299)] + [(torch.cat([queries, queries], 2), None)]
     wrong += [(queries[:1], None), (queries[:, :4], valid[:, :299]), (None, valid[:, :26])]
     for shown, attended in wrong:
-        statistics = ScaleInputs(shown, attended, 4, partial(torch.empty, device=device), lambda size: zeros[:size])
+        statistics = ScaleInputs(shown, attended, 4, partial(torch.empty, device=DEVICE), lambda size: zeros[:size])
         with pytest.raises(ValueError, match=r"are not of the tokens of keys \[2, 2, 300, 64\]. Give those"):
             store((pair[0], pair[1]), dense_rows((pair[0], pair[1])), out, statistics)
         if shown is None or shown.shape[2] != 300:
@@ -202,10 +211,16 @@ def check_queries_of_other_tokens(device: torch.device) -> None:
     assert out.keys.isnan().all() and out.values.isnan().all()
 
 
-def check_cross_attention(device: torch.device, queries: int, tokens: int, padding: int) -> None:
+@runs_kernels
+@pytest.mark.parametrize(
+    ("queries", "tokens", "padding"),
+    [(1, 34, 0), (8, 200, 60), (200, 200, 0), (1, 1500, 200)],
+    ids=lambda number: str(number),
+)
+def test_queries_of_other_tokens_decide_nothing(queries: int, tokens: int, padding: int) -> None:
     """Scales of a first call whose queries are of other tokens are those without queries, whatever lies behind them."""
-    shown, *pair = (x.to(device) for x in prompt(tokens=tokens, dtype=FP16))
-    mask = torch.ones(2, 1, queries, tokens, dtype=torch.bool, device=device)
+    shown, *pair = (x.to(DEVICE) for x in prompt(tokens=tokens, dtype=FP16))
+    mask = torch.ones(2, 1, queries, tokens, dtype=torch.bool, device=DEVICE)
     mask[1, ..., tokens - padding :] = False
     module = torch.nn.Module()
     vars(module).update(is_causal=False, num_key_value_groups=GROUP)
@@ -216,81 +231,6 @@ def check_cross_attention(device: torch.device, queries: int, tokens: int, paddi
     expected = balance.channel_scales(None, pair[0].cpu(), pair[1].cpu(), first=4, valid=mask[:, 0, -1].cpu())
     for a, b in zip(cache.layers[0].store.blocks.channel_scales, expected, strict=True):
         assert ((a.cpu() / b - 1).abs() <= 2**-7).all()
-
-
-ACROSS = [(1, 34, 0), (8, 200, 60), (200, 200, 0), (1, 1500, 200)]
-"""Queries, keys of other tokens, and padding at the end of the last sequence's."""
-
-
-if INTERPRETED:
-
-    def test_queries_of_other_tokens_are_refused() -> None:
-        check_queries_of_other_tokens(CPU)
-
-    @pytest.mark.parametrize("case", ACROSS, ids=str)
-    def test_queries_of_other_tokens_decide_nothing(case: tuple[int, int, int]) -> None:
-        check_cross_attention(CPU, *case)
-
-    @pytest.mark.parametrize("scales", ["left", "ones", "computed"])
-    @pytest.mark.parametrize("case", ROWS, ids=str)
-    def test_dense_rows_are_those_of_torch(case: dict[str, Any], scales: str) -> None:
-        check_rows(CPU, scales, **case)
-
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_channel_scales_are_those_of_torch(shape: dict[str, Any]) -> None:
-        check_shape(CPU, **shape)
-
-    @pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
-    @pytest.mark.parametrize("what", STRANGE)
-    def test_strange_states(what: str, which: int) -> None:
-        check_strange(what, which, CPU)
-
-    def test_a_batch_equals_its_rows() -> None:
-        check_batch(CPU)
-
-    def test_a_store_asks_for_them() -> None:
-        check_store(CPU)
-
-
-@gpu
-@pytest.mark.parametrize("scales", ["left", "ones", "computed"])
-@pytest.mark.parametrize("case", ROWS, ids=str)
-def test_dense_rows_are_those_of_torch_on_a_gpu(case: dict[str, Any], scales: str) -> None:
-    check_rows(GPU, scales, **case)
-
-
-@gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_channel_scales_are_those_of_torch_on_a_gpu(shape: dict[str, Any]) -> None:
-    check_shape(GPU, **shape)
-
-
-@gpu
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
-@pytest.mark.parametrize("what", STRANGE)
-def test_strange_states_on_a_gpu(what: str, which: int) -> None:
-    check_strange(what, which, GPU)
-
-
-@gpu
-def test_queries_of_other_tokens_are_refused_on_a_gpu() -> None:
-    check_queries_of_other_tokens(GPU)
-
-
-@gpu
-@pytest.mark.parametrize("case", ACROSS, ids=str)
-def test_queries_of_other_tokens_decide_nothing_on_a_gpu(case: tuple[int, int, int]) -> None:
-    check_cross_attention(GPU, *case)
-
-
-@gpu
-def test_a_batch_equals_its_rows_on_a_gpu() -> None:
-    check_batch(GPU)
-
-
-@gpu
-def test_a_store_asks_for_them_on_a_gpu() -> None:
-    check_store(GPU)
 
 
 def test_wide_heads_are_left_to_torch() -> None:

@@ -9,7 +9,18 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions, HeldCounts
 
-from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, make_inputs, oracle, relative_rms, run_decode
+from tests.support.kernel_cases import (
+    DEVICE,
+    INTERPRETED,
+    Case,
+    child,
+    gpu,
+    make_inputs,
+    oracle,
+    relative_rms,
+    run_decode,
+    runs_kernels,
+)
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference
 from tq_hf.stores.store import LayerStore
@@ -80,35 +91,37 @@ TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
 """Relative RMS. bf16 output alone has 1.7e-3 (3.2e-3 in the interpreter, which truncates)."""
 
 
-def check(case: Case, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def check(case: Case) -> None:
+    inputs = make_inputs(case, DEVICE)
     assert relative_rms(run_decode(inputs), oracle(inputs)) <= TOLERANCE[case.dtype]
 
 
 test_all_cases_in_the_interpreter = child(__file__)
 
 
+@runs_kernels
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case) -> None:
+    check(case)
+
+
 if INTERPRETED:
     from tq_kernels.decode import launch
 
-    @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_agrees_with_fp64(case: Case) -> None:
-        check(case, torch.device("cpu"))
-
     @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
     def test_agrees_with_fp64_as_on_amd(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        amd = replace(launch.target(torch.device("cpu")), small_levels=False)
+        amd = replace(launch.target(DEVICE), small_levels=False)
         monkeypatch.setattr(launch, "target", lambda device: amd)
         assert not amd.narrow_products
-        check(BASE.with_(preset=preset, Hq=8, Hkv=2), torch.device("cpu"))
+        check(BASE.with_(preset=preset, Hq=8, Hkv=2))
 
     def test_heads_of_512_merge_wide_where_shared_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-        large = replace(launch.target(torch.device("cpu")), shared_bytes=228 * 1024)
+        large = replace(launch.target(DEVICE), shared_bytes=228 * 1024)
         monkeypatch.setattr(launch, "target", lambda device: large)
-        check(BASE.with_(Hkv=2, Hq=16, Dk=512, Dv=512, blocks=2, B=2, softcap=20.0), torch.device("cpu"))
+        check(BASE.with_(Hkv=2, Hq=16, Dk=512, Dv=512, blocks=2, B=2, softcap=20.0))
 
     def test_rows_that_attend_to_nothing_are_zero() -> None:
-        inputs = make_inputs(BASE.with_(mask="full", B=2), torch.device("cpu"))
+        inputs = make_inputs(BASE.with_(mask="full", B=2), DEVICE)
         assert inputs.mask is not None
         inputs.mask[1] = False
         out = run_decode(inputs)
@@ -117,24 +130,26 @@ if INTERPRETED:
 
     def test_what_is_out_of_use_is_never_read() -> None:
         case = BASE.with_(capacity=9, residual_capacity=128)
-        clean, other = (make_inputs(case, torch.device("cpu")) for _ in range(2))
+        clean, other = (make_inputs(case, DEVICE) for _ in range(2))
         for tensor in other.packed.tensors().values():
             tensor[:, :, case.blocks :] = -1
         assert torch.equal(run_decode(clean), run_decode(other, scratch_fill=1e30))
 
     def test_expanded_mask_needs_no_copy() -> None:
-        inputs = make_inputs(BASE.with_(mask="padding", B=2, S=3), torch.device("cpu"))
+        inputs = make_inputs(BASE.with_(mask="padding", B=2, S=3), DEVICE)
         assert inputs.mask is not None
         expected = run_decode(inputs)
         inputs.mask = inputs.mask.expand(-1, -1, 3, -1)
         assert torch.equal(run_decode(inputs), expected)
 
 
-def check_pending_tokens(device: torch.device) -> None:
+@runs_kernels
+@torch.no_grad()
+def test_pending_tokens() -> None:
     """Steps that write the newest row in passing agree with a store that wrote it before."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (
-        torch.randn(2, 40, 2, dim, generator=generator).half().to(device).transpose(1, 2) for dim in (80, 96)
+        torch.randn(2, 40, 2, dim, generator=generator).half().to(DEVICE).transpose(1, 2) for dim in (80, 96)
     )
     config = TurboQuantConfig(sink_tokens=4, residual_length=0)
     late, early = (LayerStore.allocate(config, keys, values) for _ in range(2))
@@ -142,7 +157,7 @@ def check_pending_tokens(device: torch.device) -> None:
         store.append(keys[:, :, :30], values[:, :, :30])
     for token in range(30, 34):
         row = keys[:, :, token : token + 1], values[:, :, token : token + 1]
-        query = torch.randn(2, 6, 1, 80, generator=generator).half().to(device)
+        query = torch.randn(2, 6, 1, 80, generator=generator).half().to(DEVICE)
         views = [store.append(*row) for store in (late, early)]
         expected = reference.attend(query, views[1], None, AttentionOptions(0.1))
         out = dispatch.attend(query, views[0], None, AttentionOptions(0.1))
@@ -153,43 +168,21 @@ def check_pending_tokens(device: torch.device) -> None:
         assert torch.equal(ring[:, :, :30], expected[:, :, :30])
 
 
-if INTERPRETED:
-
-    @torch.no_grad()
-    def test_pending_tokens() -> None:
-        check_pending_tokens(torch.device("cpu"))
-
-
-@gpu
-@torch.no_grad()
-def test_pending_tokens_on_a_gpu() -> None:
-    check_pending_tokens(torch.device("cuda", 0))
-
-
-@gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_fp64_on_a_gpu(case: Case) -> None:
-    check(case, torch.device("cuda", 0))
-
-
 @gpu
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("batch", [1, 5, 40])
 def test_long_contexts_on_a_gpu(preset: str, batch: int) -> None:
-    check(
-        BASE.with_(preset=preset, B=batch, Hq=8, Hkv=2, Dk=128, Dv=128, blocks=61, capacity=64), torch.device("cuda", 0)
-    )
+    check(BASE.with_(preset=preset, B=batch, Hq=8, Hkv=2, Dk=128, Dv=128, blocks=61, capacity=64))
 
 
 @gpu
 def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
     from tq_kernels.decode import launch
 
-    device = torch.device("cuda", 0)
     # A capacity has its own scratch layout; lengths within it, and other capacities, share the compiled kernels.
     for blocks in (1, 2, 3, 17, 31):
         for residual in (1, 2, 31, 96):
-            check(BASE.with_(blocks=blocks, residual=residual, capacity=32 if blocks < 20 else 64), device)
+            check(BASE.with_(blocks=blocks, residual=residual, capacity=32 if blocks < 20 else 64))
         if blocks == 1:
             compiled = [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
     assert compiled == [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
@@ -197,8 +190,7 @@ def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
 
 @gpu
 def test_replays_in_a_graph_follow_the_length_on_the_device() -> None:
-    device = torch.device("cuda", 0)
-    case = BASE.with_(blocks=7, capacity=8, residual_capacity=128)
+    device, case = DEVICE, BASE.with_(blocks=7, capacity=8, residual_capacity=128)
     inputs = make_inputs(case, device)
     blocks, residual = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
     held = HeldCounts(blocks, residual, torch.tensor(case.sinks, dtype=torch.int32, device=device))

@@ -1,4 +1,4 @@
-"""Attention over dense states compiles for every GPU it is launched on and fits its shared memory."""
+"""Attention over dense states and over windows compiles for every GPU it is launched on and fits its shared memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from examples.measure.compile.builds import build_dense
+from examples.measure.compile.builds import build_dense, build_windows
 from examples.measure.compile.sass import SHARED, disassemble, loops, resources
 from tests.support.kernel_cases import INTERPRETED
+from tests.support.limits import cards
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -63,3 +64,17 @@ def test_compiles_for_more(arch: int | str, shape) -> None:
     if arch == "gfx942":
         assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
         assert compiled.metadata.shared <= SHARED[arch] * 1024
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(), dict(dim=64, split=True), dict(dim=80, dtype="fp16"), dict(dim=256, softcap=True)], ids=str
+)
+@pytest.mark.parametrize("arch", cards([80, 86, 89, 90, 100]))
+def test_decode_over_windows_compiles_for(arch: int, shape) -> None:
+    compiled = build_windows(arch, **shape)
+    # Two programs a multiprocessor at least.
+    assert 2 * (compiled.metadata.shared + 1024) <= SHARED[arch] * 1024
+    assert resources(compiled).stack == 0
+    if arch < 100:
+        # Rows are copied while the tile before is computed.
+        assert any(loop["LDGSTS"] and loop["HMMA"] for loop in loops(compiled))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions
 
-from tests.support.kernel_cases import INTERPRETED, child, relative_rms
+from tests.support.kernel_cases import DEVICE, INTERPRETED, child, relative_rms, runs_kernels
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
@@ -171,10 +171,12 @@ def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypa
     assert calls == ["kernel", "torch", "torch", "torch", "torch"]
 
 
-def check_model(name: str, device: str, monkeypatch) -> None:
-    model = build(name, num_hidden_layers=2).to(device, torch.float16)
+@runs_kernels
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_a_model_runs_no_tiles_in_python(name: str, monkeypatch) -> None:
+    model = build(name, num_hidden_layers=2).to(DEVICE, torch.float16)
     model.set_attn_implementation("turboquant")
-    ids = torch.randint(3, VOCAB, (2, 130), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(3, VOCAB, (2, 130), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
 
@@ -196,19 +198,6 @@ def check_model(name: str, device: str, monkeypatch) -> None:
     for function in ("attend", "attend_dense"):
         monkeypatch.setattr(cpu_attention, function, fail)
     assert relative_rms(run(), expected.cpu()) < 2e-2  # encoded by kernels, too
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
-def test_a_model_runs_no_tiles_in_python(name: str, monkeypatch) -> None:
-    check_model(name, "cpu", monkeypatch)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
-def test_a_model_runs_no_tiles_in_python_on_a_gpu(name: str, monkeypatch) -> None:
-    check_model(name, "cuda", monkeypatch)
 
 
 test_passes_in_the_interpreter = child(__file__)

@@ -8,7 +8,16 @@ import pytest
 import torch
 from tq_kernels.types import PackedBlocks
 
-from tests.support.kernel_cases import INTERPRETED, child, codec_rotations, gpu, random_channel_scales, relative_rms
+from tests.support.kernel_cases import (
+    DEVICE,
+    INTERPRETED,
+    child,
+    codec_rotations,
+    gpu,
+    random_channel_scales,
+    relative_rms,
+    runs_kernels,
+)
 from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotation_matrix
@@ -63,7 +72,7 @@ CASES = [
 ]
 
 
-def check(case: Case, device: torch.device) -> None:
+def check(case: Case) -> None:
     from tq_kernels.codec.launch import dequantize
 
     generator = torch.Generator().manual_seed(0)
@@ -82,12 +91,12 @@ def check(case: Case, device: torch.device) -> None:
     reference_dequantize(config, blocks.slice(case.start, case.stop), *expected)
     # Views of a workspace: heads behind tokens, room to spare on every side, all of it poisoned.
     rooms = [
-        torch.full((case.batch, tokens + 7, case.heads, dim), torch.nan, dtype=case.dtype, device=device)
+        torch.full((case.batch, tokens + 7, case.heads, dim), torch.nan, dtype=case.dtype, device=DEVICE)
         for dim in (case.dk + 8, case.dv + 8)
     ]
     out = [room[:, :tokens, :, :dim].transpose(1, 2) for room, dim in zip(rooms, (case.dk, case.dv), strict=True)]
-    on_device = blocks.map(lambda tensor: tensor.to(device))
-    dequantize(on_device, case.start, case.stop, *out, codec_rotations(config, layout, device))
+    on_device = blocks.map(lambda tensor: tensor.to(DEVICE))
+    dequantize(on_device, case.start, case.stop, *out, codec_rotations(config, layout, DEVICE))
     for room, got, want in zip(rooms, out, expected, strict=True):
         assert relative_rms(got, want.double()) <= TOLERANCE[case.dtype]
         assert room.isnan().sum() == room.numel() - got.numel(), "wrote outside of the given rows"
@@ -96,11 +105,13 @@ def check(case: Case, device: torch.device) -> None:
 test_all_cases_in_the_interpreter = child(__file__)
 
 
-if INTERPRETED:
+@runs_kernels
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_the_reference(case: Case) -> None:
+    check(case)
 
-    @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_agrees_with_the_reference(case: Case) -> None:
-        check(case, CPU)
+
+if INTERPRETED:
 
     def test_refuses_a_buffer_of_another_length() -> None:
         from tq_kernels.codec.launch import dequantize
@@ -113,13 +124,7 @@ if INTERPRETED:
 
 
 @gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_the_reference_on_a_gpu(case: Case) -> None:
-    check(case, torch.device("cuda", 0))
-
-
-@gpu
 @pytest.mark.parametrize("preset", PRESETS)
 def test_long_contexts_on_a_gpu(preset: str) -> None:
     """More blocks than programs."""
-    check(Case(PRESETS[preset], 128, 128, heads=5, batch=2, start=3, stop=150, blocks=151), torch.device("cuda", 0))
+    check(Case(PRESETS[preset], 128, 128, heads=5, batch=2, start=3, stop=150, blocks=151))

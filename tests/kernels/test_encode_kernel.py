@@ -9,7 +9,15 @@ import pytest
 import torch
 from tq_kernels.types import PackedBlocks
 
-from tests.support.kernel_cases import INTERPRETED, child, codec_rotations, gpu, random_channel_scales
+from tests.support.kernel_cases import (
+    DEVICE,
+    INTERPRETED,
+    child,
+    codec_rotations,
+    gpu,
+    random_channel_scales,
+    runs_kernels,
+)
 from tq_hf.codec import trellis
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
@@ -70,8 +78,6 @@ CASES = [
     *[Case(PRESETS[name], 384, 320, FP16, heads=1, balanced=True) for name in ("3bit_nc", "2bit_nc")],
     *[Case(PRESETS[name], 512, 192, FP16, heads=1) for name in ("3bit_nc", "2bit_nc")],
 ]
-
-SPOILT = ("k8v4", "4bit_nc", "2.5bit_nc", "2bit_nc")
 
 
 def make_states(case: Case, device: torch.device, blocks: int = BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +186,7 @@ def check_codes(
     assert (distance <= 1e-3 * x.abs().clamp_min(1) + rounding).all()
 
 
-def check(case: Case, device: torch.device, run: Run = run_encode) -> None:
+def check(case: Case, device: torch.device = DEVICE, run: Run = run_encode) -> None:
     keys, values = make_states(case, device)
     got = run(case, keys, values).map(torch.Tensor.cpu)
     for tensor in got.tensors().values():
@@ -229,9 +235,13 @@ def check(case: Case, device: torch.device, run: Run = run_encode) -> None:
         )
 
 
-def check_spoilt(case: Case, device: torch.device) -> None:
+@runs_kernels
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of what is not finite
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "2.5bit_nc", "2bit_nc"])
+def test_a_token_that_is_not_finite_spoils_no_other(preset: str) -> None:
     """One token of each head is not finite: it is lost, and all others are as near as from the reference."""
-    keys, values = make_states(case, device)
+    case = Case(PRESETS[preset])
+    keys, values = make_states(case, DEVICE)
     token, bits = 128 + 70, case.config.key_bits
     sound = keys.cpu().float(), values.cpu().float()
     keys[:, :, token, 3], values[:, :, token, 5] = torch.nan, torch.nan
@@ -251,9 +261,10 @@ def check_spoilt(case: Case, device: torch.device) -> None:
     assert (got.key_means[:, :, 1] == 0).all() and (got.key_means[:, :, 0] != 0).any()
 
 
-def check_chunks(device: torch.device) -> None:
+@runs_kernels
+def test_a_block_does_not_depend_on_its_neighbours() -> None:
     case = Case(PRESETS["k3v4_nc"], 64, 64)
-    keys, values = make_states(case, device, blocks=3)
+    keys, values = make_states(case, DEVICE, blocks=3)
     whole = run_encode(case, keys, values, start=0)
     for block in range(3):
         rows = slice(128 * block, 128 * (block + 1))
@@ -262,7 +273,8 @@ def check_chunks(device: torch.device) -> None:
             assert torch.equal(tensor[:, :, 0], whole.tensors()[name][:, :, block]), name
 
 
-def check_e4m3(device: torch.device) -> None:
+@runs_kernels
+def test_converts_to_e4m3() -> None:
     """One row's largest channel is 448 times its unit, so that the others are converted as they are; no head dim, no
     rotation."""
     from tq_kernels.codec.launch import encode
@@ -276,9 +288,9 @@ def check_e4m3(device: torch.device) -> None:
     rows[:, 5:] = -rows[:, 1:4]
     # As values, which have no mean. The rotation of 8 channels is not the identity: rotate back first.
     identity = rotation_matrix(8, 0, CPU, FP32)
-    states = (rows @ identity)[None, None].to(device)
-    got = PackedBlocks.allocate(TurboQuantConfig(value_bits=8).layout(8), 1, 1, 1, device)
-    encode(states, states, got, 0, (identity.to(device), identity.to(device)))
+    states = (rows @ identity)[None, None].to(DEVICE)
+    got = PackedBlocks.allocate(TurboQuantConfig(value_bits=8).layout(8), 1, 1, 1, DEVICE)
+    encode(states, states, got, 0, (identity.to(DEVICE), identity.to(DEVICE)))
     got_codes = (
         unpack(got.value_words.cpu(), 8, 8, is_value=True)[0, 0, 0].to(torch.uint8).view(torch.float8_e4m3fn).float()
     )
@@ -291,22 +303,13 @@ def check_e4m3(device: torch.device) -> None:
 test_all_cases_in_the_interpreter = child(__file__)
 
 
+@runs_kernels
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_the_reference(case: Case) -> None:
+    check(case)
+
+
 if INTERPRETED:
-
-    @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_agrees_with_the_reference(case: Case) -> None:
-        check(case, CPU)
-
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of what is not finite
-    @pytest.mark.parametrize("preset", SPOILT)
-    def test_a_token_that_is_not_finite_spoils_no_other(preset: str) -> None:
-        check_spoilt(Case(PRESETS[preset]), CPU)
-
-    def test_a_block_does_not_depend_on_its_neighbours() -> None:
-        check_chunks(CPU)
-
-    def test_converts_to_e4m3() -> None:
-        check_e4m3(CPU)
 
     def test_refuses_incomplete_blocks() -> None:
         case = Case(PRESETS["4bit_nc"], 16, 16)
@@ -327,28 +330,6 @@ else:
         """The interpreter runs the source. What LLVM makes of it shows in compiled code only: nearly all codes of 2
         bits were wrong once."""
         check(Case(PRESETS[preset], 128, 64, FP16, heads=1), CPU, run_compiled_for_turing)
-
-
-@gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_the_reference_on_a_gpu(case: Case) -> None:
-    check(case, torch.device("cuda", 0))
-
-
-@gpu
-@pytest.mark.parametrize("preset", SPOILT)
-def test_a_token_that_is_not_finite_spoils_no_other_on_a_gpu(preset: str) -> None:
-    check_spoilt(Case(PRESETS[preset]), torch.device("cuda", 0))
-
-
-@gpu
-def test_a_block_does_not_depend_on_its_neighbours_on_a_gpu() -> None:
-    check_chunks(torch.device("cuda", 0))
-
-
-@gpu
-def test_converts_to_e4m3_on_a_gpu() -> None:
-    check_e4m3(torch.device("cuda", 0))
 
 
 @gpu

@@ -13,8 +13,8 @@ from tq_kernels.decode import launch as decode_launch
 from tq_kernels.prefix import launch as prefix_launch
 from tq_kernels.types import Sequences
 
-from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
-from tests.support.paged_cases import Inputs, Step, cumulative, make, sequences_of
+from tests.support.kernel_cases import DEVICE, INTERPRETED, child, gpu, relative_rms, runs_kernels
+from tests.support.paged_cases import Inputs, Step, make, sequences_of
 from tq_hf.config import PRESETS
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.ops.triton import pages as triton_pages
@@ -87,9 +87,9 @@ def assert_same_pool(inputs: Inputs, expected: Inputs) -> None:
     assert torch.equal(found, other)
 
 
-def check(step: Step, device: torch.device) -> None:
+def check(step: Step) -> None:
     expected = make(step)
-    inputs = expected.to(device)
+    inputs = expected.to(DEVICE)
     out, reference = run(inputs).cpu(), expected.expected()
     own = sum(step.new)
     assert (out[own:] == 0).all()
@@ -101,10 +101,11 @@ def check(step: Step, device: torch.device) -> None:
 test_all_steps_in_the_interpreter = child(__file__)
 
 
-def check_chunks(device: torch.device) -> None:
+@runs_kernels
+def test_blocks_do_not_depend_on_chunks_or_company() -> None:
     """The bits of a block, whoever completes it: a prompt, a chunk, one token, alone or in company."""
-    whole = make(Step(past=(0, 40), new=(150, 1))).to(device)
-    parts = make(Step(past=(0, 40), new=(150, 1))).to(device)
+    whole = make(Step(past=(0, 40), new=(150, 1))).to(DEVICE)
+    parts = make(Step(past=(0, 40), new=(150, 1))).to(DEVICE)
     run(whole)
     block_table = parts.sequences.block_table[:1]
     done = 0
@@ -119,20 +120,19 @@ def check_chunks(device: torch.device) -> None:
     assert torch.equal(mine, other)
 
 
-if INTERPRETED:
+@runs_kernels
+@pytest.mark.parametrize("step", [*DECODING, *PREFILLING], ids=str)
+def test_agrees_with_the_reference(step: Step) -> None:
+    check(step)
 
-    @pytest.mark.parametrize("step", [*DECODING, *PREFILLING], ids=str)
-    def test_agrees_with_the_reference(step: Step) -> None:
-        check(step, torch.device("cpu"))
+
+if INTERPRETED:
 
     def test_shares_span_blocks_and_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         """A device so small that every program has several blocks to read, and some several sequences."""
         small = replace(decode_launch.target(torch.device("cpu")), multiprocessors=1)
         monkeypatch.setattr(decode_launch, "target", lambda device: small)
-        check(Step(past=(1500, 20, 900, 128), new=(1, 1, 1, 1), Hq=2), torch.device("cpu"))
-
-    def test_blocks_do_not_depend_on_chunks_or_company() -> None:
-        check_chunks(torch.device("cpu"))
+        check(Step(past=(1500, 20, 900, 128), new=(1, 1, 1, 1), Hq=2))
 
     def test_pages_of_nobody_are_never_read() -> None:
         clean, other = make(DECODE), make(DECODE)
@@ -165,12 +165,6 @@ if INTERPRETED:
 
 
 @gpu
-@pytest.mark.parametrize("step", [*DECODING, *PREFILLING], ids=str)
-def test_agrees_with_the_reference_on_a_gpu(step: Step) -> None:
-    check(step, torch.device("cuda"))
-
-
-@gpu
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("dim", "sinks"), [(64, 0), (128, 0), (256, 0), (128, 4), (320, 4), (512, 4)])
 def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
@@ -179,13 +173,8 @@ def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
     many = Step(
         past=past, new=(1,) * 37, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16, sinks=sinks, residual=32 * sinks
     )
-    check(many, torch.device("cuda"))
-    check(replace(many, past=past[:12], new=new), torch.device("cuda"))
-
-
-@gpu
-def test_blocks_do_not_depend_on_chunks_or_company_on_a_gpu() -> None:
-    check_chunks(torch.device("cuda"))
+    check(many)
+    check(replace(many, past=past[:12], new=new))
 
 
 @gpu
@@ -252,10 +241,6 @@ def test_layers_that_share_pages_all_read_what_was_there_before_the_step(step: S
     assert torch.equal(first, paged_step(*arguments))
     expected.expected()
     assert_same_pool(inputs, expected)
-
-
-def test_cumulative_lengths_begin_with_0() -> None:
-    assert cumulative((3, 0, 2)).tolist() == [0, 3, 3, 5]
 
 
 def reserved(inputs: Inputs, tokens: int, requests: int) -> Workspace:

@@ -9,7 +9,7 @@ import pytest
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits
 from tq_kernels.prefix.tiles import merge_splits
 
-from examples.measure.compile.builds import build_prefix
+from examples.measure.compile.builds import build_prefix, build_prompts
 from examples.measure.compile.sass import SHARED, build, disassemble, target_of
 from tests.kernels.test_decode_compile import BITS
 from tests.support.kernel_cases import INTERPRETED
@@ -44,6 +44,14 @@ def test_compiles_for(arch: int | str, preset: str) -> None:
     compiled, _ = compiled_for(arch, preset)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" else 0)
     if isinstance(arch, int) and arch < 100:  # for sm_100 the disassembler reports another stack
+        assert not (HOLD and spills(compiled))
+
+
+@pytest.mark.parametrize("arch", cards([80, 86, 89, 90, 100]))
+def test_compiles_over_pages_for(arch: int) -> None:
+    compiled = build_prompts(arch, "4bit_nc")
+    assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+    if arch < 100:
         assert not (HOLD and spills(compiled))
 
 

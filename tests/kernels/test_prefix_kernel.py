@@ -9,7 +9,7 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions
 
-from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, relative_rms
+from tests.support.kernel_cases import DEVICE, INTERPRETED, Case, child, gpu, relative_rms, runs_kernels
 from tests.support.prefix_cases import make_prefix_inputs, oracle, run_prefix, view_of
 from tq_hf import TurboQuantConfig
 from tq_hf.config import PRESETS
@@ -69,8 +69,8 @@ WIDE_CASES = (
 """Heads and options that `prefix_attention` or flash attention does not take: a head at a time is dequantized."""
 
 
-def check_wide(case: Case, beside: bool, device: torch.device) -> None:
-    prefix = make_prefix_inputs(case, device, beside=beside)
+def check_wide(case: Case, beside: bool) -> None:
+    prefix = make_prefix_inputs(case, DEVICE, beside=beside)
     inputs, options = prefix.inputs, (case.causal, case.softcap, prefix.inputs.s_aux)
     out = dispatch.attend(inputs.query, view_of(prefix), inputs.mask, AttentionOptions(inputs.scaling, *options))
     assert out.dtype == case.dtype and out.is_contiguous()
@@ -78,8 +78,8 @@ def check_wide(case: Case, beside: bool, device: torch.device) -> None:
     assert relative_rms(out, oracle(inputs)) <= (1e-3 if case.dtype == torch.float16 else 1e-2)
 
 
-def check(case: Case, beside: bool, device: torch.device, **options: object) -> None:
-    prefix = make_prefix_inputs(case, device, beside=beside)
+def check(case: Case, beside: bool, **options: object) -> None:
+    prefix = make_prefix_inputs(case, DEVICE, beside=beside)
     out = run_prefix(prefix, **options)
     assert out.isfinite().all()
     assert relative_rms(out, oracle(prefix.inputs)) <= TOLERANCE[case.dtype]
@@ -88,12 +88,13 @@ def check(case: Case, beside: bool, device: torch.device, **options: object) -> 
 test_all_cases_in_the_interpreter = child(__file__)
 
 
-if INTERPRETED:
-    CPU = torch.device("cpu")
+@runs_kernels
+@pytest.mark.parametrize(("case", "beside"), CASES, ids=str)
+def test_agrees_with_fp64(case: Case, beside: bool) -> None:
+    check(case, beside, **({"splits": 1} if INTERPRETED else {}))
 
-    @pytest.mark.parametrize(("case", "beside"), CASES, ids=str)
-    def test_agrees_with_fp64(case: Case, beside: bool) -> None:
-        check(case, beside, CPU, splits=1)
+
+if INTERPRETED:
 
     @pytest.mark.parametrize(("case", "beside"), WIDE_CASES, ids=str)
     def test_wide_heads_are_dequantized_one_at_a_time(
@@ -103,25 +104,25 @@ if INTERPRETED:
             monkeypatch.setattr(dispatch.cpu_attention, name, None, raising=False)  # no torch
             monkeypatch.setattr(triton_blocks, f"supports_{name}", lambda *_: False)
         release_workspaces()
-        check_wide(case, beside, CPU)
-        scratch = current_workspace(CPU).nbytes
+        check_wide(case, beside)
+        scratch = current_workspace(DEVICE).nbytes
         assert scratch >= 2 * case.B * case.length * (case.Dk + case.Dv)
         assert scratch < 4 * case.B * case.length * (case.Dk + case.Dv) + 16 * case.B * case.S * case.Hq * case.Dv
 
     @pytest.mark.parametrize("splits", [2, 3, 7])
     def test_splits_merge_to_the_same(splits: int) -> None:
-        check(BASE.with_(s_aux=True, Hq=4, Hkv=1, S=21, mask="padding"), True, CPU, splits=splits)
+        check(BASE.with_(s_aux=True, Hq=4, Hkv=1, S=21, mask="padding"), True, splits=splits)
 
     @pytest.mark.parametrize("step", [64, 128])
     def test_any_number_of_rows_and_tokens_at_a_time_gives_the_same(step: int) -> None:
         from tq_kernels.prefix.launch import PrefixConfig
 
         for rows in (16, 128):
-            check(BASE.with_(Hkv=1), True, CPU, config=PrefixConfig(rows, step, 4, 1, None, 1))
+            check(BASE.with_(Hkv=1), True, config=PrefixConfig(rows, step, 4, 1, None, 1))
 
     @pytest.mark.parametrize("splits", [1, 3])
     def test_rows_that_attend_to_nothing_are_zero(splits: int) -> None:
-        prefix = make_prefix_inputs(BASE.with_(mask="full", B=2, Hkv=1, blocks=1), CPU, beside=True)
+        prefix = make_prefix_inputs(BASE.with_(mask="full", B=2, Hkv=1, blocks=1), DEVICE, beside=True)
         assert prefix.inputs.mask is not None
         prefix.inputs.mask[1, :, 3:9] = False
         out = run_prefix(prefix, splits=splits)
@@ -164,13 +165,13 @@ if INTERPRETED:
         assert called == [kernel]
 
     def test_blocks_out_of_use_are_never_read() -> None:
-        clean, other = (make_prefix_inputs(BASE.with_(capacity=6), CPU, beside=False) for _ in range(2))
+        clean, other = (make_prefix_inputs(BASE.with_(capacity=6), DEVICE, beside=False) for _ in range(2))
         for tensor in other.inputs.packed.tensors().values():
             tensor[:, :, BASE.blocks :] = -1
         assert torch.equal(run_prefix(clean), run_prefix(other))
 
     def test_expanded_mask_needs_no_copy() -> None:
-        prefix = make_prefix_inputs(BASE.with_(mask="padding", Hkv=1, blocks=1), CPU, beside=False)
+        prefix = make_prefix_inputs(BASE.with_(mask="padding", Hkv=1, blocks=1), DEVICE, beside=False)
         assert prefix.inputs.mask is not None
         expected = run_prefix(prefix)
         prefix.inputs.mask = prefix.inputs.mask.expand(-1, -1, BASE.S, -1)
@@ -178,15 +179,9 @@ if INTERPRETED:
 
 
 @gpu
-@pytest.mark.parametrize(("case", "beside"), CASES, ids=str)
-def test_agrees_with_fp64_on_a_gpu(case: Case, beside: bool) -> None:
-    check(case, beside, torch.device("cuda", 0))
-
-
-@gpu
 @pytest.mark.parametrize(("case", "beside"), WIDE_CASES, ids=str)
 def test_wide_heads_agree_with_fp64_on_a_gpu(case: Case, beside: bool) -> None:
-    check_wide(case, beside, torch.device("cuda", 0))
+    check_wide(case, beside)
 
 
 @gpu
@@ -208,7 +203,7 @@ def test_long_contexts_on_a_gpu(preset: str, S: int, padded: bool) -> None:
         residual=S + 41,
         residual_capacity=capacity,
     )
-    check(case.with_(mask="padding", causal=False) if padded else case, S > 128, torch.device("cuda", 0))
+    check(case.with_(mask="padding", causal=False) if padded else case, S > 128)
 
 
 @gpu
@@ -216,15 +211,13 @@ def test_nothing_is_compiled_while_a_cache_grows() -> None:
     from tq_kernels.prefix.attention import prefix_attention
     from tq_kernels.prefix.tiles import merge_splits
 
-    device = torch.device("cuda", 0)
-
     def compiled() -> list[int]:
         return [len(kernel.device_caches[0][0]) for kernel in (prefix_attention, merge_splits)]
 
     def grow(blocks: int, queries: int, residual: int) -> None:
         case = BASE.with_(blocks=blocks, S=queries, residual=residual, capacity=32, residual_capacity=256)
-        check(case, True, device, splits=1)
-        check(case, True, device, splits=2)
+        check(case, True, splits=1)
+        check(case, True, splits=2)
 
     grow(1, 17, 17)
     before = compiled()

@@ -9,7 +9,8 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu
-from tq_hf.ops.sampling import truncate, truncate_by_sort
+from tq_hf.ops.dispatch import truncate
+from tq_hf.ops.reference import truncate as truncate_by_sort
 
 OPTIONS = [(0, 0.9, 0.0), (5, 1.0, 0.0), (50, 0.7, 0.01), (10**6, 0.999, 0.0), (0, 1.0, 0.0), (0, 0.0, 0.0),
            (1, 0.5, 0.5), (9, 1.0, 1.0), (0, 0.4, 0.2), (3, 0.99, 0.0)]  # fmt: skip

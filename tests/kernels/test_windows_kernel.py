@@ -12,9 +12,11 @@ import torch
 from tq_kernels.prefix import windows as window_launch
 from tq_kernels.types import AttentionOptions, Sequences
 
+from tests.support.helpers import cumulative
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
-from tests.support.window_cases import CHUNKS, TOTALS, Requests, cumulative
-from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tests.support.window_cases import CHUNKS, TOTALS, Requests
+from tq_hf.ops.dispatch import windowed_step
+from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.ops.triton import pages as triton_pages
 from tq_hf.tensors.pages import LayerWindows
 

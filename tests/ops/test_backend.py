@@ -9,7 +9,7 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions
 
-from tests.support.helpers import assert_unchanged, snapshot
+from tests.support.helpers import assert_unchanged, relative_error, snapshot
 from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import reference
@@ -28,10 +28,6 @@ def states(tokens: int, device: str, seed: int = 0, dim: int = DIM) -> tuple[tor
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, HEADS, tokens, dim, generator=generator).half() for _ in range(2))
     return keys.to(device), values.to(device)
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,6 +9,7 @@ from test_tiled_attention import random, viewed
 from tq_kernels.types import AttentionOptions
 from transformers import DynamicCache
 
+from tests.support.helpers import relative_error
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_mask
@@ -19,10 +20,6 @@ from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace, release_workspaces
 
 CPU = torch.device("cpu")
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import types
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
-from transformers import LlamaConfig
+from transformers import CompileConfig, LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.reference import dequantize, encode
@@ -19,6 +22,24 @@ from tq_hf.tensors.residual import ring_parts
 
 CPU = torch.device("cpu")
 BLOCK = BlockLayout.tokens
+
+
+def slow(*values: Any) -> Any:
+    """A case that takes long, and whose parts other cases have."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def compile_config(backend: str = "eager", *, fullgraph: bool = True) -> CompileConfig:
+    """Compile on a CPU too, by default with no graph break allowed. "eager" runs a graph as Dynamo records it;
+    "aot_eager" makes its mutations functional first, which takes as long again."""
+    config = CompileConfig(fullgraph=fullgraph, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    """Sums of the first 0, 1, ... lengths, int32."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def states(

@@ -22,47 +22,27 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads this when it is imported, so tests that need the interpreter run in a child process with it set."""
 
 
-def _patch_interpreter() -> None:
-    """Mend what Triton's interpreter gets wrong in some versions; the kernels themselves run unchanged."""
-    import numpy as np
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-    splat = interpreter.InterpreterBuilder.create_splat
-
-    def patched(tensor: type, *scope: Any) -> None:
-        """3.5 (without a scope) and 3.6 take loop bounds from one-element arrays; NumPy 2.4 converts none."""
-        patch_tensor(tensor, *scope)
-        set_attribute = scope[0].set_attr if scope else setattr
-        set_attribute(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def create_splat(self: object, shape: object, handle: Any) -> Any:
-        """A scalar comparison is of dtype int32 (of what was compared): broadcast, it is a mask that 3.9 refuses."""
-        if handle.data.dtype == np.bool_:
-            handle = interpreter.TensorHandle(handle.data, interpreter.tl.int1)
-        return splat(self, shape, handle)
-
-    def create_clampf(self: object, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
-        """NaN is one of the bounds unless it is to be kept, as in a GPU's min and max; NumPy's clip always keeps it."""
-        data = np.fmin(np.fmax(x.data, low.data), high.data)
-        if propagate_nan == interpreter.tl.PropagateNan.ALL:
-            data = np.where(np.isnan(x.data), x.data, data)
-        return interpreter.TensorHandle(data, x.dtype.scalar)
-
-    interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_splat = create_splat
-    interpreter.InterpreterBuilder.create_clampf = create_clampf
-
-
 if INTERPRETED:
     pytest.importorskip("triton")
-    _patch_interpreter()
+    from tests.support import interpreter
+
+    interpreter.mend()
+    interpreter.hasten()
 
 
 def gpu(function: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that needs a GPU."""
     skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
     return pytest.mark.cuda(skip(function))
+
+
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+"""Where kernels run in this process."""
+
+
+def runs_kernels(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of kernels on `DEVICE`: in the interpreter, or on a GPU."""
+    return function if INTERPRETED else gpu(function)
 
 
 def child(file: str) -> Callable[[], None]:

@@ -10,6 +10,7 @@ import torch
 from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
 
+from tests.support.helpers import cumulative
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend, dispatch
 from tq_hf.tensors.pages import LayerPages, ring_pages
@@ -54,10 +55,6 @@ class Step:
     @property
     def config(self) -> TurboQuantConfig:
         return TurboQuantConfig.from_preset(self.preset, residual_length=self.residual, sink_tokens=self.sinks)
-
-
-def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def sequences_of(step: Step, past: tuple[int, ...], new: tuple[int, ...], block_table: torch.Tensor) -> Sequences:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from tq_kernels.types import AttentionOptions, Sequences
 
-from tests.support.helpers import states
+from tests.support.helpers import cumulative, states
+from tq_hf.ops.dispatch import windowed_step
 from tq_hf.ops.reference import attend
-from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.tensors.pages import LayerWindows
 
 HEADS, QUERY_HEADS, DIM, PAGES = 2, 6, 16, 64
@@ -22,10 +23,6 @@ CHUNKS = [
 ]
 """New tokens of four requests in six steps: prompts, single tokens, and windows that begin to slide in either."""
 TOTALS = [sum(column) for column in zip(*CHUNKS, strict=True)]
-
-
-def cumulative(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 class Requests:

@@ -21,8 +21,9 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 
 from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig
+from ..ops import dispatch
 from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
-from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
+from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
 from ..ops.workspace import Scratch, Workspace
 from .allocators import StateAllocator, StateSizes, TurboQuantAllocator, WindowAllocator, page_owners, paged_layers
 from .checks import check_positions
@@ -390,7 +391,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             if self._window_step is None or first:
                 sequences = windows_of(kwargs, own.index, windows)
                 self._window_step = plan_step(sequences, len(query), windows)
-            return windowed_step(query, key, value, windows, self._window_step, options, store=store)[None]
+            return dispatch.windowed_step(query, key, value, windows, self._window_step, options, store=store)[None]
         if self._sequences is None or first:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
         pages = self.allocator.pages[owner]

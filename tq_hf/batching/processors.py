@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
-from ..ops.sampling import truncate
+from ..ops.dispatch import truncate
 from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, RequestOptions
 
 OPTIONS = "options"

@@ -17,9 +17,9 @@ from ..codec import reference as codec_reference
 from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
-from ..tensors.pages import LayerPages
+from ..tensors.pages import LayerPages, LayerWindows, Singles, WindowStep
 from ..tensors.residual import write_rows
-from . import reference
+from . import reference, sliding_pages
 from .backend import MAX_FLASH_DIM, check_choice, say_torch_computes  # noqa: F401
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks
@@ -449,3 +449,74 @@ def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue)
     stays = (token < sinks) | (token >= length - ring)
     row = torch.where(token < sinks, ring + token, (token - sinks) % ring)
     pages.write_rows(request.rows, row[stays], (new[0][:, :, stays], new[1][:, :, stays]))
+
+
+@torch.compiler.disable
+def windowed_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: LayerWindows,
+    step: WindowStep,
+    options: AttentionOptions,
+    *,
+    store: bool = True,
+) -> torch.Tensor:
+    """Attend from every request's new tokens to the window before each of them, then store the new tokens.
+
+    Args:
+        query: `[T, Hq, D]`, T tokens of all requests.
+        key: `[T, Hkv, D]`.
+        value: `[T, Hkv, D]`.
+        windows: The layer's view of the pool, written in place.
+        step: Result of `sliding_pages.plan_step` for this step.
+        options: Causal and without biases.
+        store: Whether to store prompts. False if another layer with the same keys and values reads the windows later in
+            this step.
+
+    Returns:
+        `[T, Hq, D]` in the query's dtype, 0 for padding tokens.
+    """
+    singles = step.singles
+    if singles is not None and singles.tokens is None:
+        return _attend_windows(query, key, value, windows, singles, options)
+    out = torch.zeros_like(query)
+    if singles is not None:
+        ones = singles.tokens
+        out[ones] = _attend_windows(query[ones], key[ones], value[ones], windows, singles, options)
+    for prompt in step.prompts:
+        part = prompt.tokens
+        out[part] = sliding_pages.attend_prompt(query[part], key[part], value[part], windows, prompt, options)
+        if store:
+            sliding_pages.store_prompt(key[part], value[part], windows, prompt)
+    return out
+
+
+def _attend_windows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: LayerWindows,
+    singles: Singles,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Store the new tokens `[N, *, D]` of requests with one each, then attend to their windows: `[N, Hq, D]`."""
+    if triton_pages.supports_attend_windows(query, key, windows):
+        return triton_pages.attend_windows(query, key, value, windows, singles, options)
+    say_torch_computes("A sliding layer's decode step of a batch", query, query.shape[-1], value.shape[-1])
+    return sliding_pages.attend_windows(query, key, value, windows, singles, options)
+
+
+def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Set logits outside of `top_k`, then `top_p`, then `min_p` to -inf, as transformers' processors do.
+
+    The kept tokens are those of transformers, and all with the same logit as the least likely of them. transformers
+    keeps an arbitrary part of these under `top_p`.
+
+    Args:
+        scores: `[N, vocabulary]` float32, contiguous, overwritten.
+        top_k: `[N]` int32; 0 for all tokens.
+        top_p, min_p: `[N]` float32; 1 and 0 for all tokens.
+    """
+    backend = triton_blocks if triton_blocks.supports_states(scores) else reference
+    return backend.truncate(scores, top_k, top_p, min_p)

@@ -154,3 +154,19 @@ def rows_of(pages: LayerPages, request: Request, new: KeyValue) -> KeyValue:
         parts.insert(0, pages.sinks(request.rows[ring:], min(request.past, sinks)))
     keys, values = (torch.cat(states, 2) for states in zip(*parts, strict=True))
     return keys, values
+
+
+def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Set logits of tokens that may not be sampled to -inf, by a sort. See `dispatch.truncate`."""
+    vocabulary = scores.shape[1]
+    ordered, _ = scores.sort(-1, descending=True)
+    count = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary).long()
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, (count - 1)[:, None]), -torch.inf)
+    probabilities = ordered.softmax(-1)
+    # Add up from the least likely token on, as transformers does: small numbers first.
+    at_most = probabilities.flip(-1).cumsum(-1).flip(-1)
+    removed = at_most <= torch.where(top_p < 1, 1 - top_p, -1.0)[:, None]
+    removed |= (probabilities < min_p[:, None] * probabilities[:, :1]) | (ordered == -torch.inf)
+    removed[:, 0] = False
+    least = ordered.masked_fill(removed, torch.inf).amin(-1, keepdim=True)
+    return scores.masked_fill_(scores < least, -torch.inf)

@@ -13,9 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, Sequences
 
 from ..tensors.pages import LayerWindows, Place, Prompt, Singles, WindowStep
-from .backend import say_torch_computes
 from .cpu.attention import attend_buffer, attend_dense, supports_sdpa
-from .triton import pages as triton_pages
 
 WINDOW_BYTES = 256 << 20
 """Most bytes of scratch that a layer takes in torch."""
@@ -59,48 +57,7 @@ def _singles(
     return Singles(tokens, past.int(), sequences.block_table[request.clamp(max=count - 1)], windows)
 
 
-@torch.compiler.disable
-def windowed_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    windows: LayerWindows,
-    step: WindowStep,
-    options: AttentionOptions,
-    *,
-    store: bool = True,
-) -> torch.Tensor:
-    """Attend from every request's new tokens to the window before each of them, then store the new tokens.
-
-    Args:
-        query: `[T, Hq, D]`, T tokens of all requests.
-        key: `[T, Hkv, D]`.
-        value: `[T, Hkv, D]`.
-        windows: The layer's view of the pool, written in place.
-        step: Result of `plan_step` for this step.
-        options: Causal and without biases.
-        store: Whether to store prompts. False if another layer with the same keys and values reads the windows later in
-            this step.
-
-    Returns:
-        `[T, Hq, D]` in the query's dtype, 0 for padding tokens.
-    """
-    singles = step.singles
-    if singles is not None and singles.tokens is None:
-        return _attend_singles(query, key, value, windows, singles, options)
-    out = torch.zeros_like(query)
-    if singles is not None:
-        ones = singles.tokens
-        out[ones] = _attend_singles(query[ones], key[ones], value[ones], windows, singles, options)
-    for prompt in step.prompts:
-        part = prompt.tokens
-        out[part] = _attend_prompt(query[part], key[part], value[part], windows, prompt, options)
-        if store:
-            _store_prompt(key[part], value[part], windows, prompt)
-    return out
-
-
-def _attend_singles(
+def attend_windows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -109,9 +66,6 @@ def _attend_singles(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Store the new tokens `[N, *, D]`, then attend to the windows: `[N, Hq, D]`."""
-    if triton_pages.supports_attend_windows(query, key, windows):
-        return triton_pages.attend_windows(query, key, value, windows, singles, options)
-    say_torch_computes("A sliding layer's decode step of a batch", query, query.shape[-1], value.shape[-1])
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]
     # Count the gathered rows twice: torch makes as much again of them.
@@ -133,7 +87,7 @@ def _attend_singles(
     return out.masked_fill(~singles.exists[:, None, None], 0)
 
 
-def _attend_prompt(
+def attend_prompt(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -172,7 +126,7 @@ def _attend_prompt(
     return torch.cat(parts)
 
 
-def _store_prompt(key: torch.Tensor, value: torch.Tensor, windows: LayerWindows, prompt: Prompt) -> None:
+def store_prompt(key: torch.Tensor, value: torch.Tensor, windows: LayerWindows, prompt: Prompt) -> None:
     """Store the newest of the new tokens `[n, Hkv, D]`."""
     stored, end = min(len(key), windows.window), prompt.past + len(key)
     windows.write(*_place(windows, prompt, end - stored, end), key[len(key) - stored :], value[len(key) - stored :])

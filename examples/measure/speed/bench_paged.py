@@ -18,8 +18,8 @@ from examples.measure.speed.benchmark import captured, read_gigabytes_per_second
 from tq_hf.batching.geometry import TableShape
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend
-from tq_hf.ops.dispatch import paged_step
-from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.ops.dispatch import paged_step, windowed_step
+from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.tensors.pages import LayerPages, LayerWindows
 
 WINDOWS = {

@@ -179,12 +179,6 @@ def claim(claims, without_share, jobs):
 
 
 @triton.jit
-def dense_slots(SINKS: tl.constexpr, RING: tl.constexpr):
-    """Most dense jobs of a stream over pages."""
-    return (SINKS + RING + DENSE_TOKENS - 1) // DENSE_TOKENS
-
-
-@triton.jit
 def packed_of(packed_blocks, sequence, count):
     """Number of blocks of sequences that are read packed; 0 from `count` on."""
     return tl.load(packed_blocks + sequence, mask=sequence < count, other=0)

@@ -32,6 +32,7 @@ if HAS_TRITON:
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
+    from tq_kernels.sampling import truncate as truncate_by_search
 
 R = TypeVar("R")
 T = TypeVar("T", LayerTensors, LayerPages)
@@ -354,3 +355,9 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
         token=token,
         append=None if token is None else append,
     )
+
+
+@explains_failures
+def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Set logits of tokens that may not be sampled to -inf, by a search. See `dispatch.truncate`."""
+    return truncate_by_search(scores, top_k, top_p, min_p)
