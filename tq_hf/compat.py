@@ -3,6 +3,7 @@ tested versions, inference mode and autocast. `tq_kernels.common.device` does th
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -242,7 +243,12 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
     After an operation that no graph can hold, `CUDAGraph::capture_end` raises before its cleanup (torch 2.9 to 2.12;
     later versions clean up more). Without this context the current stream would stay that of the capture, the allocator
     would return no cached memory, and random numbers would raise until another capture succeeds.
+
+    Meanwhile no garbage is collected: that might free the memory pool of an older engine, and torch aborts the process
+    if a pool is freed while another is allocated to.
     """
+    collects = gc.isenabled()
+    gc.disable()
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         try:
             yield
@@ -256,6 +262,9 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     torch.zeros(1, device=device)
             raise
+        finally:
+            if collects:
+                gc.enable()
 
 
 def capture_failure(error: RuntimeError) -> str:

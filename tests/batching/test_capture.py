@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -190,7 +191,10 @@ def test_a_capture_that_torch_leaves_open_is_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: events.append(("release", *args)), raising=False)
     with pytest.raises(RuntimeError, match="host"), compat.ending_failed_capture(torch.device("cpu", 0), (0, 7)):
+        events.append(("collects", gc.isenabled()))
         raise RuntimeError("The host reads")
+    # Garbage may be a memory pool, which must not be freed while another is captured into.
+    assert events.pop(0) == ("collects", False) and gc.isenabled()
     ended = [("end", 0, (0, 7)), ("release", 0, (0, 7)), ("graph",), "captured"]
     assert events == [*(ended if is_open else []), "the caller's"]
 

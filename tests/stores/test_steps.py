@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from tests.support.helpers import rows, states
+from tests.support.recorded_graph import RecordedGraph
 from tq_hf import TurboQuantConfig
+from tq_hf.layers import dense as dense_module
 from tq_hf.layers.compressed import TurboQuantLayer
 from tq_hf.layers.dense import PreallocatedLayer
 from tq_hf.layers.rollback import take_back
+from tq_hf.stores import store as store_module
 
 DIM, LENGTH, ROOM = 32, 300, 340
 
@@ -91,3 +94,22 @@ def test_a_step_that_does_not_fit_changes_nothing() -> None:
     assert int(layer.get_seq_length()) == 20
     layer.update(*rows(pair, 20, 24))
     assert int(layer.get_seq_length()) == 24
+
+
+def test_a_captured_step_that_is_not_compiled_reads_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler may give up, after too many shapes: the host does not know the count then, and may not read it."""
+    pair = states(0, 1, 2, 60, DIM)
+    for layer in (TurboQuantLayer(TurboQuantConfig(), ROOM), PreallocatedLayer(ROOM)):
+        layer.activate_past_recording()
+        layer.update(*rows(pair, 0, 18))
+        layer.update(*rows(pair, 18, 20))
+        take_back([layer], torch.tensor(2))  # after which the host does not know the count
+        for room in (store_module, dense_module):
+            monkeypatch.setattr(room, "is_capturing", lambda: True)
+        with RecordedGraph():  # which refuses reads
+            if isinstance(layer, TurboQuantLayer):
+                layer.store.append(*rows(pair, 18, 23))
+            else:
+                layer.update(*rows(pair, 18, 23))
+        monkeypatch.undo()
+        assert int(layer.get_seq_length()) == 23

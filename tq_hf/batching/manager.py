@@ -8,13 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from transformers import (
-    CompileConfig,
-    ContinuousBatchingConfig,
-    ContinuousBatchingManager,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
@@ -37,7 +31,7 @@ from .linear import LinearLayers, StateOffloading
 from .options import RequestOptions, options_of, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions
 from .requests import AnswerRouter, Detokenizer, WakeUp, named, one_line, scheduler_class
-from .runner import TurboQuantModelRunner
+from .runner import TurboQuantModelRunner, compile_config_of
 
 logger = logging.get_logger(__name__)
 
@@ -168,14 +162,6 @@ def _packed_width(decoder: PreTrainedConfig) -> int:
     return find_head_dim(layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0]))
 
 
-def _compile_config(level: int) -> CompileConfig | None:
-    """Compile options of steps with one token per request, equal to transformers' for a `default_compile_level`."""
-    if level == 0:
-        return None
-    mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"
-    return CompileConfig(mode=mode, fullgraph=False, dynamic=level <= 2)
-
-
 class TurboQuantBatchingManager(ContinuousBatchingManager):
     """Manager that generates answers to many requests, with cached tokens in packed pages.
 
@@ -269,7 +255,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.output_router = AnswerRouter()
         self._wake_up_loop = WakeUp(self._work_ahead)
         resolved = self.continuous_batching_config
-        resolved.decode_compile_config = requested.decode_compile_config or _compile_config(
+        resolved.decode_compile_config = requested.decode_compile_config or compile_config_of(
             requested.default_compile_level
         )
         resolved.max_blocks_per_request = requested.max_blocks_per_request

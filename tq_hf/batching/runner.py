@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer, stream_context
@@ -55,6 +56,14 @@ def _holding(lock: threading.Lock, function: Callable) -> Callable:
             return function(*arguments)
 
     return call
+
+
+def compile_config_of(level: int) -> CompileConfig | None:
+    """Compile options of steps with one token per request, equal to transformers' for a `default_compile_level`."""
+    if level == 0:
+        return None
+    mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"
+    return CompileConfig(mode=mode, fullgraph=False, dynamic=level <= 2)
 
 
 class BackgroundCompile(threading.Thread):

@@ -13,7 +13,7 @@ import torch
 from tq_kernels.types import KeyValue
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from ..compat import outside_inference_mode
+from ..compat import is_capturing, outside_inference_mode
 from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import check_room
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
@@ -87,7 +87,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         """
         tokens = key_states.shape[-2]
         is_step = self.takes_step(tokens)
-        if is_step and torch.compiler.is_compiling():
+        if is_step and (torch.compiler.is_compiling() or (self.num_tokens is None and is_capturing())):
             self.num_tokens = None
             return super().update(key_states, value_states, *args, **kwargs)
         check_rows(self)

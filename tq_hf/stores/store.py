@@ -32,7 +32,7 @@ import torch
 from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks, PendingToken
 
-from ..compat import mark_static_addresses, outside_inference_mode
+from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
@@ -286,7 +286,7 @@ class LayerStore:
         if self.pending.states is not None or self._deferred is not None:
             self.settle(wait=False)
         past = None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self.num_held is None and is_capturing()):
             self.num_held = None
         else:
             past = int(self.length) if self.num_held is None else self.num_held
