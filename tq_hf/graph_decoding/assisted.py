@@ -290,6 +290,17 @@ def _check_layers(model: Any, cache: TurboQuantCache) -> None:
         )
 
 
+def check_room_for_drafts(tokens: int, drafts: Drafts, cache: TurboQuantCache) -> None:
+    """Raise a `ValueError` if a cache that may reach `tokens` tokens has no room for the drafts of its last step."""
+    assert cache.preallocated_for is not None
+    if tokens + drafts.number > cache.preallocated_for:
+        raise ValueError(
+            f"This call may reach {tokens} tokens in the cache, and the last step appends up to {drafts.number} drafts "
+            f"that do not stay, but `max_cache_len` is {cache.preallocated_for}. Make the cache with "
+            f"`max_cache_len={tokens + drafts.number}`."
+        )
+
+
 def speculative_sample(
     drafts: torch.Tensor, draft_probabilities: torch.Tensor, probabilities: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,17 +372,12 @@ class AssistedLoop(Loop):
 
     def __init__(self, drafts: Drafts, *arguments: Any) -> None:
         super().__init__(*arguments)
-        assert self.max_length is not None and self.cache.preallocated_for is not None
+        assert self.max_length is not None
         self.drafts, self.tokens, self.longest = drafts, drafts.number + 1, self.max_length
         self.counts: list[int] = []
         """Number of accepted tokens of each step that was read."""
-        needed = self.max_length - self.length + self.cached + drafts.number
-        if needed > self.cache.preallocated_for:
-            raise ValueError(
-                f"This call may reach {needed - drafts.number} tokens in the cache, and the last step appends up to "
-                f"{drafts.number} drafts that do not stay, but `max_cache_len` is {self.cache.preallocated_for}. Make "
-                f"the cache with `max_cache_len={needed}`."
-            )
+        # Of a pruned cache, or of one whose prompt was embeddings, the number of tokens is known after the prompt only.
+        check_room_for_drafts(self.max_length - self.length + self.cached, drafts, self.cache)
         self.flags = LateFlags(self.prompt.device, self.tokens + 1, self._receive)
         if not self.selects_in_graph or self.other_criteria:
             self.flags.lag = 0  # both read the tokens so far on the host

@@ -20,7 +20,7 @@ from ..compat import (
 )
 from ..layers.base import FullAttentionLayer
 from ..layers.dense import PreallocatedSlidingLayer
-from .assisted import AssistedLoop, drafts_of
+from .assisted import AssistedLoop, check_room_for_drafts, drafts_of
 from .loop import Loop
 
 
@@ -41,9 +41,9 @@ def graph_decoding(
     ```
 
     One sequence can be decoded with drafts: `prompt_lookup_num_tokens=k`, or `assistant_model=`, a smaller model of the
-    same vocabulary that gets a preallocated cache of its own. A step checks up to 15 drafts. It has 5 of an assistant
-    where `num_assistant_tokens` is transformers' default of 20, which only transformers' own loop ends at unlikely
-    drafts.
+    same vocabulary (load it with `attn_implementation="turboquant"`, too). The assistant gets a preallocated cache of
+    its own, which is freed with this one. A step checks up to 15 drafts. It has 5 of an assistant where
+    `num_assistant_tokens` is transformers' default of 20, which only transformers' own loop ends at unlikely drafts.
 
     Args:
         model: A decoder with `attn_implementation="turboquant"`. Other implementations work, but read dense states.
@@ -74,6 +74,8 @@ def graph_decoding(
     cache = _check(model, generation_config, model_kwargs, arguments)
     drafts = drafts_of(model, cache, input_ids, generation_config, arguments)
     if drafts is not None:
+        if input_ids.shape[1] and not int(cache.get_seq_length()) and stopping_criteria.max_length is not None:
+            check_room_for_drafts(stopping_criteria.max_length, drafts, cache)
         cache.activate_past_recording()
     if stop_strings is not None:
         stop = _stop_at(stop_strings, arguments["tokenizer"])
