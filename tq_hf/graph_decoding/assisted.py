@@ -376,7 +376,7 @@ class AssistedLoop(Loop):
         self.drafts, self.tokens, self.longest = drafts, drafts.number + 1, self.max_length
         self.counts: list[int] = []
         """Number of accepted tokens of each step that was read."""
-        # Of a pruned cache, or of one whose prompt was embeddings, the number of tokens is known after the prompt only.
+        # After the prompt, because only then the length of a pruned cache, or of embeddings, is known.
         check_room_for_drafts(self.max_length - self.length + self.cached, drafts, self.cache)
         self.flags = LateFlags(self.prompt.device, self.tokens + 1, self._receive)
         if not self.selects_in_graph or self.other_criteria:
