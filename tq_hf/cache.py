@@ -40,6 +40,7 @@ from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
 from .ops.dispatch import check_choice
 from .saving.cache_file import load_cache, save_cache
+from .stores.sizes import STEP_TOKENS
 from .tensors.sinks import Padding
 
 logger = logging.get_logger(__name__)
@@ -194,7 +195,9 @@ class TurboQuantCache(DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. The cache is unchanged then.
         """
-        if torch.compiler.is_compiling() and not self._is_traceable(layer_idx, key_states.shape[2]):
+        if torch.compiler.is_compiling() and not (
+            key_states.shape[2] <= STEP_TOKENS and self._is_traceable(layer_idx, key_states.shape[2])
+        ):
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx >= len(self.layers):
             raise ValueError(

@@ -372,7 +372,7 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store.take_steps_of(STEP_TOKENS)
 
     def takes_step(self, tokens: int) -> bool:
-        return tokens == 1 or (self.store is not None and self.store.takes_step(tokens))
+        return tokens == 1 or (self.record_past and self.store is not None and self.store.takes_step(tokens))
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Number of tokens; for a preallocated cache a tensor on its device, as in transformers' static layers."""

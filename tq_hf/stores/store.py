@@ -319,7 +319,7 @@ class LayerStore:
         """Several tokens after `past` others, or a first one: they are copied to the sinks and to the residual."""
         (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
         if padding is not None:
-            states, order, _ = padding.exchanged(states, self.tensors, self.counts)
+            states, order, _ = self.tensors.exchanged(states, self.counts, padding)
             self.tensors = self.tensors.with_order(order)
         to_sinks = count_sinks(self.config, tokens, sinks, past)
         for buffer, part in zip(self.tensors.sinks, states, strict=True):
@@ -342,7 +342,7 @@ class LayerStore:
         from copies in another order."""
         view, order, real = self._view(past, states[0].shape[2], states), self.tensors.order, None
         if padding is not None:
-            states, order, real = padding.exchanged(states, self.tensors, self.counts)
+            states, order, real = self.tensors.exchanged(states, self.counts, padding)
         if defer and self.config.balance and not self.scales_are_fixed and not self.counts.blocks:
             self._deferred = states, order, real
         else:

@@ -13,9 +13,10 @@ from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks, PendingToken
 
+from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from .residual import ring_parts, write_token
-from .sinks import SinkOrder
+from .sinks import Padding, SinkOrder
 
 
 @lru_cache
@@ -121,6 +122,30 @@ class LayerTensors:
         sinks, ring = ((function(keys), function(values)) for keys, values in (self.sinks, self.ring))
         order = None if self.order is None else self.order.map(function)
         return LayerTensors(self.config, self.blocks.map(function), sinks, ring, order)
+
+    @outside_inference_mode
+    def exchanged(
+        self, states: KeyValue, counts: Counts, padding: Padding
+    ) -> tuple[KeyValue, SinkOrder | None, torch.Tensor | None]:
+        """Let real tokens take the places of padding among the sinks, which are written in place, and among new
+        `states`, keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` after the tokens of `counts`.
+
+        Returns:
+            The states in the order of the store; that order; which of them are not padding, `[B, S]` bool, `None` if
+            unknown.
+        """
+        held, past, sinks, device = self.order, counts.tokens, self.config.sink_tokens, states[0].device
+        length = past + states[0].shape[2]
+        if padding.mask.shape[0] != self.batch_size or padding.mask.shape[1] < length:
+            return states, held, None
+        order, real = held, padding.mask[:, :length].to(device)
+        if 0 < sinks < length:
+            order = padding.order(held, past, length, sinks, device)
+        if order is None:
+            return states, None, real[:, past:]
+        if order is not held:
+            states = order.exchanged(self.with_sinks(counts.sinks).sinks, states, past)
+        return states, order, order.swapped(real, 1)[:, past:]
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""

@@ -10,15 +10,11 @@ A padding mask only says which tokens are worth being sinks. Whatever it says, n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from tq_kernels.types import KeyValue
 
-from ..compat import changes_of, outside_inference_mode
-
-if TYPE_CHECKING:
-    from .layer import Counts, LayerTensors
+from ..compat import changes_of
 
 
 class SinkOrder:
@@ -112,10 +108,6 @@ def check_index(index: torch.Tensor, length: int) -> None:
         raise ValueError("has `sink_index` that is no order of its tokens: damaged.")
 
 
-Exchanged = tuple[KeyValue, SinkOrder | None, torch.Tensor | None]
-"""States in the order of the store; that order; which of them are not padding, `[B, S]` bool, `None` if unknown."""
-
-
 class Padding:
     """Padding of a call of the model, and the orders that follow from it: layers that hold the same share one.
 
@@ -163,20 +155,3 @@ class Padding:
         if not any_missing or (held is not None and not end):
             return held
         return SinkOrder(torch.where(found, token, index), max(end, sinks if held is None else held.end))
-
-    @outside_inference_mode
-    def exchanged(self, states: KeyValue, tensors: LayerTensors, counts: Counts) -> Exchanged:
-        """Let real tokens take the places of padding among the sinks of `tensors`, which are written in place, and
-        among new `states`, keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` after the tokens of `counts`."""
-        held, past, sinks, device = tensors.order, counts.tokens, tensors.config.sink_tokens, states[0].device
-        length = past + states[0].shape[2]
-        if self.mask.shape[0] != tensors.batch_size or self.mask.shape[1] < length:
-            return states, held, None
-        order, real = held, self.mask[:, :length].to(device)
-        if 0 < sinks < length:
-            order = self.order(held, past, length, sinks, device)
-        if order is None:
-            return states, None, real[:, past:]
-        if order is not held:
-            states = order.exchanged(tensors.with_sinks(counts.sinks).sinks, states, past)
-        return states, order, order.swapped(real, 1)[:, past:]

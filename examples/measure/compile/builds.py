@@ -181,14 +181,14 @@ def build_preallocated_append(
     tile = tile_of(stored)
     config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     halves = [(dim, stored, tile, own, LEVELS[own], config.k_step) for own in bits]
-    constants = (*halves[0], *halves[1], MATRIX[dtype], on.asm)
+    constants = (*halves[0], *halves[1], MATRIX[dtype], on.asm, 1)
     states = [f"*{dtype}"]
     types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
     if not rotates:
-        return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 11], constants, arch, **options)
+        return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 14], constants, arch, **options)
     overlaps = plan(arch, *bits, dim=dim).rotate_constants[-1]
-    types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 18]
+    types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
     constants += (config.warps, overlaps)
     return build(append_and_rotate, types, constants, arch, **options)
 
