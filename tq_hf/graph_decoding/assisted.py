@@ -26,7 +26,7 @@ from ..compat import CACHE_NAME, as_input, longer_inputs, mark_static_shape, out
 from ..layers.base import FullAttentionLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
-from .loop import WARM_UP, Loop, latest_steps, tensors_of
+from .loop import Loop, latest_steps, tensors_of
 from .step import LateFlags, Masks, map_masks, mask_tensors
 
 MOST_DRAFTS = STEP_TOKENS - 1
@@ -433,13 +433,7 @@ class AssistedLoop(Loop):
 
     def _advance(self, step: Any) -> None:
         """Run one step."""
-        if step.graph is None and self.captures and step.warm >= WARM_UP:
-            self._capture(step)
-        if step.graph is None:
-            self._run(step)
-            step.warm += 1
-        else:
-            step.graph.replay()
+        self._run_or_replay(step)
         if not self.selects_in_graph:
             self._verify(step)
 
@@ -507,9 +501,7 @@ class AssistedLoop(Loop):
 
     def _ended(self, step: AssistedTensors) -> bool:
         """Record the step that has run. Returns whether the sequence is known to have ended."""
-        for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
-            if every is not None and tensor is not None:
-                every.append(tensor.clone())
+        self._keep_scores(step)
         ended = self.flags.record(step.unfinished, step.accepted)
         return self._stops(step) or ended
 
@@ -525,9 +517,8 @@ class AssistedLoop(Loop):
         """Ask criteria other than the end-of-sequence token and the length, token by token; the step must be read."""
         if not self.other_criteria:
             return False
-        scores = None
         for length in range(self.length - self.counts[-1] + 1, self.length + 1):
-            if bool(self.other_criteria(step.history[:, :length], scores).any()):
+            if bool(self.other_criteria(step.history[:, :length], None).any()):
                 take_back((*self.layers, *step.drafts.layers), step.at - length)
                 step.at.fill_(length)
                 self.counts[-1] -= self.length - length

@@ -131,19 +131,30 @@ class Loop:
 
     def _advance(self, step: StepTensors) -> None:
         """Generate one more token per sequence."""
-        if step.graph is None and self.captures and step.warm >= WARM_UP:
-            self._capture(step)
-        if step.graph is None:
-            self._run(step)
-            step.warm += 1
-        else:
-            step.graph.replay()
+        if self._run_or_replay(step):
             for layer in self.layers:
                 layer.count_replayed(self.cached + 1)
         self.cached += 1
         if not self.selects_in_graph:
             assert step.logits is not None
             self._select(step, step.logits)
+
+    def _run_or_replay(self, step: Any) -> bool:
+        """Run a step, captured once it is warm. Returns whether its graph was replayed."""
+        if step.graph is None and self.captures and step.warm >= WARM_UP:
+            self._capture(step)
+        if step.graph is None:
+            self._run(step)
+            step.warm += 1
+            return False
+        step.graph.replay()
+        return True
+
+    def _keep_scores(self, step: Any) -> None:
+        """Keep the logits and scores of the step that has run, if they are returned."""
+        for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
+            if every is not None and tensor is not None:
+                every.append(tensor.clone())
 
     def _capture(self, step: StepTensors) -> None:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -204,9 +215,7 @@ class Loop:
     def _ends(self, step: StepTensors) -> bool:
         """Record the step that has run. Returns whether all sequences are known to have ended."""
         self.length += 1
-        for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
-            if every is not None and tensor is not None:
-                every.append(tensor.clone())
+        self._keep_scores(step)
         if self.other_criteria:
             scores = None if self.scores is None else tuple(self.scores)
             step.unfinished.logical_and_(~self.other_criteria(step.history[:, : self.length], scores))
