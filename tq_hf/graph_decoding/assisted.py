@@ -27,7 +27,7 @@ from ..layers.base import FullAttentionLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
 from .loop import Loop, latest_steps, tensors_of
-from .step import LateFlags, Masks, map_masks, mask_tensors
+from .step import LateFlags, Masks, check_inputs, map_masks, mask_tensors
 
 MOST_DRAFTS = STEP_TOKENS - 1
 """Most drafts of a step: with the token before them, as many tokens as the decode kernel takes."""
@@ -63,7 +63,6 @@ class StepInputs:
         self.constants = first
         self.offsets = None if positions is None else positions - cached
         column = torch.full((1,), cached, device=ids.device)
-        unknown = [name for name, x in first.items() if isinstance(x, torch.Tensor) and "token_type" not in name]
         self.open: Masks = None
         """Masks `[1, 1, 1, columns]` bool of padding. Which columns of new tokens a query attends to follows from the
         number of tokens in the cache, so these are open here."""
@@ -72,13 +71,7 @@ class StepInputs:
             self.open = map_masks(lambda mask: _opened(mask, cached + tokens), self.masks)
             made = mask_tensors(self._masks(column))
             continues = all(torch.equal(_allowed(x), _allowed(y)) for x, y in zip(given, made, strict=True))
-        if not continues:
-            unknown.append("an attention mask that is not causal")
-        if unknown:
-            raise ValueError(
-                f"{type(model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot "
-                "continue. Leave out `custom_generate`."
-            )
+        check_inputs(model, first, [] if continues else ["an attention mask that is not causal"])
 
     @property
     def shapes(self) -> list[Any]:

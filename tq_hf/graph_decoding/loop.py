@@ -38,7 +38,7 @@ from ..compat import (
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
-from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, unmask_newest
+from .step import LateFlags, Masks, StepTensors, check_inputs, map_masks, mask_tensors, unmask_newest
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,
@@ -229,16 +229,9 @@ class Loop:
         for name in ("input_ids", CACHE_NAME):
             first.pop(name)
         positions, masks = first.pop("position_ids", None), first.pop("attention_mask", None)
-        unknown = [
-            name for name, value in first.items() if isinstance(value, torch.Tensor) and "token_type" not in name
-        ]
-        if any(mask.dim() != 4 for mask in mask_tensors(masks)):
-            unknown.append("an attention mask of another shape than [batch, heads, queries, columns]")
-        if unknown:
-            raise ValueError(
-                f"{type(self.model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot "
-                "continue. Leave out `custom_generate`."
-            )
+        is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
+        other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
+        check_inputs(self.model, first, other)
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
         step: Any = latest_steps.get(self.cache)

@@ -47,6 +47,17 @@ class StepTensors:
     warm: int = 0
 
 
+def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
+    """Raise a `ValueError` if a step has inputs that change in a way that is not known: tensors among `inputs`, those
+    of positions, masks and tokens taken out, and whatever `other` names."""
+    unknown = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and "token_type" not in name]
+    if unknown := unknown + other:
+        raise ValueError(
+            f"{type(model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot continue. "
+            "Leave out `custom_generate`."
+        )
+
+
 def mask_tensors(masks: Masks) -> list[torch.Tensor]:
     """List the masks."""
     every = masks.values() if isinstance(masks, dict) else [masks]
