@@ -37,7 +37,9 @@ def cache_name(name: str) -> str:
 def source(record: dict[str, Any]) -> str:
     """Where a table's numbers come from."""
     versions = record["versions"]
-    made_by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
+    made_by = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "triton", "transformers", "vllm") if name in versions
+    )
     place = ", ".join(filter(None, (record["device"], record.get("dtype"))))
     return f"\n`{record['command']}` on {place}, {made_by}, {record['date']}.\n"
 

@@ -38,7 +38,7 @@ def trace_row(row: dict[str, Any]) -> list[str]:
         speed += f" ({row['unfinished']} unfinished)"
     flight = f"{row['in_flight_most']} / {row['in_flight_mean']:.0f}" if "in_flight_most" in row else "–"
     times = [milliseconds(row, "first_token_s", 1, ".2f") + " s", milliseconds(row, "per_token_s", 1e3, ".1f") + " ms"]
-    memory = f"{row['cache_bytes'] / GIB:.2f} GiB"
+    memory = f"{row['cache_bytes'] / GIB:.2f} GiB" if "cache_bytes" in row else "–"
     if "peak_bytes_beyond_weights" in row:
         memory += f" of {row['peak_bytes_beyond_weights'] / GIB:.2f}"
     room = f"{row['cache_tokens']:,}"
@@ -69,6 +69,10 @@ def serve(record: dict[str, Any]) -> str:
         text += f"{asked['requests']} requests, prompts of {' tokens, answers of '.join(lengths)}:\n\n"
         headings = ["engine", "arrivals", "tokens/s", "first token, p50 / p99", "per token, p50 / p99"]
         text += table([*headings, "in flight, most / mean", "room for tokens (stock flash 1×)", "pages"], traces)
+    starts = {cache_name(row["engine"]): row["start_s"] for row in rows if "start_s" in row}
+    if starts:
+        text += "\nSeconds from the start of the process to the first request: "
+        text += ", ".join(f"{engine} {seconds:.0f}" for engine, seconds in starts.items()) + ".\n"
     return text + note(record) + source(record)
 
 

@@ -136,6 +136,32 @@ def assisted(record: dict[str, Any]) -> str:
     return table(headings, rows) + note(record) + source(record)
 
 
+def drafts(record: dict[str, Any]) -> str:
+    """Tokens with drafts that are those of plain decoding, and how nearly the others tie."""
+    rows = [
+        [
+            row["dtype"],
+            f"`{row['way']}`",
+            row["kind"],
+            f"{row['tokens_per_call']:.2f}",
+            f"{row['equal']:,}",
+            f"{len(row['gaps'])} of {row['passages']}",
+            f"{max(row['gaps']):.3f}" if row["gaps"] else "–",
+        ]
+        for row in record["rows"]
+    ]
+    headings = [
+        "dtype",
+        "loop",
+        "4 drafts by",
+        "tokens a call",
+        "equal tokens",
+        "answers that part",
+        "largest gap there",
+    ]
+    return table(headings, rows) + note(record) + source(record)
+
+
 def share(value: float | None) -> str:
     """A share in percent, or a dash if nothing was asked."""
     return "–" if value is None else f"{value:.1%}"
@@ -390,6 +416,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "cards": cards,
     "compile_matrix": compile_matrix,
     "cpu": cpu,
+    "drafts": drafts,
     "generate": generate,
     "models": models,
     "kernels": kernels,
@@ -403,5 +430,6 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "replicas": replicas,
     "serve": serve,
     "trellis": trellis,
+    "vllm": serve,
 }
 """By the part of a results file's name that comes before the device or the model."""

@@ -275,19 +275,41 @@ def traced(model: PreTrainedModel, engine: Engine, requests: list[Request], argu
         return row | ({"unfinished": outcome.unfinished} if outcome.unfinished else {})
 
 
+def step_of(results: list[Any], prompt_tokens: int) -> dict[str, Any]:
+    """Time of a step while all requests are in flight, and the speed of reading their prompts."""
+    begin, end = max(r.timestamps[0] for r in results), min(r.timestamps[-1] for r in results)
+    last = max(results, key=lambda result: result.timestamps[0])
+    within = [stamp for stamp in last.timestamps if begin <= stamp <= end]
+    if len(within) < 2:
+        return {"error": "the first answers ended before the last prompt was read"}
+    start = min(result.created_time for result in results)
+    return {
+        "ms_per_step": 1e3 * (within[-1] - within[0]) / (len(within) - 1),
+        "steps": len(within) - 1,
+        "prompt_tokens_per_second": prompt_tokens / (begin - start),
+    }
+
+
+def decode_requests(
+    batch: int, context: int, vocabulary: int, arguments: argparse.Namespace, batch_tokens: int | None
+) -> list[Request]:
+    """Requests of `context` tokens that are all in flight for `arguments.steps` steps."""
+    generator = random.Random(arguments.seed)
+    # Early prompts are answered while later ones are read, a step for each `max_batch_tokens` (by default 8192).
+    new = arguments.steps + math.ceil(batch * context / (batch_tokens or 8192)) + batch // 8 + 8
+    return [Request(random_prompt(generator, context, vocabulary), new) for _ in range(batch)]
+
+
 def decoded(
     model: PreTrainedModel, engine: Engine, batch: int, context: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The row of an engine with `batch` requests of `context` tokens in flight."""
-    vocabulary, generator = model.config.get_text_config().vocab_size, random.Random(arguments.seed)
-    prompts = [random_prompt(generator, context, vocabulary) for _ in range(batch)]
-    # Early prompts are answered while later ones are read, a step for each `max_batch_tokens` (by default 8192).
-    new = arguments.steps + math.ceil(batch * context / (engine.batch_tokens or 8192)) + batch // 8 + 8
-    requests = [Request(prompt, new) for prompt in prompts]
+    vocabulary = model.config.get_text_config().vocab_size
+    requests = decode_requests(batch, context, vocabulary, arguments, engine.batch_tokens)
     with session(model, engine, requests, arguments.cache_tokens) as manager:
         row: dict[str, Any] = held(manager)
         # A token more for each request, for pages that are not full.
-        if row["cache_tokens"] < batch * (context + new):
+        if row["cache_tokens"] < batch * (context + requests[0].new):
             return row | {"error": f"room for {row['cache_tokens']:,} tokens"}
         warm_up(manager, vocabulary)
         row["warm_up_s"] = manager.warm_up_s
@@ -295,17 +317,7 @@ def decoded(
             torch.cuda.reset_peak_memory_stats()
         results = [result for _, result in serve(manager, requests).results]
         row |= peak(model)
-    begin, end = max(r.timestamps[0] for r in results), min(r.timestamps[-1] for r in results)
-    last = max(results, key=lambda result: result.timestamps[0])
-    within = [stamp for stamp in last.timestamps if begin <= stamp <= end]
-    if len(within) < 2:
-        return row | {"error": "the first answers ended before the last prompt was read"}
-    start = min(result.created_time for result in results)
-    return row | {
-        "ms_per_step": 1e3 * (within[-1] - within[0]) / (len(within) - 1),
-        "steps": len(within) - 1,
-        "prompt_tokens_per_second": batch * context / (begin - start),
-    }
+    return row | step_of(results, batch * context)
 
 
 def static(model: PreTrainedModel, config: TurboQuantConfig, batch: int, context: int) -> dict[str, Any]:
