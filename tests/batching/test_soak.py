@@ -153,6 +153,7 @@ def hybrid() -> PreTrainedModel:
     return model_of("qwen3_next", layer_types=kinds, head_dim=16, hidden_size=32)
 
 
+@pytest.mark.slow
 def test_sixty_requests_over_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     happened = soak(60, hybrid(), 86, monkeypatch)
     assert happened["forks"] > 0 == happened["shared a prefix"] == happened["not the very first choice"], happened

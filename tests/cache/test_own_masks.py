@@ -72,7 +72,9 @@ def test_a_mask_that_ends_before_the_tokens_is_refused(heads, kind, skipped):
         step(model, cache, mask_of(kind, heads, 1, HELD), 1)
 
 
-@pytest.mark.parametrize("heads, kind", [(1, "bool"), (4, "bool"), (1, "inf")])
+@pytest.mark.parametrize(
+    "heads, kind", [(4, "bool"), *(pytest.param(1, kind, marks=pytest.mark.slow) for kind in ("bool", "inf"))]
+)
 def test_a_compiled_step_asks_for_columns_for_the_room(heads, kind):
     torch._dynamo.reset()
     model = model_of("llama", "turboquant")

@@ -53,7 +53,7 @@ def refused(holder: str, prompt: str, way: str) -> str | None:
 
 
 CELLS = list(product(HOLDERS, PROMPTS, WAYS))
-LONG = [("growing", prompt, "torch.compile") for prompt in ("chunked", "empty")]
+LONG = [("growing", prompt, "torch.compile") for prompt in ("chunked", "empty", "one token", "whole")]
 """Compile for ten seconds what a second turn compiles, too."""
 
 

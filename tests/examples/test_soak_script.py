@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from examples.measure.speed import soak
 
 
+@pytest.mark.slow
 def test_pages_come_back_and_answers_are_those_to_their_prompts() -> None:
     found = soak.Soak(soak.small_model(torch.device("cpu")), requests=8, longest=150, answer=10).run(0, bursts=10)
     assert found["bursts"] == 10 and found["sleeps"] == 1 and found["refused"] == 20
