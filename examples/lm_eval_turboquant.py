@@ -136,17 +136,31 @@ def error_of(samples: list[dict[str, Any]], metric: str, value: float) -> float 
     return math.sqrt(value * (1 - value) / len(samples)) if 0 <= value <= 1 and samples else None
 
 
-def measure(model: CachedLM, task: Task, include_path: str | None, name: str) -> dict[str, dict[str, float | None]]:
+class Loaded(TaskManager):
+    """Task manager of one task, which makes its documents once for all caches.
+
+    Args:
+        task: The task. RULER's prompts are made for its number of tokens.
+        include_path: Folder with tasks of one's own, or `None`.
+        name: Name or folder of the model, whose tokenizer counts the tokens.
+    """
+
+    def __init__(self, task: Task, include_path: str | None, name: str) -> None:
+        length = {} if task.tokens is None else {"max_seq_lengths": [task.tokens]}
+        super().__init__(include_path=include_path, metadata={"tokenizer": name, **length})
+        self._loaded: Any = None
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the task in the first call."""
+        self._loaded = self._loaded or super().load(*args, **kwargs)
+        return self._loaded
+
+
+def measure(model: CachedLM, task: Task, manager: Loaded) -> dict[str, dict[str, float | None]]:
     """Value and standard error of each metric of a task. Empty in all but the first of several processes."""
-    # Prompts are made of that length; texts are cut to it.
-    model.chunk, model._max_length = task.chunk, task.tokens if task.name == "wikitext" else None
-    length = {} if task.tokens is None else {"max_seq_lengths": [task.tokens]}
+    model.chunk, model._max_length = task.chunk, task.tokens if task.name == "wikitext" else None  # texts are cut to it
     results = lm_eval.simple_evaluate(
-        model,
-        tasks=[task.name],
-        task_manager=TaskManager(include_path=include_path, metadata={"tokenizer": name, **length}),
-        limit=task.limit,
-        bootstrap_iters=BOOTSTRAPS,
+        model, tasks=[task.name], task_manager=manager, limit=task.limit, bootstrap_iters=BOOTSTRAPS
     )
     metrics: dict[str, dict[str, float | None]] = {}
     if results is None:
@@ -262,6 +276,7 @@ def main() -> None:
         | {"lm_eval": lm_eval.__version__, "dtype": arguments.dtype, "tasks": [list(task) for task in tasks]}
         | {"metrics": {}},
     )
+    managers = {task: Loaded(task, arguments.include_path, arguments.model) for task in tasks}
     for number, cache in enumerate(arguments.caches, 1):
         found = record["metrics"].setdefault(cache, {})
         if not (missing := [task for task in tasks if task.title not in found]):
@@ -269,7 +284,7 @@ def main() -> None:
         options = {"dtype": arguments.dtype, "device": arguments.device, "batch_size": arguments.batch}
         model = CachedLM(cache, pretrained=arguments.model, **options)
         for task in missing:
-            found[task.title] = measure(model, task, arguments.include_path, arguments.model)
+            found[task.title] = measure(model, task, managers[task])
             if model.rank > 0:
                 continue
             print(f"{cache} ({number} of {len(arguments.caches)}), {task.title}: {found[task.title]}", flush=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..cache import TurboQuantCache
 from ..compat import CACHE_NAME, as_input, longer_inputs, mark_static_shape, outside_inference_mode, prefill
@@ -225,16 +225,13 @@ Drafts = PromptLookup | Assistant
 
 def drafts_of(
     model: Any, cache: TurboQuantCache, prompt: torch.Tensor, config: GenerationConfig, arguments: dict[str, Any]
-) -> Drafts | None:
-    """Source of the drafts that a call of `generate()` asks for; `None` if it asks for none.
+) -> Drafts:
+    """Source of the drafts that a call of `generate()` asks for.
 
     Raises:
         ValueError: Drafts of this kind, for several sequences or for this model are not supported.
     """
-    assistant = arguments.get("assistant_model")
-    if config.get_generation_mode(assistant) != GenerationMode.ASSISTED_GENERATION:
-        return None
-    lookup = config.prompt_lookup_num_tokens
+    assistant, lookup = arguments.get("assistant_model"), config.prompt_lookup_num_tokens
     asked = {
         "assistant_early_exit": config.assistant_early_exit is not None,
         "use_mtp": getattr(config, "use_mtp", False),

@@ -71,9 +71,10 @@ def graph_decoding(
     """
     check_required_names("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
     arguments = arguments_of_generate()
-    cache = _check(model, generation_config, model_kwargs, arguments)
-    drafts = drafts_of(model, cache, input_ids, generation_config, arguments)
-    if drafts is not None:
+    mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
+    cache, drafts = _check(model, generation_config, mode, model_kwargs, arguments), None
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        drafts = drafts_of(model, cache, input_ids, generation_config, arguments)
         if input_ids.shape[1] and not int(cache.get_seq_length()) and stopping_criteria.max_length is not None:
             check_room_for_drafts(stopping_criteria.max_length, drafts, cache)
         cache.activate_past_recording()
@@ -98,7 +99,9 @@ def _stop_at(strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
     return StopStringCriteria(tokenizer, strings)
 
 
-def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], arguments: dict[str, Any]) -> TurboQuantCache:
+def _check(
+    model: Any, config: GenerationConfig, mode: GenerationMode, inputs: dict[str, Any], arguments: dict[str, Any]
+) -> TurboQuantCache:
     cache = inputs.get(CACHE_NAME)
     advice = "Leave out `custom_generate`, or "
     if model.config.is_encoder_decoder:
@@ -119,7 +122,6 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
             f"`graph_decoding` takes models whose layers are full attention or sliding windows; this cache also has "
             f"{', '.join(sorted(other))}. Leave out `custom_generate`."
         )
-    mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise ValueError(
             f"The options of this call ask for {mode.value.replace('_', ' ')}, and `graph_decoding` searches greedily "
