@@ -85,7 +85,7 @@ def test_other_families_compile(name):
         (codebook.levels, (4, CPU)),
         (codebook.boundaries, (CPU,)),
         (codebook.codes_of_ceilings, (CPU,)),
-        (packed.table, (3, CPU)),
+        (packed.table, (3, torch.bfloat16, CPU)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -12,6 +12,7 @@ from tests.support.helpers import all_packed, assert_same, dequantized, encoded,
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference, workspace
 from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.cpu import packed
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.stores.store import LayerStore
 from tq_hf.tensors.layer import View
@@ -165,14 +166,18 @@ def test_tiling_the_queries_changes_nothing(name, scores, monkeypatch):
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=0)
 
 
-def test_tiling_the_keys_changes_nothing(monkeypatch):
-    view, query = viewed(200, config=all_packed(sink_tokens=3), past=900), random(18, 2, 4, 200, 16)
-    mask = torch.ones(2, 1, 200, view.length, dtype=torch.bool).tril(view.length - 200)
+@pytest.mark.parametrize("scores", [1, 2 * 4 * 300, 1 << 22])
+@pytest.mark.parametrize("queries", [1, 5, 200])
+def test_tiling_the_keys_changes_nothing(queries, scores, monkeypatch):
+    """Of a few queries, the scores of several tiles are held together, as many as there is room for."""
+    view, query = viewed(queries, config=all_packed(sink_tokens=3), past=900), random(18, 2, 4, queries, 16)
+    mask = torch.ones(2, 1, queries, view.length, dtype=torch.bool).tril(view.length - queries)
     mask[0, :, :, :500] = False
     assert view.num_blocks == 7
     whole = [dispatch.attend(query, view, m, AttentionOptions(0.25)) for m in (None, mask)]
     monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 2 * 4 * 128 * 16)  # two blocks
     monkeypatch.setattr(cpu_attention, "TILE_TOKENS", 37)
+    monkeypatch.setattr(cpu_attention, "TILE_SCORES", scores)
     tiled = [dispatch.attend(query, view, m, AttentionOptions(0.25)) for m in (None, mask)]
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=1e-5)
 
@@ -188,7 +193,7 @@ def test_dense_attention_is_the_same_function(queries):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_models_get_their_dtype_and_float32_arithmetic(dtype):
+def test_16_bit_models_get_their_dtype_and_float32_logits(dtype):
     pair = states(22, 1, 2, 305, 16, dtype=dtype)
     view = filled(CONFIG, rows(pair, 0, 300)).append(*rows(pair, 300))
     query = random(23, 1, 4, 5, 16).to(dtype)
@@ -229,6 +234,55 @@ def test_every_preset_reads_what_it_stored(name, dim, value_dim, queries):
     view = viewed(queries, dim=dim, value_dim=value_dim, config=all_packed(**bits_of(name)), past=700)
     assert view.num_blocks == 5
     assert_attends(random(25, 2, 4, queries, dim), view)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 40])
+@pytest.mark.parametrize("dim, value_dim", [(64, 64), (36, 100)])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_read_by_a_bfloat16_model(name, dim, value_dim, queries, monkeypatch):
+    """Products are in bfloat16 then where the processor has them, which is said here to be so on any."""
+    monkeypatch.setattr(cpu_attention, "_products", lambda states: states.dtype)
+    config = replace(CONFIG, **bits_of(name))
+    pair = states(33, 2, 2, 700 + queries, dim, value_dim, dtype=torch.bfloat16)
+    view = filled(config, rows(pair, 0, 700)).append(*rows(pair, 700))
+    mask = torch.ones(2, 1, queries, view.length, dtype=torch.bool).tril(view.length - queries)
+    mask[0, :, :, :137] = False
+    loud = 4 * random(34, 2, 6, queries, dim).bfloat16()
+    for query, columns in ((loud, None), (loud / 4, mask)):
+        options = AttentionOptions(dim**-0.5)
+        output = dispatch.attend(query, view, columns, options)
+        expected = reference.attend(query, view, columns, options)
+        assert output.dtype == torch.bfloat16
+        assert (output.double() - expected).norm() / expected.norm() < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_bfloat16_has_every_level(bits):
+    fine, coarse = (packed.table(bits, dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16))
+    assert torch.equal(fine.view(torch.float32), coarse.view(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("room", [None, 1000], ids=["growing", "preallocated"])
+def test_steps_over_the_seam_of_the_ring_read_every_row(room, dtype):
+    """The residual of a step that follows many others is in two parts of its ring."""
+    pair, query = states(35, 2, 2, 720, 16, dtype=dtype), random(36, 2, 6, 1, 16).to(dtype)
+    store = LayerStore.allocate(CONFIG, *pair, room)
+    store.append(*rows(pair, 0, 440))
+    seams, options = 0, AttentionOptions(0.25)
+    for token in range(440, 720):
+        view = store.append(*rows(pair, token, token + 1))
+        if room is not None:
+            output = dispatch.attend_token(query, view, None, options)
+            view = dispatch.on_host(store.tensors, view.counts.step_counts, 1)
+        elif token % 7 == 0:
+            output = dispatch.attend(query, view, None, options)
+        if token % 7:
+            continue
+        seams += len(view.dense_parts()) > 2
+        expected = reference.attend(query, view, None, options)
+        assert (output.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps * 8
+    assert seams > 3
 
 
 def test_a_store_may_have_room_after_what_is_read():

@@ -121,7 +121,7 @@ def _dense_tiles(first: int, states: KeyValue, query: torch.Tensor) -> Iterator[
 
 
 def _packed_tiles(view: View, query: torch.Tensor) -> Iterator[PackedTile]:
-    """Iterate over the packed blocks of a view in tiles. They share their scratch: use one at a time."""
+    """Iterate over the packed blocks of a view in tiles. They share scratch: use scores and values of one at a time."""
     layout, sinks = view.tensors.blocks.layout, view.tensors.sinks
     needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
     take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
@@ -159,26 +159,23 @@ def _view_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
         yield from _dense_tiles(*parts.pop(0), query)
     if view.num_blocks:
         yield from _packed_tiles(view, query)
+    if len(parts) > 1 and sum(states[0].shape[2] for _, states in parts) <= TILE_TOKENS:
+        keys, values = zip(*(states for _, states in parts), strict=True)
+        parts = [(parts[0][0], (torch.cat(keys, 2), torch.cat(values, 2)))]
     for first, states in parts:
         yield from _dense_tiles(first, states, query)
 
 
-def _groups(tiles: Iterable[Tile], rows: int) -> Iterator[list[Tile]]:
-    """Group neighbouring tiles whose scores are computed together: with few rows a KV head, at most one packed tile and
-    `TILE_TOKENS` dense tokens."""
-    if rows > FEW_QUERIES:
-        yield from ([tile] for tile in tiles)
-        return
+def _groups(tiles: Iterable[Tile], most: int) -> Iterator[list[Tile]]:
+    """Group neighbouring tiles whose scores are held together: of up to `most` tokens, or one tile."""
     group: list[Tile] = []
-    dense, packed = 0, False
+    tokens = 0
     for tile in tiles:
-        is_packed = isinstance(tile, PackedTile)
-        if group and (packed and is_packed or dense + tile.tokens > TILE_TOKENS and not is_packed):
+        tokens += tile.tokens
+        if group and tokens > most:
             yield group
-            group, dense, packed = [], 0, False
+            group, tokens = [], tile.tokens
         group.append(tile)
-        packed |= is_packed
-        dense += 0 if is_packed else tile.tokens
     if group:
         yield group
 
@@ -235,12 +232,13 @@ def _attend(
     groups = query_heads // kv_heads
     grouped = (query.float() * scaling).reshape(batch * kv_heads, groups, queries, dim)
     states: list[OnlineSoftmax] = []
-    step = queries
-    for group in _groups(tiles(grouped), groups * queries):
+    few, step = groups * queries <= FEW_QUERIES, queries
+    for group in _groups(tiles(grouped), TILE_SCORES // max(1, batch * query_heads * queries) if few else 0):
         start, stop = group[0].position, group[-1].position + group[-1].tokens
         if not states:
-            widest = min(length, max(TILE_TOKENS, stop - start))
-            step = max(1, min(queries, TILE_SCORES // (batch * query_heads * widest)))
+            if not few:
+                widest = min(length, max(TILE_TOKENS, stop - start))
+                step = max(1, min(queries, TILE_SCORES // (batch * query_heads * widest)))
             states = [OnlineSoftmax() for _ in range(0, queries, step)]
         for first, state in zip(range(0, queries, step), states, strict=True):
             part = slice(first, first + step)

@@ -7,8 +7,9 @@ levels, D numbers.
 
 Words become levels by table lookup (bit layout in `tq_hf.codec.packing`). A few integer operations on whole int32
 words arrange the bits so that each 16-bit half of a word is an index of four codes, and one `index_select` gives their
-four levels: per number a quarter of a lookup and less than one integer operation. An entry is one complex128, because
-a 1-d `index_select` of single elements is the fastest gather of ATen.
+four levels: per number a quarter of a lookup and less than one integer operation. An entry is one element of 16 bytes
+in float32, of 8 in bfloat16, which has every level exactly: a 1-d `index_select` of single elements is the fastest
+gather of ATen.
 
     4 bits  magnitudes of codes 0..3 are in the low half already; a delta swap (bits 3, 11 <-> 23, 31) brings their
             signs, and those of codes 4..7 to the other half
@@ -18,7 +19,7 @@ a 1-d `index_select` of single elements is the fastest gather of ATen.
     8 bits  no table: shifted and masked, the two planes of a word are fp16 numbers
 
 Levels come in the order of the words, which is not that of the tokens (`key_levels`, `value_levels`); a caller
-with few queries arranges those instead. The three tables take 2.5 MiB in all.
+with few queries arranges those instead. The three tables take 2.5 MiB in all in float32, half of that in bfloat16.
 
 On MPS the integer operations exist for int32, and complex128 does not: entries are rows of four floats there. This has
 been read in the list of operators, not run.
@@ -48,10 +49,10 @@ _SIGN_BITS = (7, 15, 3, 11)
 
 
 @cached_table
-def table(bits: int, device: torch.device) -> torch.Tensor:
-    """Levels of the four nibbles of an index: complex128, `[65536]` for 3 and 4 bits, `[30584]` for 2.
+def table(bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Levels of the four nibbles of an index, in one element: `[65536]` for 3 and 4 bits, `[30584]` for 2.
 
-    On MPS `[..., 4]` float32, the same bytes.
+    For levels in float32 an element is complex128, in bfloat16 float64. On MPS `[..., 4]` in `dtype`, the same bytes.
     """
     index = torch.arange(0x7778 if bits == 2 else 0x10000)
     of_code, columns = levels(bits, index.device), []
@@ -62,15 +63,15 @@ def table(bits: int, device: torch.device) -> torch.Tensor:
         elif bits == 4:
             code = torch.where(negative.bool(), 7 - code, 8 + code)
         columns.append(of_code[code])
-    entries = torch.stack(columns, -1)
-    return entries.to(device) if device.type == "mps" else entries.view(torch.complex128).squeeze(-1).to(device)
+    entries = torch.stack(columns, -1).to(dtype)
+    element = torch.complex128 if dtype == torch.float32 else torch.float64
+    return entries.to(device) if device.type == "mps" else entries.view(element).squeeze(-1).to(device)
 
 
 def _swapped(words: torch.Tensor, mask: int, distance: int, out: torch.Tensor) -> torch.Tensor:
     """`words` with the bits of `mask` exchanged for those `distance` higher, written to `out`."""
-    difference = (words >> distance).bitwise_xor_(words).bitwise_and_(mask)
-    torch.bitwise_xor(words, difference, out=out)
-    return out.bitwise_xor_(difference.bitwise_left_shift_(distance))
+    torch.bitwise_right_shift(words, distance, out=out)  # no temporary: an allocation takes longer than a pass
+    return out.bitwise_xor_(words).bitwise_and_(mask).mul_(1 + (1 << distance)).bitwise_xor_(words)
 
 
 def _nibble_indices(words: torch.Tensor, out: torch.Tensor) -> None:
@@ -108,13 +109,14 @@ def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
         index.bitwise_or_((signs >> right if right > 0 else signs << -right).bitwise_and_(0x08080808))
 
 
-def _look_up(bits: int, words: torch.Tensor, take: Take, name: str) -> torch.Tensor:
-    """Contiguous words of two indices to their levels, `[words * 8]` float32."""
-    entries = table(bits, words.device)
-    index = take(f"{name} index", (2 * words.numel(),), torch.int32).copy_(words.view(torch.uint16).flatten())
+def _look_up(bits: int, words: torch.Tensor, dtype: torch.dtype, take: Take, name: str) -> torch.Tensor:
+    """Words of two indices to their levels in `dtype`, eight a word, in the order of the words: flat scratch."""
+    entries = table(bits, dtype, words.device)
+    index = take(f"{name} index", (*words.shape[:-1], 2 * words.shape[-1]), torch.int32)
+    index = index.copy_(words.view(torch.uint16)).flatten()
     out = take(f"{name} levels", (len(index), *entries.shape[1:]), entries.dtype)
     torch.index_select(entries, 0, index, out=out)
-    return out.view(torch.float32).flatten()
+    return out.view(dtype).flatten()
 
 
 def _fp8_planes(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,13 +130,13 @@ def key_levels(words: torch.Tensor, bits: int, dim: int, take: Take) -> torch.Te
     """Levels of the keys of whole blocks in scratch, float32.
 
     Args:
-        words: `[..., W]` int32, a block's words contiguous.
+        words: `[N, n, W]` int32, a block's words contiguous.
         bits: 2, 3, 4 or 8.
         dim: D, padded.
         take: Makes scratch.
 
     Returns:
-        8 bits: `[..., 128, D]`. Otherwise `[..., 32, D / 2, 4, 2]`: row, pair of channels, plane, channel of the pair.
+        8 bits: `[N, n, 128, D]`. Otherwise `[N, n, 32, D / 2, 4, 2]`: row, pair of channels, plane, channel.
     """
     lead = words.shape[:-1]
     if bits == 8:
@@ -148,31 +150,29 @@ def key_levels(words: torch.Tensor, bits: int, dim: int, take: Take) -> torch.Te
     else:
         index = take("key words", (*lead, ROWS, 2, 2, dim // 8), torch.int32)
         _crumb_indices(words.unflatten(-1, (bits, ROWS, dim // 8)), bits, index.movedim(-4, -2))
-    return _look_up(bits, index, take, "key").view(*lead, ROWS, dim // 2, PLANES, 2)
+    return _look_up(bits, index, torch.float32, take, "key").view(*lead, ROWS, dim // 2, PLANES, 2)
 
 
-def value_levels(words: torch.Tensor, bits: int, dim: int, take: Take) -> torch.Tensor:
-    """Levels of the values of whole blocks in scratch, `[..., D, 128]` float32, tokens in the order of `value_order`.
+def value_levels(words: torch.Tensor, bits: int, dim: int, dtype: torch.dtype, take: Take) -> torch.Tensor:
+    """Levels of the values of whole blocks in scratch, `[N, D, n, 128]`, tokens in the order of `value_order`.
 
-    Args:
-        words: `[..., W]` int32, a block's words contiguous.
-        bits: 2, 3, 4 or 8.
-        dim: D, padded.
-        take: Makes scratch.
+    Arguments are those of `key_levels`, and the dtype of the levels: float32 or bfloat16.
     """
-    lead = words.shape[:-1]
+    heads, blocks = words.shape[:-1]
     if bits == 8:
-        out = take("value levels", (*lead, dim, 2, 2, ROWS), torch.float32)
+        out = take("value levels", (heads, dim, blocks, 2, 2, ROWS), dtype)
         for v, plane in enumerate(_fp8_planes(words.unflatten(-1, (2, dim, ROWS // 2)))):
-            out[..., v, :] = plane.transpose(-3, -2)
-        return out.view(*lead, dim, PLANES * ROWS)
+            out[..., v, :] = plane.permute(0, 3, 1, 2, 4)
+        return out.view(heads, dim, blocks, PLANES * ROWS)
     if bits == 4:
-        index = take("value words", (*lead, dim, ROWS // 2), torch.int32)
+        index = take("value words", (heads, blocks, dim, ROWS // 2), torch.int32)
         _nibble_indices(words.unflatten(-1, (dim, ROWS // 2)), index)
     else:
-        index = take("value words", (*lead, 2, 2, dim // 4, ROWS // 2), torch.int32)
+        index = take("value words", (heads, blocks, 2, 2, dim // 4, ROWS // 2), torch.int32)
         _crumb_indices(words.unflatten(-1, (bits, dim // 4, ROWS // 2)), bits, index)
-    return _look_up(bits, index, take, "value").view(*lead, dim, PLANES * ROWS)
+    # A head's blocks side by side, so that one product sums over all tokens.
+    by_channel = index.view(heads, blocks, dim, ROWS // 2).transpose(1, 2)
+    return _look_up(bits, by_channel, dtype, take, "value").view(heads, dim, blocks, PLANES * ROWS)
 
 
 def value_order(by_token: torch.Tensor, bits: int) -> torch.Tensor:
@@ -180,7 +180,9 @@ def value_order(by_token: torch.Tensor, bits: int) -> torch.Tensor:
     is at 8 j + 2 p + e, and at 8 bits where it was."""
     if bits == 8:
         return by_token
-    return by_token.unflatten(-1, (PLANES, ROWS // 2, 2)).transpose(-3, -2).flatten(-3)
+    # Pairs are moved as one element each, in a quarter of the time.
+    pairs = torch.view_as_complex(by_token.unflatten(-1, (PLANES, ROWS // 2, 2)))
+    return torch.view_as_real(pairs.transpose(-2, -1).contiguous()).flatten(-3)
 
 
 FEW_QUERIES = 16
@@ -218,8 +220,9 @@ class PackedTile:
         blocks: n blocks, all read.
         value_dim: Number of channels of a value, without padding.
         take: Function that makes scratch, valid as long as the tile is used.
-        products: Dtype of the products of many queries' weights with values: bfloat16 where the model has it and the
-            processor multiplies it several times as fast, else float32.
+        products: Dtype of the products of weights with values: bfloat16 where the model has it and the processor
+            multiplies it several times as fast, else float32. Products with keys are float32: in bfloat16 ATen would
+            round the logits, and large ones are then wrong by more than the output's last place.
     """
 
     position: int
@@ -252,23 +255,17 @@ class PackedTile:
 
     @cached_property
     def _values(self) -> torch.Tensor:
-        layout = self.blocks.layout
-        return value_levels(
-            self.blocks.value_words.flatten(0, 1), layout.value_bits, layout.value_dim_padded, self.take
-        )
+        layout, words = self.blocks.layout, self.blocks.value_words.flatten(0, 1)
+        return value_levels(words, layout.value_bits, layout.value_dim_padded, self.products, self.take)
 
     @cached_property
     def key_rows(self) -> torch.Tensor:
         """Rotated keys token by token, `[N, n * 128, Dk padded]` float32."""
         levels = self._keys
-        if self.blocks.layout.key_bits == 8:
-            out = levels.mul_(self._scales[..., :1])
-        else:
-            heads, blocks, rows, pairs = levels.shape[:4]
-            out = self.take("key rows", (heads, blocks, PLANES, rows, 2 * pairs), torch.float32)
-            by_plane = levels.movedim(4, 2)
-            scales = self._scales[..., 0].view(heads, blocks, PLANES, rows, 1, 1)
-            torch.mul(by_plane, scales, out=out.view(by_plane.shape))
+        heads, blocks = levels.shape[:2]
+        by_plane = levels.unflatten(2, (PLANES, ROWS))[..., None] if levels.dim() == 4 else levels.movedim(4, 2)
+        out = self.take("key rows", by_plane.shape, torch.float32)
+        torch.mul(by_plane, self._scales[..., 0].view(heads, blocks, PLANES, ROWS, 1, 1), out=out)
         out = out.view(*self._scales.shape[:3], -1)
         out += self.blocks.key_means.flatten(0, 1).float()[:, :, None]
         return out.flatten(1, 2)
@@ -276,7 +273,7 @@ class PackedTile:
     @cached_property
     def value_rows(self) -> torch.Tensor:
         """Values token by token as they are stored, `[N, n * 128, Dv padded]` in `products`."""
-        levels = self._values
+        levels = self._values.transpose(1, 2)
         heads, blocks, dim = levels.shape[:3]
         if self.blocks.layout.value_bits == 8:
             by_token = levels.unflatten(-1, (PLANES, ROWS // 2, 2)).movedim(2, -1)
@@ -292,30 +289,30 @@ class PackedTile:
         heads, rows, dim = query.shape
         if self.many:
             return query @ self.key_rows.mT
-        blocks = self.blocks.capacity
+        # Tokens come first: these products are a third faster than with the few rows of queries first.
         if self.blocks.layout.key_bits == 8:
-            scores = query @ self._keys.flatten(1, 2).mT
+            scores = self._keys.flatten(1, 2) @ query.mT
+            scores = scores.mT
         else:
-            # Row (r, p) meets the levels of plane p and zeros elsewhere.
+            # Column (r, p) meets the levels of plane p and zeros elsewhere.
             spread = query.view(heads, rows, 1, dim // 2, 1, 2) * _planes(query.device)
-            spread = spread.view(heads, rows * PLANES, dim * PLANES)
-            scores = spread @ self._keys.view(heads, blocks * ROWS, dim * PLANES).mT
-            scores = scores.view(heads, rows, PLANES, blocks, ROWS).transpose(2, 3)
-        scores = scores.reshape(heads, rows, blocks, PLANES * ROWS) * self._scales[:, None, :, :, 0]
-        scores += (query @ self.blocks.key_means.flatten(0, 1).float().mT)[..., None]
-        return scores.view(heads, rows, -1)
+            spread = spread.view(heads, rows * PLANES, dim * PLANES).mT
+            scores = self._keys.view(heads, -1, dim * PLANES) @ spread
+            scores = scores.view(heads, -1, ROWS, rows, PLANES).permute(0, 3, 1, 4, 2)
+        scores = scores.reshape(heads, rows, -1, PLANES * ROWS)
+        means = (query @ self.blocks.key_means.flatten(0, 1).float().mT)[..., None]
+        return torch.addcmul(means, scores, self._scales[:, None, :, :, 0]).flatten(2)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """Sums of the values under weights `[N, R, n * 128]`, `[N, R, Dv]`."""
-        heads, rows, _ = weights.shape
-        blocks, layout = self.blocks.capacity, self.blocks.layout
+        layout = self.blocks.layout
         if self.many:
-            total = (weights.to(self.products) @ self.value_rows).float()
+            total = weights.to(self.products) @ self.value_rows
         else:
-            weights = weights.view(heads, rows, blocks, PLANES * ROWS) * self._scales[:, None, :, :, 1]
-            ordered = value_order(weights, layout.value_bits).transpose(1, 2).reshape(heads * blocks, rows, -1)
-            total = (ordered @ self._values.flatten(0, 1).mT).view(heads, blocks, rows, -1).sum(1)
-        total = total @ rotation_matrix(layout.value_dim_padded, self.config.seed, total.device, torch.float32)
+            weights = weights.unflatten(2, (-1, PLANES * ROWS)) * self._scales[:, None, :, :, 1]
+            ordered = value_order(weights, layout.value_bits).flatten(2).to(self.products)
+            total = ordered @ self._values.flatten(2).mT
+        total = total.float() @ rotation_matrix(layout.value_dim_padded, self.config.seed, total.device, torch.float32)
         return total[..., : self.value_dim] / _of_heads(self.blocks.channel_scales.values)
 
 
