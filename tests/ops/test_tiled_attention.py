@@ -10,6 +10,7 @@ from tq_kernels.types import AttentionOptions
 
 from tests.support.helpers import all_packed, assert_same, dequantized, encoded, filled, rows, states
 from tq_hf import PRESETS, TurboQuantConfig
+from tq_hf.codec import codebook
 from tq_hf.ops import dispatch, reference, workspace
 from tq_hf.ops.cpu import attention as cpu_attention
 from tq_hf.ops.cpu import packed
@@ -258,8 +259,10 @@ def test_every_preset_is_read_by_a_bfloat16_model(name, dim, value_dim, queries,
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_bfloat16_has_every_level(bits):
-    fine, coarse = (packed.table(bits, dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16))
-    assert torch.equal(fine.view(torch.float32), coarse.view(torch.bfloat16).float())
+    exact = codebook.levels(bits, torch.device("cpu"))
+    assert torch.equal(exact.bfloat16().float(), exact)
+    coarse = packed.table(bits, torch.bfloat16, exact.device).view(torch.bfloat16)
+    assert torch.equal(coarse.float().unique(), exact.unique())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
