@@ -21,6 +21,7 @@ model each and share the questions of each task.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -136,19 +137,10 @@ def error_of(samples: list[dict[str, Any]], metric: str, value: float) -> float 
     return math.sqrt(value * (1 - value) / len(samples)) if 0 <= value <= 1 and samples else None
 
 
-class Loaded(TaskManager):
-    """Task manager of one task, which makes its documents once for all caches.
+class OneTask(TaskManager):
+    """Task manager that makes the documents of its only task once, for all caches."""
 
-    Args:
-        task: The task. RULER's prompts are made for its number of tokens.
-        include_path: Folder with tasks of one's own, or `None`.
-        name: Name or folder of the model, whose tokenizer counts the tokens.
-    """
-
-    def __init__(self, task: Task, include_path: str | None, name: str) -> None:
-        length = {} if task.tokens is None else {"max_seq_lengths": [task.tokens]}
-        super().__init__(include_path=include_path, metadata={"tokenizer": name, **length})
-        self._loaded: Any = None
+    _loaded: Any = None
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
         """Load the task in the first call."""
@@ -156,8 +148,16 @@ class Loaded(TaskManager):
         return self._loaded
 
 
-def measure(model: CachedLM, task: Task, manager: Loaded) -> dict[str, dict[str, float | None]]:
+@functools.cache
+def manager_of(task: Task, include_path: str | None, name: str) -> OneTask:
+    """The manager of a task of the model `name`, whose tokenizer counts the tokens of RULER's prompts."""
+    length = {} if task.tokens is None else {"max_seq_lengths": [task.tokens]}
+    return OneTask(include_path=include_path, metadata={"tokenizer": name, **length})
+
+
+def measure(model: CachedLM, task: Task, include_path: str | None, name: str) -> dict[str, dict[str, float | None]]:
     """Value and standard error of each metric of a task. Empty in all but the first of several processes."""
+    manager = manager_of(task, include_path, name)
     model.chunk, model._max_length = task.chunk, task.tokens if task.name == "wikitext" else None  # texts are cut to it
     results = lm_eval.simple_evaluate(
         model, tasks=[task.name], task_manager=manager, limit=task.limit, bootstrap_iters=BOOTSTRAPS
@@ -276,7 +276,6 @@ def main() -> None:
         | {"lm_eval": lm_eval.__version__, "dtype": arguments.dtype, "tasks": [list(task) for task in tasks]}
         | {"metrics": {}},
     )
-    managers = {task: Loaded(task, arguments.include_path, arguments.model) for task in tasks}
     for number, cache in enumerate(arguments.caches, 1):
         found = record["metrics"].setdefault(cache, {})
         if not (missing := [task for task in tasks if task.title not in found]):
@@ -284,7 +283,7 @@ def main() -> None:
         options = {"dtype": arguments.dtype, "device": arguments.device, "batch_size": arguments.batch}
         model = CachedLM(cache, pretrained=arguments.model, **options)
         for task in missing:
-            found[task.title] = measure(model, task, managers[task])
+            found[task.title] = measure(model, task, arguments.include_path, arguments.model)
             if model.rank > 0:
                 continue
             print(f"{cache} ({number} of {len(arguments.caches)}), {task.title}: {found[task.title]}", flush=True)

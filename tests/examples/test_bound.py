@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from examples.measure.quality.bound import BLOCK, CHUNK, alike, hidden, read_with, round_trip
-from examples.provenance import SHIPPED_MODEL
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
 TOKENS = 4 * CHUNK + 60
-
-
-@pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(
-        SHIPPED_MODEL, dtype=torch.float32, attn_implementation="turboquant"
-    ).eval()
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from examples.measure.quality.drafts import DRAFTS, WAYS, compare
-from examples.provenance import SHIPPED_MODEL
 
 NEW = 24
-
-
-@pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(
-        SHIPPED_MODEL, dtype=torch.float32, attn_implementation="turboquant"
-    ).eval()
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.measure.speed.bench_assisted import StepClock
 from examples.provenance import RESULTS, provenance, slug
 from examples.real_model import model_folder, text_file
 from tq_hf import TurboQuantCache, graph_decoding
@@ -27,20 +28,6 @@ from tq_hf.compat import as_input
 
 DRAFTS = 4
 WAYS: dict[str, dict[str, Any]] = {"generate()": {}, "graph_decoding": {"custom_generate": graph_decoding}}
-
-
-class Calls:
-    """Streamer that counts the calls of a model which gave tokens."""
-
-    def __init__(self) -> None:
-        self.number = -1  # the first is of the prompt itself
-
-    def put(self, tokens: torch.Tensor) -> None:
-        """Count a call."""
-        self.number += 1
-
-    def end(self) -> None:
-        """Nothing to end."""
 
 
 def prompts(tokenizer: Any, text: str, tokens: int, count: int) -> list[torch.Tensor]:
@@ -67,14 +54,14 @@ def compare(model: Any, ids: list[torch.Tensor], new: int, drafts: dict[str, Any
             return as_input(TurboQuantCache(model.config, "4bit_nc", max_cache_len=room))
 
         plain = model.generate(prompt, **held, **cache(), return_dict_in_generate=True, output_logits=True)
-        streamer = Calls()
-        found = model.generate(prompt, **held, **cache(), streamer=streamer, **drafts)
+        clock = StepClock()
+        found = model.generate(prompt, **held, **cache(), streamer=clock, **drafts)
         answers = [each[0, prompt.shape[1] :].tolist() for each in (plain.sequences, found)]
         alike = next((i for i, (x, y) in enumerate(zip(*answers, strict=False)) if x != y), len(answers[0]))
         if alike < len(answers[0]):
             top = plain.logits[alike][0].float().topk(2).values
             gaps.append(float(top[0] - top[1]))
-        equal, tokens, calls = equal + alike, tokens + len(answers[1]), calls + streamer.number
+        equal, tokens, calls = equal + alike, tokens + len(answers[1]), calls + len(clock.times) - 1
     return {"equal": equal, "gaps": gaps, "tokens_per_call": tokens / calls}
 
 

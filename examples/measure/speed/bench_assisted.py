@@ -35,6 +35,20 @@ SMALL = dict(hidden_size=1536, intermediate_size=4864, num_hidden_layers=16, num
 """A tenth of the model, with the same vocabulary: 0.8 billion weights, half of them embeddings."""
 
 
+class StepClock:
+    """Streamer that notes when it gets tokens: those of the prompt, then those of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to end."""
+
+
 def repeating_llama(device: torch.device, **shape: Any) -> LlamaForCausalLM:
     """A Llama in bf16 whose next token is the next in a cycle of `CYCLE` tokens."""
     config = LlamaConfig(**{**LLAMA_8B, **shape}, attn_implementation="turboquant")
@@ -67,17 +81,7 @@ def measure(model: LlamaForCausalLM, context: int, room: int, rounds: int, **dra
             cache.reset()
             fill(cache, model, 1, context - PROMPT)
             torch.cuda.synchronize()
-            times: list[float] = []
-
-            def note(tokens: torch.Tensor, times: list[float] = times) -> None:
-                times.append(time.perf_counter())
-
-            class Streamer:
-                put = staticmethod(note)
-
-                def end(self) -> None:
-                    """Nothing to end."""
-
+            clock = StepClock()
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -85,14 +89,14 @@ def measure(model: LlamaForCausalLM, context: int, room: int, rounds: int, **dra
                 max_new_tokens=NEW_TOKENS,
                 do_sample=False,
                 custom_generate=graph_decoding,
-                streamer=Streamer(),
+                streamer=clock,
                 **drafts,
             )
             expected = torch.arange(context, context + NEW_TOKENS, device=ids.device) % CYCLE
             right = int((out[0, context:] == expected).sum())
             # The first notes are of the prompt, of compilation and of the capture.
-            steps = len(times) - 2
-            half = times[len(times) // 2 :]
+            steps = len(clock.times) - 2
+            half = clock.times[len(clock.times) // 2 :]
             took.append((half[-1] - half[0]) / (len(half) - 1))
     per_step = sorted(took[1:])[len(took[1:]) // 2]
     del cache

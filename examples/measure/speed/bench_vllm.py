@@ -30,7 +30,6 @@ from transformers import LlamaConfig
 from examples.measure.speed import bench_serve
 from examples.measure.speed.bench_serve import Outcome, Request
 from examples.provenance import LLAMA_8B, RESULTS, provenance, slug
-from tq_hf import TurboQuantConfig
 
 DTYPES = ("auto", "fp8", "turboquant_4bit_nc", "turboquant_3bit_nc")
 ENGINES = (*(f"vllm {dtype}" for dtype in DTYPES), "4bit_nc", "3bit_nc")
@@ -116,18 +115,12 @@ def own_rows(preset: str, layers: int, arguments: argparse.Namespace) -> tuple[l
     model, _ = bench_serve.loaded(None, layers, torch.device("cuda"))
     model.generation_config.eos_token_id = None
     seconds, rows = time.perf_counter() - start, []
-    engine = bench_serve.Engine(preset, config=TurboQuantConfig.from_preset(preset), compile_level=1)
-    requests = bench_serve.trace(arguments, model.config.vocab_size, None)
-    for shape in [*arguments.shapes, None]:
-        if shape is None:
-            row = {"kind": "trace", "arrivals": "all at once"} | bench_serve.traced(model, engine, requests, arguments)
-        else:
-            batch, context = map(int, shape.split("x"))
-            row = {"kind": "decode", "batch": batch, "context": context}
-            row |= bench_serve.decoded(model, engine, batch, context, arguments)
-        rows.append(row)
-        print(row, flush=True)
-        bench_serve.release()
+    arguments.presets, arguments.compile_levels = [preset], [1]
+    for begin, measure in bench_serve.cells(model, arguments):
+        if begin["engine"] == f"{preset}, compile level 1":
+            rows.append(begin | measure())
+            print(rows[-1], flush=True)
+            bench_serve.release()
     return rows, seconds + max(row.get("warm_up_s", 0.0) for row in rows)
 
 
@@ -168,7 +161,7 @@ def main() -> None:
                 print(f"{engine}: ended with status {ended} before its rows were measured")
                 continue
             found = json.loads(one.read_text(encoding="utf-8"))
-        record["rows"] += [{"engine": engine, "start_s": found["start_s"], **row} for row in found["rows"]]
+        record["rows"] += [{**row, "engine": engine, "start_s": found["start_s"]} for row in found["rows"]]
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
