@@ -247,6 +247,37 @@ def test_an_answer_comes_before_graphs_that_it_does_not_need(events: Events) -> 
         assert [found] == after[:1] and after == [oracle.generate(prompt, NEW) for prompt in inputs]
 
 
+def test_kernels_are_compiled_together_before_steps_that_need_them(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's and a single token's before the engine starts, others while it rests."""
+    inputs, run = prompts([40, 90, 200]), TurboQuantModelRunner._run_warm_up
+
+    @contextmanager
+    def compiling(device: torch.device) -> Iterator[None]:
+        events.append("compiles")
+        yield
+        events.append("compiled")
+
+    def noted_run(self: TurboQuantModelRunner, model: Any, requests: int, pair: int) -> None:
+        if self.only_compiles:
+            events.append(requests)
+        run(self, model, requests, pair)
+
+    monkeypatch.setattr(runner, "compiling_only", compiling)
+    monkeypatch.setattr(TurboQuantModelRunner, "_run_warm_up", noted_run)
+    with running(events) as manager:
+        assert events.rest.wait(60)
+        captured = pairs_of(events, 1, 2, 4, 8)
+        assert events == ["compiles", 0, 1, "compiled", "compiles", 2, 4, 8, "compiled", *captured]
+        pool = manager.batch_processor.cache.pool
+        assert pool.num_free_sectors == manager.batch_processor.cache.num_sectors
+        after = ask(manager, inputs)
+        manager.stop(block=True)
+        oracle = Oracle(manager.model)
+        assert after == [oracle.generate(prompt, NEW) for prompt in inputs]
+
+
 def test_a_request_waits_for_one_capture_at_most(events: Events) -> None:
     (prompt,) = prompts([150])
     events.hold = (4, 0)
@@ -333,3 +364,23 @@ def test_compiled_steps_take_over_captured_ones_and_compile_nothing_again() -> N
         pairs = manager.batch_processor.inputs_and_outputs.io_pairs
         assert all(len(pair.device_io.graphs_by_features) == 2 for pair in pairs)
     assert agreement(while_compiling, after) > 0.5
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cold_engine_compiles_no_kernel_for_its_first_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from triton import knobs
+
+    compiled: list[str] = []
+
+    def listener(*, src: Any, cache_hit: bool, **other: Any) -> None:
+        compiled.extend([] if cache_hit else [src.fn.__name__])
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.compilation, "listener", listener)
+    model = model_of(head_dim=96, num_attention_heads=8).cuda().to(torch.bfloat16)  # heads that no other test compiles
+    with started("eager", model, max_batch_tokens=512) as manager:
+        assert "decode_split" in compiled
+        del compiled[:]
+        ask(manager, prompts([300]))
+        assert compiled == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.codec import launch as codec
-from tq_kernels.common.launcher import Kernel
+from tq_kernels.common.launcher import Kernel, compiled_in_threads
 from tq_kernels.decode import append as appends
 from tq_kernels.decode import launch as decode
 from tq_kernels.prefix import launch as prefix
@@ -88,6 +88,20 @@ def test_tokens_within_a_prompt_are_encoded_where_a_slice_of_them_begins(log) ->
     passed = [entry[3] for entry in log]
     assert passed[:2] == passed[2:4] == passed[4:] and passed[0] != passed[1]
     assert [by_address for _, _, by_address, _ in log] == [False] * 2 + [True] * 4
+
+
+def test_nothing_is_launched_where_kernels_are_only_compiled(log) -> None:
+    blocks, (keys, values) = room(4), half(256)
+    rows = [torch.empty(1, 2, 256, 64, dtype=torch.float16) for _ in range(2)]
+
+    def call() -> list[str]:
+        triton_blocks.encode(CONFIG, keys, values, blocks, 1)
+        triton_blocks.dequantize(CONFIG, blocks.slice(0, 1), rows[0][:, :, :128], rows[1][:, :, :128])
+        return how(log)
+
+    with compiled_in_threads():
+        assert call() == ["only compiled"] * 4
+    assert call() == ["compiled"] * 4 and call() == ["launched"] * 4
 
 
 def test_triton_is_asked_about_a_tensor_on_another_device() -> None:

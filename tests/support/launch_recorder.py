@@ -33,6 +33,9 @@ class Recorder:
 
         return compile_and_launch
 
+    def warmup(self, *arguments: Any, grid: tuple[int, int, int], **options: Any) -> None:
+        self._keep("only compiled", grid, arguments)
+
     def _run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
         self._keep("launched", (x, y, z), arguments[5:])
 

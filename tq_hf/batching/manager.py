@@ -454,7 +454,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             alone = self.distributed_helper.tp_size == 1
             if behind and alone and not self.warmed_up:
                 runner.warm_up_behind(self._wake_up_loop.set)
+                runner.compile_kernels(self.model, 2)  # a step with a prompt, and one with a token
             if now or not (alone or runner._compiled_decode is None):
+                runner.compile_kernels(self.model)
                 while runner.missing:
                     runner.warm_up(self.model)
             self.warmed_up = True

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..balance import POSITIONS
 from ..compat import capture_failure, ending_failed_capture, outside_inference_mode
+from ..ops.dispatch import compiling_only
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
 from .processors import BatchOptions, Features, PreparedStep
@@ -165,6 +166,10 @@ class TurboQuantModelRunner(ModelRunner):
     """Steps that are not over, by the id of their input buffers."""
     missing: list[tuple[int, int]]
     """Warm-ups to run: number of requests (0 for a step with a prompt) and index of the pair of input buffers."""
+    uncompiled: list[int]
+    """Numbers of requests of warm-ups whose kernels may not be compiled yet."""
+    only_compiles = False
+    """Whether a warm-up compiles kernels and launches none."""
     ahead = False
     """Whether to work while there is no request."""
     calls: dict[int, tuple[Any, ...]] | None = None
@@ -184,6 +189,7 @@ class TurboQuantModelRunner(ModelRunner):
             step: Any = self._forward_process_and_sample
             self._compiled_decode = torch.compile(step, **config.to_dict())
         self.list_warm_ups()
+        self.uncompiled = list(dict.fromkeys(requests for requests, _ in self.missing))
 
     def list_warm_ups(self) -> None:
         """Set `missing` to all warm-ups: those of transformers' `warmup`, small steps first."""
@@ -243,6 +249,9 @@ class TurboQuantModelRunner(ModelRunner):
         self._take_compiled()
         if self.behind is not None:
             return False  # nothing can be captured while another thread uses the device
+        if self.uncompiled:
+            self.compile_kernels(model)
+            return True
         if self.missing:
             self.warm_up(model)
             return True
@@ -250,10 +259,26 @@ class TurboQuantModelRunner(ModelRunner):
             self._begin_compiling()
         return False
 
-    @torch.no_grad()
+    def compile_kernels(self, model: torch.nn.Module, steps: int | None = None) -> None:
+        """Compile the kernels of the next `steps` of `uncompiled`, by default all, several at a time. No step may be
+        running."""
+        sizes, self.uncompiled = self.uncompiled[:steps], self.uncompiled[len(self.uncompiled[:steps]) :]
+        if (context := compiling_only(self.cache.device)) is not None:
+            self.only_compiles = True
+            try:
+                with context:
+                    for requests in sizes:
+                        self._run_warm_up(model, requests, 0)
+            finally:
+                self.only_compiles = False
+
     def warm_up(self, model: torch.nn.Module) -> None:
         """Run the next warm-up of `missing`. No step may be running."""
-        (requests, pair), io, cache = self.missing.pop(0), self.inputs_and_outputs, self.cache
+        self._run_warm_up(model, *self.missing.pop(0))
+
+    @torch.no_grad()
+    def _run_warm_up(self, model: torch.nn.Module, requests: int, pair: int) -> None:
+        io, cache = self.inputs_and_outputs, self.cache
         pairs: Any = None if isinstance(io, ContinuousBatchingIOs) else io
         current = pair if pairs is None else pairs.current_pair
         if pairs is not None:
@@ -304,7 +329,7 @@ class TurboQuantModelRunner(ModelRunner):
         kind = self.features, self._compiled_decode is None
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
-        if self.calls is not None and self.inputs_and_outputs.use_block_table:
+        if self.calls is not None and self.inputs_and_outputs.use_block_table and not self.only_compiles:
             if (size := batch_data["input_ids"].shape[1]) not in self.calls:
                 self.calls[size] = (model, *self._copied_arguments(batch_data))
             self.decoded += 1
@@ -330,6 +355,8 @@ class TurboQuantModelRunner(ModelRunner):
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable, bool]:
         """Return the function of a step. Processors are never compiled: other options would compile the model again."""
+        if self.only_compiles:
+            return self._forward_process_and_sample, False
         forward, captured = super()._get_forward_fn(use_block_table)
         if self.behind is not None:
             # While another thread uses the device, no graph can be captured.

@@ -6,7 +6,10 @@ the launcher only passes arguments on. Addresses stand for tensors: no tensor, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce, wraps
@@ -14,12 +17,30 @@ from operator import or_
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from .device import compiled_launch, current_device, current_raw_stream
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options of every compilation. Triton 3.9 warns without `enable_fp_fusion`, and announces that 3.10 will not fuse
 multiplications and additions by itself."""
+
+_compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
+
+
+@contextmanager
+def compiled_in_threads() -> Iterator[None]:
+    """Compile the kernels that code in this context calls, in threads, instead of launching them, and wait for them.
+
+    Tensors that kernels would write keep what they hold: the code has to bear any numbers. A kernel that does not
+    compile fails when it is next launched.
+    """
+    token = _compiles_only.set(True)
+    try:
+        with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            yield
+    finally:
+        _compiles_only.reset(token)
 
 
 @lru_cache(maxsize=1024)
@@ -70,8 +91,11 @@ class Kernel:
 
         Returns:
             Launcher of the same variant; `None` in the interpreter and with an unknown Triton: every launch then goes
-            through Triton.
+            through Triton. `None` as well where kernels are only compiled.
         """
+        if _compiles_only.get():
+            self.function.warmup(*tensors, *numbers, *constants, grid=grid, **ALWAYS, **options)
+            return None
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         key = (key, *[None if address is None else address % 16 for address in addresses])
         launcher = self.variants.get(key)

@@ -26,6 +26,7 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import AMPERE, current_device, interpreted, target
+    from tq_kernels.common.launcher import compiled_in_threads
     from tq_kernels.decode.append import AppendLaunch
     from tq_kernels.decode.launch import DecodeLaunch, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
@@ -54,6 +55,12 @@ def supports_states(tensor: torch.Tensor) -> bool:
     """Whether kernels run on this tensor's device and in its dtype."""
     able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
     return able and backend.chosen != "torch"
+
+
+def compiling_only(device: torch.device) -> AbstractContextManager[None] | None:
+    """Context in which kernels are compiled, several at a time, and none is launched; `None` where none is compiled."""
+    compiles = HAS_TRITON and device.type == "cuda" and not interpreted() and backend.chosen != "torch"
+    return compiled_in_threads() if compiles else None
 
 
 def once_per_layer(make: Callable[[T], R]) -> Callable[[T], R]:
