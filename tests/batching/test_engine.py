@@ -34,6 +34,7 @@ from tests.support.batching_cases import (
     prompts,
     take_scratch,
 )
+from tests.support.helpers import slow
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import requests
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
@@ -150,16 +151,14 @@ def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuan
             for prompt in others[1:]:
                 manager.add_request(prompt, max_new_tokens=1)
             name = manager.add_request(others[0], streaming=True)
-        for result in manager.request_id_iter(name):
-            if len(result.generated_tokens) == 5:
-                break
-        with manager.pause():
-            for _ in range(5):
-                manager.add_request(held, max_new_tokens=4, num_return_sequences=3)
         found = {}
         while len(found) < 9 + 5 * 3:
             result = manager.get_result()
             assert result.error is None
+            if result.request_id == name and len(result.generated_tokens) == 5:
+                with manager.pause():
+                    for _ in range(5):
+                        manager.add_request(held, max_new_tokens=4, num_return_sequences=3)
             if result.is_finished():
                 found[result.request_id] = result.generated_tokens
         manager.stop(keep_for_next_session=True)
@@ -465,7 +464,7 @@ def test_an_idle_loop_waits_without_looking_again(
     assert any(idle for idle, _ in waits) and all(timeout is None for idle, timeout in waits if idle)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "gpt_oss"])
+@pytest.mark.parametrize("name", [slow("llama"), slow("gemma3"), "gpt_oss"])
 def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
     """Attention over pages and windows is an operator in it. A second cache takes the number of the first, so nothing
     is compiled again."""

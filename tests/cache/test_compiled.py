@@ -104,7 +104,7 @@ def test_tables_are_constants_of_a_graph(make, arguments):
 @pytest.mark.slow
 def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_updates_and_attention_alone():
     """Both stay out of graphs, which would be compiled anew as the cache grows."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     model.set_attn_implementation("turboquant")
     ids = inputs(length=40)["input_ids"]
 
@@ -122,7 +122,7 @@ def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_updates
 
 @pytest.mark.slow
 def test_inductor_gives_the_tokens_of_eager_decoding():
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     model.set_attn_implementation("turboquant")
     expected = generate(model, TurboQuantCache(model.config, **OPTIONS), inputs())
     cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
@@ -146,7 +146,7 @@ def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_c
 
 
 def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=2 * MAX_LENGTH, **OPTIONS)
     growing = TurboQuantCache(model.config, **OPTIONS)
@@ -190,7 +190,7 @@ def _tensors(cache: TurboQuantCache, model: PreTrainedModel):
 
 
 def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=250, **OPTIONS)
     with pytest.raises(ValueError, match="max_cache_len"):
@@ -205,7 +205,7 @@ def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
 
 def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
     """Also of the third turn, whose prompt comes in a kind of call that is no longer watched."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=256)
     monkeypatch.setattr(dispatch, "dense_tokens", lambda *arguments: pytest.fail("a compiled step reads dense states"))

@@ -54,7 +54,8 @@ def refused(holder: str, prompt: str, way: str) -> str | None:
 
 CELLS = list(product(HOLDERS, PROMPTS, WAYS))
 LONG = [("growing", prompt, "torch.compile") for prompt in ("chunked", "empty", "one token", "whole")]
-"""Compile for ten seconds what a second turn compiles, too."""
+LONG += [("preallocated", prompt, "torch.compile") for prompt in ("chunked", "one token")]
+"""Compile for seconds what a second turn and a whole prompt compile, too."""
 
 
 @pytest.fixture(scope="module")

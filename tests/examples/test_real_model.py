@@ -116,6 +116,7 @@ def evaluated(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: object) -
     return json.loads(output.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_documents_read_in_groups_have_the_figures_of_all_at_once(folder: Path, monkeypatch) -> None:
     only = ("--only", "fp8 scaled", "2bit_nc", "2bit_nc, no residual")
     whole, grouped = (evaluated(folder, monkeypatch, *batch, *only) for batch in ((), ("--batch", 2)))

@@ -8,6 +8,7 @@ import pytest
 
 from examples.measure.compile.builds import build_dense, build_windows
 from examples.measure.compile.sass import SHARED, disassemble, loops, resources
+from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import cards
 
@@ -48,7 +49,7 @@ def test_compiles_for(arch: int, shape) -> None:
 
 
 @pytest.mark.parametrize("shape", WIDE, ids=str)
-@pytest.mark.parametrize("arch", [80, 90], ids=str)
+@pytest.mark.parametrize("arch", [slow(80), 90], ids=str)
 def test_heads_of_512_have_no_stack_in_a_loop(arch: int, shape) -> None:
     compiled = build_dense(arch, **shape)
     assert compiled.metadata.shared <= SHARED[90 if arch == 90 else 86] * 1024 - 1024

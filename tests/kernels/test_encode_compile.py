@@ -15,6 +15,7 @@ from tq_kernels.codec.launch import encode_config
 
 from examples.measure.compile import builds
 from examples.measure.compile.sass import SHARED, disassemble, resources
+from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import cards, within
 
@@ -67,8 +68,7 @@ def test_instructions_per_element_on_sm_90(bits: int) -> None:
     assert counts["F2I"] == 0 and counts["FSETP"] + counts["FSEL"] + counts["ISETP"] <= counts["FADD"]
 
 
-@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("bits", TRELLIS_CODE)
+@pytest.mark.parametrize(("bits", "is_value"), [(2, False), (3, True), slow(2, True), slow(3, False)])
 def test_trellis_codes_are_found_in_little_code_on_sm_90(bits: int, is_value: bool) -> None:
     compiled = build_encode(90, bits, dtype="bf16", is_value=is_value)
     counts = body(compiled)  # which there is only if rows are copied ahead
@@ -78,8 +78,9 @@ def test_trellis_codes_are_found_in_little_code_on_sm_90(bits: int, is_value: bo
     assert within(stack_of(compiled), 0 if bits == 2 else 48)
 
 
-@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("arch", cards(SHARED))
+@pytest.mark.parametrize(
+    ("arch", "is_value"), [*cards(SHARED, False), (90, True), *(slow(arch, True) for arch in SHARED if arch != 90)]
+)
 def test_encode_compiles_for(arch: int | str, is_value: bool) -> None:
     compiled = build_encode(arch, 4, is_value=is_value)
     if isinstance(arch, int):
@@ -88,7 +89,7 @@ def test_encode_compiles_for(arch: int | str, is_value: bool) -> None:
         assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
 
 
-@pytest.mark.parametrize("arch", cards([75, 80, 86, 89, 90, 100]))
+@pytest.mark.parametrize("arch", [75, 90, *map(slow, (80, 86, 89, 100))])
 def test_encode_over_pages_compiles_for(arch: int) -> None:
     compiled = fits(builds.build_completed(arch, dtype="bf16" if arch > 75 else "fp16"), arch)
     assert within(stack_of(compiled), PAGED_STACK.get(arch, 0))
@@ -111,9 +112,9 @@ def test_dequantize_compiles_for(arch: int | str, is_value: bool) -> None:
         (90, dict(bits=3)),
         (90, dict(bits=8, dim=64)),
         (90, dict(bits=4, dim=256)),
-        (90, dict(bits=3, dim=96)),
-        (90, dict(bits=2, dim=192)),
-        (90, dict(bits=4, dtype="fp32")),
+        slow(90, dict(bits=3, dim=96)),
+        slow(90, dict(bits=2, dim=192)),
+        slow(90, dict(bits=4, dtype="fp32")),
         (86, dict(bits=4, dim=256)),
     ],
     ids=str,

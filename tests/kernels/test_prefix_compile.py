@@ -12,6 +12,7 @@ from tq_kernels.prefix.tiles import merge_splits
 from examples.measure.compile.builds import build_prefix, build_prompts
 from examples.measure.compile.sass import SHARED, build, disassemble, target_of
 from tests.kernels.test_decode_compile import BITS
+from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import HOLD, cards
 
@@ -47,7 +48,7 @@ def test_compiles_for(arch: int | str, preset: str) -> None:
         assert not (HOLD and spills(compiled))
 
 
-@pytest.mark.parametrize("arch", cards([80, 86, 89, 90, 100]))
+@pytest.mark.parametrize("arch", [90, *map(slow, (80, 86, 89, 100))])
 def test_compiles_over_pages_for(arch: int) -> None:
     compiled = build_prompts(arch, "4bit_nc")
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.helpers import rows, states
+from tests.support.helpers import rows, slow, states
 from tests.support.recorded_graph import RecordedGraph
 from tq_hf import TurboQuantConfig
 from tq_hf.layers import dense as dense_module
@@ -24,8 +24,15 @@ def held(layer: TurboQuantLayer) -> tuple[list[int], list[torch.Tensor]]:
     return list(counts), [x[:, :, dropped:] if name.startswith("residual") else x for name, x in tensors.items()]
 
 
-@pytest.mark.parametrize("back", ["take_back", "crop"])
-@pytest.mark.parametrize("residual", [0, 5, 128])
+@pytest.mark.parametrize(
+    ("back", "residual"),
+    [
+        ("take_back", 0),
+        ("take_back", 5),
+        ("crop", 128),
+        *(slow(*case) for case in [("take_back", 128), ("crop", 0), ("crop", 5)]),
+    ],
+)
 @pytest.mark.parametrize("kept", [1, 3, 5, "mixed"])
 def test_tokens_that_are_taken_back_were_never_there(residual: int, kept: int | str, back: str) -> None:
     """Bit for bit, with a step of 5 tokens at every position of a block, and 0 to 4 of them taken back."""
