@@ -79,7 +79,7 @@ BUDGETS = {
         "codec": 2205,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
         "sampling": 165,  # top_k, top_p and min_p without a sort
         "turing": 935,
-        "common": 1020,  # magnitudes, and signs from two bits; one way to launch again, for decode too
+        "common": 1040,  # magnitudes, and signs from two bits; one way to launch again; compiling in threads
         "types": 325,  # options of a call, for both attention functions; where rows go; addresses, strides
         "layout": 105,
         "format": 145,  # what decides trellis codes; how far key scales are shrunk
@@ -87,12 +87,12 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 4110,  # options by request; metrics; capturing and compiling meanwhile; states of linear layers
+        "batching": 4135,  # options by request; metrics; capturing and compiling meanwhile; states of linear layers
         "graph_decoding": 1130,  # stop strings, with the tokenizer that generate() drops; assisted decoding
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1545,  # rollback of uneven layers, on the device too; lost gradients; assigned keys; padded rows
         "stores": 995,  # one store; named parts of a long call; blocks keep their codes; steps of several tokens
-        "ops": 2350,  # wide heads over a history, one dequantized at a time; tokens to sample; a launch over pages
+        "ops": 2355,  # wide heads over a history, one dequantized at a time; tokens to sample; a launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 845,  # the order of padded rows; blocks of pages that stay dense; counts say what they are
         "cache": 485,  # one cache for both attentions of an encoder-decoder is refused; padding of a call

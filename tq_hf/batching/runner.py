@@ -263,7 +263,7 @@ class TurboQuantModelRunner(ModelRunner):
         """Compile the kernels of the next `steps` of `uncompiled`, by default all, several at a time. No step may be
         running."""
         sizes, self.uncompiled = self.uncompiled[:steps], self.uncompiled[len(self.uncompiled[:steps]) :]
-        if (context := compiling_only(self.cache.device)) is not None:
+        if (context := compiling_only(torch.device(self.cache.device))) is not None:
             self.only_compiles = True
             try:
                 with context:

@@ -32,8 +32,8 @@ _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 def compiled_in_threads() -> Iterator[None]:
     """Compile the kernels that code in this context calls, in threads, instead of launching them, and wait for them.
 
-    Tensors that kernels would write keep what they hold: the code has to bear any numbers. A kernel that does not
-    compile fails when it is next launched.
+    Tensors that kernels would write keep what they hold: the code has to bear any numbers. A kernel that was launched
+    before may be launched again. One that does not compile fails when it is next launched.
     """
     token = _compiles_only.set(True)
     try:
