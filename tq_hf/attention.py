@@ -56,7 +56,7 @@ def turboquant_attention(
     Raises:
         ValueError: An argument is not supported, alone or together with the cache.
     """
-    if isinstance(key, LazyStates) and torch.compiler.is_compiling():
+    if isinstance(key, LazyStates) and torch.compiler.is_dynamo_compiling():
         return _attend_outside_of_graphs(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
@@ -82,7 +82,7 @@ def turboquant_attention(
         attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
         if (lower := autocast_dtype(query)) is not None:
             attend = partial(_attend_lower, attend, lower)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             attend = partial(_attend_with_gradients, attend, key)
         return attend(query, view, attention_mask, options), None
     if attention_mask is not None:
@@ -219,7 +219,7 @@ def _without_room(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) ->
     """Cut empty rows without a column in `mask` off keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]` of a
     preallocated layer that is not compressed."""
     tokens = getattr(key, "num_held", None)
-    if tokens is None or mask.shape[-1] >= key.shape[2] or torch.compiler.is_compiling():
+    if tokens is None or mask.shape[-1] >= key.shape[2] or torch.compiler.is_dynamo_compiling():
         return key, value
     dispatch.check_mask(mask, tokens)
     return key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]

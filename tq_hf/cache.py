@@ -195,7 +195,7 @@ class TurboQuantCache(DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. The cache is unchanged then.
         """
-        if torch.compiler.is_compiling() and not (
+        if torch.compiler.is_dynamo_compiling() and not (
             key_states.shape[2] <= STEP_TOKENS and self._is_traceable(layer_idx, key_states.shape[2])
         ):
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
@@ -204,7 +204,7 @@ class TurboQuantCache(DynamicCache):
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
                 f"{layer_idx}; make the cache from this model's config."
             )
-        if self._refuses_repeats and not torch.compiler.is_compiling():
+        if self._refuses_repeats and not torch.compiler.is_dynamo_compiling():
             self._check_repeat(layer_idx, key_states.shape[2])
         if self._deferred is not None:
             self._encode_deferred()
@@ -263,10 +263,10 @@ class TurboQuantCache(DynamicCache):
             self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:
             self._encode_deferred()
-        if self._unchecked and not (torch.compiler.is_compiling() or is_capturing()):
+        if self._unchecked and not (torch.compiler.is_dynamo_compiling() or is_capturing()):
             warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
             self._unchecked = None
-        if query_length > 1 and not torch.compiler.is_compiling():
+        if query_length > 1 and not torch.compiler.is_dynamo_compiling():
             self._padding = self._observe_padding()
         return super().get_mask_sizes(query_length, layer_idx)
 

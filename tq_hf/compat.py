@@ -377,7 +377,7 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     Configs look up attributes in Python. That takes as long as a kernel launch, in every update of every layer. Outside
     of compilation this function reads the attribute beneath the property.
     """
-    if not torch.compiler.is_compiling() and config is not None:
+    if not torch.compiler.is_dynamo_compiling() and config is not None:
         attributes: dict[str, Any] = object.__getattribute__(config, "__dict__")
         if "_attn_implementation_internal" in attributes:
             return attributes["_attn_implementation_internal"]
@@ -489,7 +489,7 @@ def asked_by_prefill() -> bool:
     The names of the calling functions decide. `_prefill` and the loop over steps both call
     `_valid_auto_compile_criteria` (transformers 5.17 to 5.24).
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     names: list[str] = []
     frame: FrameType | None = sys._getframe(2)

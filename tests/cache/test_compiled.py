@@ -285,3 +285,17 @@ def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
     torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], **as_input(TurboQuantCache(model.config)))
     # Before, between and after what leaves the graph: the embedding, norms and products of a layer, the head.
     assert counters["stats"]["unique_graphs"] <= 7 + OLD_TRANSFORMERS
+
+
+@pytest.mark.parametrize("preallocated", [None, 900])
+def test_a_model_answers_while_another_thread_compiles(monkeypatch, preallocated):
+    """As an engine's does behind its first answers. torch 2.13 then says of every thread that it compiles."""
+    model = build("llama", num_hidden_layers=2)
+    model.set_attn_implementation("turboquant")
+    found = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiling)
+        cache = TurboQuantCache(model.config, max_cache_len=preallocated, **OPTIONS)
+        ids = [inputs(1, tokens)["input_ids"] for tokens in (300, 20, 1, 1)]
+        found.append([model(part, **as_input(cache)).logits for part in ids])
+    assert all(map(torch.equal, *found))

@@ -48,7 +48,7 @@ class RecordedGraph(TorchDispatchMode):
 def _capturing(graph: RecordedGraph, pool: None) -> Iterator[None]:
     # A step that is compiled takes the operators, which look at lengths when they run.
     with pytest.MonkeyPatch.context() as patch, graph:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
         yield
 
 

@@ -84,7 +84,7 @@ def turboquant_paged_attention(
         )
     options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
     layer: Any = module.layer_idx
-    if torch.compiler.is_compiling() and kwargs["block_table"] is not None:
+    if torch.compiler.is_dynamo_compiling() and kwargs["block_table"] is not None:
         tensors = [query, key, value, kwargs["block_table"], kwargs["cu_seq_lens_q"]]
         tensors.append(kwargs["cu_seq_lens_k"]["full_attention"])
         return attend_pages(tensors, options.s_aux, options.scaling, options.softcap, cache.number, layer), None

@@ -148,7 +148,7 @@ def _forward_of_rows(linear: LinearModule, like: States) -> Callable:
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         cache = pages_of_step(kwargs)
-        if not torch.compiler.is_compiling() or kwargs["block_table"] is None:
+        if not torch.compiler.is_dynamo_compiling() or kwargs["block_table"] is None:
             return _step(cache, layer, run, hidden_states, kwargs)
         step = [kwargs["block_table"], kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]]
         states = dict(zip(like, read_states(step, list(like.values()), cache.number, layer), strict=True))

@@ -132,7 +132,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is None:
             return None
         states = self._copies()[name == "values"]
-        return states if torch.compiler.is_compiling() else copy_of(self, name, states)
+        return states if torch.compiler.is_dynamo_compiling() else copy_of(self, name, states)
 
     @outside_inference_mode
     def _copies(self) -> KeyValue:
@@ -227,7 +227,7 @@ class TurboQuantLayer(FullAttentionLayer):
             view = self.store.append(key_states, value_states, self.needs_queries, padding)
         if view.counts is None:
             return self._first_states(view, self._with_empty_rows((key_states, value_states)))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._compiled_states(view)
         handle = Handle(self, view)
         if torch.is_grad_enabled():

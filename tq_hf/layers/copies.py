@@ -64,7 +64,7 @@ class Copy(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         copies: list[Copy] = []

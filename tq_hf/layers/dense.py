@@ -87,7 +87,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         """
         tokens = key_states.shape[-2]
         is_step = self.takes_step(tokens)
-        if is_step and (torch.compiler.is_compiling() or (self.num_tokens is None and is_capturing())):
+        if is_step and (torch.compiler.is_dynamo_compiling() or (self.num_tokens is None and is_capturing())):
             self.num_tokens = None
             return super().update(key_states, value_states, *args, **kwargs)
         check_rows(self)
@@ -101,7 +101,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
 
     def takes_step(self, tokens: int) -> bool:
         several = self.record_past and 1 < tokens <= STEP_TOKENS
-        held = several and (torch.compiler.is_compiling() or (self.is_initialized and self.num_tokens != 0))
+        held = several and (torch.compiler.is_dynamo_compiling() or (self.is_initialized and self.num_tokens != 0))
         return tokens == 1 or held
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
@@ -245,7 +245,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             states.copy_(torch.where(is_new, new, states.index_select(2, source)))
         length.add_(1).clamp_(max=self.max_cache_len)
         self.cumulative_length_int += 1
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.keys, self.values
         return with_num_held((self.keys, self.values), min(self.cumulative_length_int, self.max_cache_len))
 

@@ -248,7 +248,7 @@ def resolve(
     if not have_one_handle or handle.written:
         return None, _real(keys), _real(values)
     layer = handle.layer
-    if layer.reader is None and not torch.compiler.is_compiling():
+    if layer.reader is None and not torch.compiler.is_dynamo_compiling():
         config = getattr(module, "config", None)
         layer.reader = None if config is None else weakref.ref(config)
     if handle.is_lazy:  # so nothing is compiled: see `turboquant_attention`

@@ -51,7 +51,7 @@ def say_torch_computes(what: str, states: torch.Tensor, *dims: int) -> None:
         states: A tensor of the call.
         dims: Numbers of channels of keys and of values.
     """
-    if torch.compiler.is_compiling() or chosen == "torch" or not _is_on_gpu(states):
+    if torch.compiler.is_dynamo_compiling() or chosen == "torch" or not _is_on_gpu(states):
         return
     widths = " and ".join(map(str, dict.fromkeys(dims)))
     _warn_once(

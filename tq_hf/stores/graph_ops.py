@@ -37,7 +37,7 @@ def tokens_held(counts: DeviceCounts) -> torch.Tensor:
     Inductor computes what a graph takes from a tensor (positions, say) where it is used. That may be after an operator
     has written to the tensor, unless another operator read it before.
     """
-    return _tokens_held(counts.length) if torch.compiler.is_compiling() else counts.length
+    return _tokens_held(counts.length) if torch.compiler.is_dynamo_compiling() else counts.length
 
 
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
@@ -62,7 +62,7 @@ def append_pending_token(view: View) -> None:
     assert isinstance(counts, DeviceCounts) and pending is not None
     if pending.states is None:
         return
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         _append_token(*pending.states, tensors.arguments(), list(counts), tensors.config_text, max_cache_len)
     else:
         keys, values = pending.states
@@ -133,7 +133,7 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
         mask = causal_mask(view, query.shape[2])
     if not dispatch.supports_mask(mask, options):
         return _attend_with_biases(query, view, mask, options)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         row = [] if pending.states is None else list(pending.states)
         scaling, _, softcap, s_aux, _ = options
         written, text = (tensors.arguments(), list(counts)), tensors.config_text
@@ -176,7 +176,7 @@ def dense(view: View) -> KeyValue:
     if not isinstance(counts, DeviceCounts):
         return dispatch.dense(view)
     append_pending_token(view)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _dense_tokens(tensors.arguments(), counts.step_counts, tensors.config_text, length)
     return dispatch.dense_tokens(tensors, counts.step_counts, length)
 

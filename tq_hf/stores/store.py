@@ -232,7 +232,7 @@ class LayerStore:
 
     def takes_step(self, tokens: int) -> bool:
         """Whether a call of this number of tokens is a decode step of a preallocated store."""
-        is_held = torch.compiler.is_compiling() or self.num_held != 0 or self.is_deferred
+        is_held = torch.compiler.is_dynamo_compiling() or self.num_held != 0 or self.is_deferred
         several = is_held and 1 < tokens <= self.step_tokens
         return self.device_counts is not None and (tokens == 1 or several)
 
@@ -286,7 +286,7 @@ class LayerStore:
         if self.pending.states is not None or self._deferred is not None:
             self.settle(wait=False)
         past = None
-        if torch.compiler.is_compiling() or (self.num_held is None and is_capturing()):
+        if torch.compiler.is_dynamo_compiling() or (self.num_held is None and is_capturing()):
             self.num_held = None
         else:
             past = int(self.length) if self.num_held is None else self.num_held

@@ -70,7 +70,7 @@ class SinkOrder:
         that share this order share the result, which is kept with the mask."""
         if mask.shape[-1] < self.end:
             return mask
-        if torch.compiler.is_compiling() or mask.is_inference():
+        if torch.compiler.is_dynamo_compiling() or mask.is_inference():
             return self.swapped(mask, mask.dim() - 1)
         made_from = self, changes_of(mask)
         kept = getattr(mask, "_swapped", None)

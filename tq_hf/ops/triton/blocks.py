@@ -295,7 +295,7 @@ def supports_attend_dense(
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, whose
     compiler makes its own kernels."""
-    if torch.compiler.is_compiling() or not supports_states(query) or not supports_mask(mask, options):
+    if torch.compiler.is_dynamo_compiling() or not supports_states(query) or not supports_mask(mask, options):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
     return not traced and attends_dense(query, keys, values)
