@@ -408,6 +408,22 @@ def trellis(record: dict[str, Any]) -> str:
     return f"{documents(record)}:\n\n{text}{note(record)}{source(record)}"
 
 
+def ruler(record: dict[str, Any]) -> str:
+    """Scores of RULER's tasks by cache, and their means over the tasks and lengths that every cache has."""
+    caches = record["metrics"]
+    cells = {cache: {title: next(iter(found[title].values())) for title in found} for cache, found in caches.items()}
+    shared = [title for title in cells["plain"] if all(title in found for found in cells.values())]
+    means = [sum(found[title]["value"] for title in shared) / len(shared) for found in cells.values()]
+    rows = [
+        [title, *(f"{found[title]['value']:.2f}" if title in found else "–" for found in cells.values())]
+        for title in dict.fromkeys(title for found in cells.values() for title in found)
+    ]
+    rows.append([f"mean of {len(shared)}", *(f"**{mean:.3f}**" for mean in means)])
+    return table(["task, tokens", *(cache if cache == "plain" else f"`{cache}`" for cache in cells)], rows) + (
+        f"\n{record['model']}, lm-eval {record['lm_eval']}.\n{note(record)}{source(record)}"
+    )
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
     "assisted": assisted,
@@ -428,6 +444,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quality": quality,
     "real": real,
     "replicas": replicas,
+    "ruler": ruler,
     "serve": serve,
     "trellis": trellis,
     "vllm": serve,
