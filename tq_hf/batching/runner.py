@@ -250,7 +250,7 @@ class TurboQuantModelRunner(ModelRunner):
         if self.behind is not None:
             return False  # nothing can be captured while another thread uses the device
         if self.uncompiled:
-            self.compile_kernels(model)
+            self.compile_kernels(model, 1)  # a request that comes now waits for one step's at most
             return True
         if self.missing:
             self.warm_up(model)
