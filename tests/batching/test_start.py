@@ -254,7 +254,7 @@ def test_kernels_are_compiled_together_before_steps_that_need_them(
     inputs, run = prompts([40, 90, 200]), TurboQuantModelRunner._run_warm_up
 
     @contextmanager
-    def compiling(device: torch.device) -> Iterator[None]:
+    def compiling(states: torch.Tensor) -> Iterator[None]:
         events.append("compiles")
         yield
         events.append("compiled")

@@ -262,8 +262,10 @@ class TurboQuantModelRunner(ModelRunner):
     def compile_kernels(self, model: torch.nn.Module, steps: int | None = None) -> None:
         """Compile the kernels of the next `steps` of `uncompiled`, by default all, several at a time. No step may be
         running."""
-        sizes, self.uncompiled = self.uncompiled[:steps], self.uncompiled[len(self.uncompiled[:steps]) :]
-        if (context := compiling_only(torch.device(self.cache.device))) is not None:
+        sizes = self.uncompiled[:steps]
+        del self.uncompiled[:steps]
+        like = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device)
+        if (context := compiling_only(like)) is not None:
             self.only_compiles = True
             try:
                 with context:

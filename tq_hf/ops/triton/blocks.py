@@ -57,10 +57,10 @@ def supports_states(tensor: torch.Tensor) -> bool:
     return able and backend.chosen != "torch"
 
 
-def compiling_only(device: torch.device) -> AbstractContextManager[None] | None:
-    """Context in which kernels are compiled, several at a time, and none is launched; `None` where none is compiled."""
-    compiles = HAS_TRITON and device.type == "cuda" and not interpreted() and backend.chosen != "torch"
-    return compiled_in_threads() if compiles else None
+def compiling_only(states: torch.Tensor) -> AbstractContextManager[None] | None:
+    """Context in which kernels are compiled, several at a time, and none is launched; `None` if torch computes states
+    of this device and dtype."""
+    return compiled_in_threads() if states.is_cuda and supports_states(states) else None
 
 
 def once_per_layer(make: Callable[[T], R]) -> Callable[[T], R]:
