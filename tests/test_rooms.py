@@ -88,7 +88,7 @@ BUDGETS = {
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
         "batching": 4135,  # options by request; metrics; capturing and compiling meanwhile; states of linear layers
-        "graph_decoding": 1130,  # stop strings, with the tokenizer that generate() drops; assisted decoding
+        "graph_decoding": 1155,  # stop strings, with the tokenizer that generate() drops; assisted decoding
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1545,  # rollback of uneven layers, on the device too; lost gradients; assigned keys; padded rows
         "stores": 995,  # one store; named parts of a long call; blocks keep their codes; steps of several tokens
@@ -96,7 +96,7 @@ BUDGETS = {
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 845,  # the order of padded rows; blocks of pages that stay dense; counts say what they are
         "cache": 485,  # one cache for both attentions of an encoder-decoder is refused; padding of a call
-        "attention": 305,  # lost gradients; masks of the user's own beside empty room; masks of padded rows
+        "attention": 310,  # lost gradients; masks of the user's own beside empty room; masks of padded rows
         "memory": 105,
         "balance": 116,
         "config": 210,

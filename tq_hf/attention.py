@@ -40,7 +40,8 @@ def turboquant_attention(
         query: `[B, Hq, S, Dk]`.
         key: `[B, Hkv, T, Dk]`: keys that a cache's `update` returned, or plain states.
         value: `[B, Hkv, T, Dv]`.
-        attention_mask: Bool or additive mask `[B, 1 or Hq, S, >= T]`; `None` is bottom-right causal.
+        attention_mask: Bool or additive mask `[B, 1 or Hq, S, >= T]`; `None` is bottom-right causal, and so is a mask
+            of no columns, which models pass on where they would make a mask of `None`.
         dropout: Only supported on plain states.
         scaling: Factor of the logits, by default `Dk ** -0.5`.
         is_causal: Replaces the module's `is_causal`.
@@ -77,6 +78,8 @@ def turboquant_attention(
         # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
         if dropout or module.__dict__.get("masked_key_indices") is not None:
             _refuse_compressed(dropout)
+        if attention_mask is not None and not attention_mask.shape[-1]:
+            attention_mask = None
         if view.tensors.order is not None:
             attention_mask, options = _in_order(view.tensors.order, query, view, attention_mask, options)
         attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend

@@ -27,7 +27,7 @@ from ..layers.base import FullAttentionLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
 from .loop import Loop, latest_steps, tensors_of
-from .step import LateFlags, Masks, check_inputs, map_masks, mask_tensors
+from .step import LateFlags, Masks, allowed, check_inputs, map_masks, mask_tensors, without_columns
 
 MOST_DRAFTS = STEP_TOKENS - 1
 """Most drafts of a step: with the token before them, as many tokens as the decode kernel takes."""
@@ -70,7 +70,9 @@ class StepInputs:
         if continues := all(mask.dim() == 4 for mask in given):
             self.open = map_masks(lambda mask: _opened(mask, cached + tokens), self.masks)
             made = mask_tensors(self._masks(column))
-            continues = all(torch.equal(_allowed(x), _allowed(y)) for x, y in zip(given, made, strict=True))
+            continues = all(torch.equal(allowed(x), allowed(y)) for x, y in zip(given, made, strict=True))
+            self.masks = without_columns(self.masks, cache.layers, cached + tokens - 1)
+            self.open = map_masks(lambda mask: _opened(mask, cached + tokens), self.masks)
         check_inputs(model, first, [] if continues else ["an attention mask that is not causal"])
 
     @property
@@ -110,23 +112,18 @@ class StepInputs:
             like = next(kinds)
             columns = torch.arange(like.shape[3], device=like.device)
             query = column + torch.arange(like.shape[2], device=like.device)[:, None]
-            allowed = open_columns & (columns <= query)
+            attends = open_columns & (columns <= query)
             if like.dtype == torch.bool:
-                return allowed
-            return torch.where(allowed, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
+                return attends
+            return torch.where(attends, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
 
         return map_masks(mask, self.open)
-
-
-def _allowed(mask: torch.Tensor) -> torch.Tensor:
-    """A mask as bool."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _opened(mask: torch.Tensor, end: int) -> torch.Tensor:
     """The last row of a mask as bool, with all columns from `end` on open."""
     columns = torch.arange(mask.shape[3], device=mask.device)
-    return _allowed(mask[:, :, -1:]) | (columns >= end)
+    return allowed(mask[:, :, -1:]) | (columns >= end)
 
 
 class PromptLookup:
@@ -177,9 +174,14 @@ class Assistant:
     def __init__(self, model: Any, cache: TurboQuantCache, number: int) -> None:
         self.model, self.cache, self.number = model, cache, number
         self.layers: tuple[Any, ...] = tuple(cache.layers)
-        self.key: tuple[Any, ...] = ("assistant", id(model), number, *(p.data_ptr() for p in model.parameters()))
-        self.steps: tuple[StepInputs, StepInputs] | None = None
+        self.steps: list[StepInputs] = []
         """Inputs of a call of two tokens, and of one."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Values that a captured graph depends on."""
+        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+        return "assistant", id(self.model), self.number, addresses, [inputs.shapes for inputs in self.steps]
 
     def begin(self, prompt: torch.Tensor, mask: torch.Tensor | None, config: GenerationConfig) -> None:
         """Read the prompt `[1, T]` but for its last token, in chunks if the model does.
@@ -197,16 +199,14 @@ class Assistant:
             self.model, read, config, {**as_input(self.cache), "use_cache": True, "attention_mask": padding}
         )
         steps = [StepInputs(self.model, self.cache, read, held, n, longer_inputs(inputs, n - 1)) for n in (2, 1)]
-        if self.steps is None:
-            self.steps = steps[0].cloned(), steps[1].cloned()
-        else:
-            for own, new in zip(self.steps, steps, strict=True):
-                own.copy_(new)
+        if [own.shapes for own in self.steps] != [new.shapes for new in steps]:
+            self.steps = [new.cloned() for new in steps]
+        for own, new in zip(self.steps, steps, strict=True):
+            own.copy_(new)
 
     def draft(self, loop: AssistedLoop, history: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts `[k]` int64 after the `at` first tokens of `history` `[1, W]`, and the scores `[k, vocabulary]` by
         which they were chosen."""
-        assert self.steps is not None
         column, drafts, every = at - 2, [], []
         tokens = history.index_select(1, column + torch.arange(2, device=at.device))
         for i in range(self.number):

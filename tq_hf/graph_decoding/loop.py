@@ -38,7 +38,7 @@ from ..compat import (
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
-from .step import LateFlags, Masks, StepTensors, check_inputs, map_masks, mask_tensors, unmask_newest
+from .step import LateFlags, Masks, StepTensors, check_inputs, map_masks, mask_tensors, unmask_newest, without_columns
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,
@@ -232,6 +232,7 @@ class Loop:
         is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
         other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
         check_inputs(self.model, first, other)
+        masks = without_columns(masks, self.layers, self.cached)
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
         step: Any = latest_steps.get(self.cache)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..layers.base import FullAttentionLayer
+from ..layers.compressed import TurboQuantLayer
+from ..layers.dense import PreallocatedSlidingLayer
 
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
@@ -71,6 +75,33 @@ def map_masks(function: Callable[[torch.Tensor], torch.Tensor], masks: Masks) ->
     return None if masks is None else function(masks)
 
 
+def allowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def without_columns(masks: Masks, layers: Sequence[Any], cached: int) -> Masks:
+    """Replace masks of full attention by masks of no columns, which "turboquant" reads as causal, where nothing is
+    padded: no step then makes, extends or reads them.
+
+    Args:
+        masks: Masks of a step, whose last row is that of the newest query.
+        layers: Layers of the cache. Only packed layers that attention reads can do without.
+        cached: Number of tokens before the step.
+    """
+    packed = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
+    if not all(isinstance(layer, TurboQuantLayer) and layer.reads_packed and layer.is_untouched for layer in packed):
+        return masks
+    windows = {layer.max_cache_len for layer in layers if isinstance(layer, PreallocatedSlidingLayer)}
+
+    def shortened(mask: torch.Tensor) -> torch.Tensor:
+        if mask.dim() != 4 or mask.shape[3] in windows or not bool(allowed(mask[:, :, -1, : cached + 1]).all()):
+            return mask
+        return mask[..., :0]
+
+    return map_masks(shortened, masks)
+
+
 def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -> None:
     """Extend the mask of a step by one token.
 
@@ -80,6 +111,8 @@ def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -
         windows: Widths of the masks of sliding layers. As in the cache, the oldest token leaves a full window. (The
             cache refuses a token beyond the width of full attention.)
     """
+    if not mask.shape[3]:
+        return
     last = mask.shape[3] - 1
     if mask.shape[3] in windows:
         columns = torch.arange(mask.shape[3], device=mask.device)

@@ -129,8 +129,8 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     tokens = 1 if pending.states is None else pending.states[0].shape[2]
     if mask is not None:
         dispatch.check_mask(mask, max_cache_len if past is None else past + tokens)
-    elif options.causal and query.shape[2] > 1:
-        mask = causal_mask(view, query.shape[2])
+    elif not options.causal and query.shape[2] > 1:
+        mask = torch.ones(1, 1, query.shape[2], view.length, dtype=torch.bool, device=query.device)
     if not dispatch.supports_mask(mask, options):
         return _attend_with_biases(query, view, mask, options)
     if torch.compiler.is_dynamo_compiling():
@@ -191,7 +191,7 @@ def _attend_with_biases(
     sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
     is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
     if mask is None:
-        mask = is_token[None, None, None]
+        mask = causal_mask(view, query.shape[2]) if query.shape[2] > 1 else is_token[None, None, None]
     else:  # which may have columns for the tokens held only
         mask = torch.nn.functional.pad(mask, (0, view.length - mask.shape[-1]))
         mask = mask & is_token if mask.dtype == torch.bool else mask.masked_fill(~is_token, -torch.inf)
