@@ -51,9 +51,19 @@ def both(model, inputs, **options):
 
 
 def same_caches(one: TurboQuantCache, other: TurboQuantCache) -> bool:
+    """Whether caches hold the same tokens. The second layer's keys depend on one attention and differ by 3e-6 at most.
+
+    Beyond it, on a GPU, a last bit decides to which fp16 number a probability is rounded: 1.3e-3 was seen in the fourth
+    layer, of keys up to 9.6. One token less in attention moves the second layer by 2e-3 or more, the last by 7e-2.
+    """
     lengths = [int(cache.get_seq_length()) for cache in (one, other)]
-    layers = [cache.layers[-1] for cache in (one, other)]
-    return lengths[0] == lengths[1] and torch.allclose(layers[0].keys, layers[1].keys, atol=1e-5)
+    second, last = (torch.stack([cache.layers[i].keys for cache in (one, other)]) for i in (1, -1))
+    rounding = 5e-3 if last.is_cuda else 1e-5
+    return (
+        lengths[0] == lengths[1]
+        and torch.allclose(second[0], second[1], atol=1e-5)
+        and torch.allclose(last[0], last[1], atol=rounding)
+    )
 
 
 @pytest.mark.parametrize("padded", [0, 9])
