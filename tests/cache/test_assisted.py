@@ -192,6 +192,31 @@ def test_several_calls_use_one_cache_and_one_graph(captured, way) -> None:
     assert torch.equal(tokens, expected)
 
 
+@pytest.mark.parametrize("way", ["plain", "lookup", "assistant"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(repetition_penalty=1.3), dict(return_dict_in_generate=True, output_logits=True, output_scores=True)],
+    ids=["processor", "scores"],
+)
+def test_a_graph_that_is_used_again_gives_the_logits_of_its_step(captured, way, options) -> None:
+    """Not those of the prompt, which the host had before it replayed the graph."""
+    model, ids = captured[0], repeating(captured[0])
+    options = options | (drafts(captured, way) if way != "plain" else {})
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    calls, steps = [], []
+    for _ in range(2):
+        calls.append(decode(model, ids, cache, **options)[0])
+        steps.append(latest_steps[cache])
+        cache.reset()
+    assert steps[0] is steps[1] and steps[0].graph is not None
+    if isinstance(calls[0], torch.Tensor):
+        assert torch.equal(*calls)
+        return
+    for name in ("logits", "scores"):
+        first, second = (torch.cat(getattr(call, name)) for call in calls)
+        torch.testing.assert_close(first, second, atol=1e-3, rtol=1e-3)
+
+
 @WAYS
 def test_a_second_turn_follows(pair, way) -> None:
     model, turns = pair[0], []

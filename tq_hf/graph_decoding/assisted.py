@@ -335,6 +335,7 @@ class AssistedTensors:
         scores: `[S, vocabulary]` float32, `logits` after the processors.
         draft_scores: `[k, vocabulary]` float32 that drafts were chosen by, or `None`.
         graph: Captured CUDA graph, or `None` before the capture.
+        outputs: `logits` and `scores` that the graph writes.
         warm: Number of steps that ran before the capture.
     """
 
@@ -350,6 +351,7 @@ class AssistedTensors:
     scores: torch.Tensor | None = None
     draft_scores: torch.Tensor | None = None
     graph: torch.cuda.CUDAGraph | None = None
+    outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     warm: int = 0
 
 

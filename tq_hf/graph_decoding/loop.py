@@ -148,6 +148,7 @@ class Loop:
             step.warm += 1
             return False
         step.graph.replay()
+        step.logits, step.scores = step.outputs
         return True
 
     def _keep_scores(self, step: Any) -> None:
@@ -166,7 +167,7 @@ class Loop:
                 f"A decode step of {type(self.model).__name__} cannot be captured as a CUDA graph. Leave out "
                 "`custom_generate=graph_decoding`."
             ) from error
-        step.graph = graph
+        step.graph, step.outputs = graph, (step.logits, step.scores)
 
     def _run(self, step: StepTensors) -> None:
         """Run the operations of the graph."""

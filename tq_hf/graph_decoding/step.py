@@ -29,6 +29,7 @@ class StepTensors:
         logits: `[B, vocabulary]` float32 of the last step.
         scores: `[B, vocabulary]` float32, `logits` after the processors.
         graph: Captured CUDA graph, or `None` before the capture.
+        outputs: `logits` and `scores` that the graph writes.
         warm: Number of steps that ran before the capture.
     """
 
@@ -44,6 +45,7 @@ class StepTensors:
     logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     graph: torch.cuda.CUDAGraph | None = None
+    outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     warm: int = 0
 
 
