@@ -35,6 +35,7 @@ from ..compat import (
     outside_inference_mode,
     pad_token,
 )
+from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
@@ -66,6 +67,19 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
     fields = (CompileConfig() if config is None else config).to_dict()
     (fields["options"] or {}).pop("triton.cudagraphs", None)
     return CompileConfig(**{**fields, "mode": WITHOUT_GRAPHS.get(fields["mode"], fields["mode"])})
+
+
+def check_layers(model: Any, cache: TurboQuantCache) -> None:
+    """Raise a `ValueError` if the cache has layers other than full attention and sliding windows."""
+    known = (FullAttentionLayer, PreallocatedSlidingLayer)
+    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)}
+    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
+        other.add("layers of attention within chunks")
+    if other:
+        raise ValueError(
+            f"`graph_decoding` takes models whose layers are full attention or sliding windows; the cache of this "
+            f"{type(model).__name__} also has {', '.join(sorted(other))}. Leave out `custom_generate`."
+        )
 
 
 class Loop:
