@@ -74,6 +74,8 @@ def conversation(model, ids: torch.Tensor, cache=None, turns: int = 2, pads: int
 def assert_same_windows(cache, other) -> None:
     """The windows hold the same tokens. The first row of a full window is never read again."""
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        if mine.keys is None:  # it reads the keys of another layer (Gemma 3n)
+            continue
         length = int(mine.get_seq_length())
         assert length == int(theirs.get_seq_length())
         if mine.is_sliding:
@@ -86,7 +88,7 @@ def assert_same_windows(cache, other) -> None:
 @WAYS
 @pytest.mark.parametrize("pads", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens", [90, 140], ids=["fills", "slides"])
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gemma4", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"])
 def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, pads, way) -> None:
     model, assistant = models(name, 96, device)
     ids = prompt(model, tokens)

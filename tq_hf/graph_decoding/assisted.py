@@ -28,7 +28,7 @@ from ..layers.base import FullAttentionLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
-from .loop import Loop, check_layers, latest_steps, tensors_of
+from .loop import Loop, check_layers, latest_steps, layers_with_states, tensors_of
 from .step import LateFlags, Masks, check_inputs, map_masks, mask_tensors
 
 MOST_DRAFTS = STEP_TOKENS - 1
@@ -79,7 +79,7 @@ class StepInputs:
         self.constants = first
         self.offsets = None if positions is None else positions - cached
         rings = rings_of(cache.layers)
-        self.tokens, self.kinds = tokens, _mask_kinds(self.masks, rings, len(cache.layers))
+        self.tokens, self.kinds = tokens, _mask_kinds(self.masks, rings, len(layers_with_states(cache)))
         self.open = ids.new_ones(cache.preallocated_for or 0, dtype=torch.bool)
         """`[max_cache_len]` bool, by place among the cached tokens: False for padding."""
         if (padding := inputs.get("attention_mask")) is not None:
@@ -220,7 +220,7 @@ class Assistant:
 
     def __init__(self, model: Any, cache: TurboQuantCache, number: int) -> None:
         self.model, self.cache, self.number = model, cache, number
-        self.layers: tuple[Any, ...] = tuple(cache.layers)
+        self.layers: tuple[Any, ...] = tuple(layers_with_states(cache))
         self.key: tuple[Any, ...] = ("assistant", id(model), number, *(p.data_ptr() for p in model.parameters()))
         self.steps: tuple[StepInputs, StepInputs] | None = None
         """Inputs of a call of two tokens, and of one."""

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -72,7 +73,7 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
 def check_layers(model: Any, cache: TurboQuantCache) -> None:
     """Raise a `ValueError` if the cache has layers other than full attention and sliding windows."""
     known = (FullAttentionLayer, PreallocatedSlidingLayer)
-    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)}
+    other = {type(layer).__name__ for layer in layers_with_states(cache) if not isinstance(layer, known)}
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
     if other:
@@ -80,6 +81,12 @@ def check_layers(model: Any, cache: TurboQuantCache) -> None:
             f"`graph_decoding` takes models whose layers are full attention or sliding windows; the cache of this "
             f"{type(model).__name__} also has {', '.join(sorted(other))}. Leave out `custom_generate`."
         )
+
+
+def layers_with_states(cache: TurboQuantCache) -> list[Any]:
+    """Layers of a cache without the placeholders that transformers 5.23 has where a layer reads the keys of another
+    (Gemma 3n)."""
+    return [layer for layer in cache.layers if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin))]
 
 
 class Loop:
@@ -96,7 +103,7 @@ class Loop:
         streamer: BaseStreamer | None,
     ) -> None:
         self.model, self.cache, self.prompt = model, cache, prompt
-        self.layers: list[Any] = list(cache.layers)
+        self.layers: list[Any] = layers_with_states(cache)
         self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
         self.cached = int(cache.get_seq_length())
         self.config, self.processors, self.sample = config, logits_processor, config.do_sample
@@ -299,7 +306,7 @@ class Loop:
         pad = None if self.pad is None else _exact(self.pad)
         shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [tensor for layer in self.cache.layers for tensor in tensors_of(layer)]
+        tensors += [tensor for layer in self.layers for tensor in tensors_of(layer)]
         return (
             id(self.model),
             attention_implementation(self.model.config),
