@@ -88,9 +88,9 @@ BUDGETS = {
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
         "batching": 4135,  # options by request; metrics; capturing and compiling meanwhile; states of linear layers
-        "graph_decoding": 1155,  # stop strings, with the tokenizer that generate() drops; assisted decoding
+        "graph_decoding": 1230,  # stop strings, with the tokenizer that generate() drops; drafts, over windows too
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
-        "layers": 1545,  # rollback of uneven layers, on the device too; lost gradients; assigned keys; padded rows
+        "layers": 1630,  # rollback of uneven layers, on the device too; rings of sliding layers; assigned keys
         "stores": 995,  # one store; named parts of a long call; blocks keep their codes; steps of several tokens
         "ops": 2355,  # wide heads over a history, one dequantized at a time; tokens to sample; a launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales

@@ -249,7 +249,7 @@ class TurboQuantCache(DynamicCache):
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if layer is None or not (layer.is_compileable and layer.is_initialized):
             return False
-        return tokens == 1 or (isinstance(layer, FullAttentionLayer) and layer.takes_step(tokens))
+        return tokens == 1 or (hasattr(layer, "takes_step") and layer.takes_step(tokens))
 
     @torch.compiler.disable
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -11,6 +13,7 @@ from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.layers.dense import PreallocatedSlidingLayer, SlidingLayer
+from tq_hf.layers.rollback import take_back
 
 WINDOW = 16
 
@@ -82,6 +85,87 @@ def test_a_preallocated_one_that_records_is_cropped_to_what_it_was(before: int, 
         new = (after[0][:, :, :tokens], after[1][:, :, :tokens])
         for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("before", [3, WINDOW - 2, 40])
+@pytest.mark.parametrize("removed", range(6))
+def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed: int) -> None:
+    """At every place of the ring, up to a step of which nothing stays."""
+    torch.manual_seed(removed)
+    ours, other = preallocated(200), preallocated(200)
+    prompt = states(before)
+    for layer in (ours, other):
+        layer.update(*prompt)
+    ours.open_ring(5)
+    for _ in range(2 * ours.ring_rows):
+        kept, gone = states(5 - removed), states(removed)
+        rows = ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
+        take_back((ours,), torch.tensor(removed))
+        for t in range(5 - removed):
+            expected = other.update(kept[0][:, :, t : t + 1], kept[1][:, :, t : t + 1])
+        length = int(ours.cumulative_length)
+        places = torch.arange(max(0, length - WINDOW), length)
+        for mine, theirs in zip(rows, expected if removed < 5 else (other.keys, other.values), strict=True):
+            assert torch.equal(mine[:, :, places % ours.ring_rows], theirs[:, :, : len(places)])
+        if length > 190:
+            break
+    ours.close_ring(record=False)
+    assert ours.get_seq_length() == other.get_seq_length()
+    for one in (ours, other):
+        one.crop(-1)
+    for tokens in (1, 3, 1):
+        new = states(tokens)
+        assert ours.get_mask_sizes(tokens) == other.get_mask_sizes(tokens)
+        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
+            assert mine.shape == theirs.shape
+            held = slice(other.get_seq_length())  # rows after these are empty
+            assert torch.equal(mine[:, :, held], theirs[:, :, held])
+
+
+def test_a_ring_that_an_exception_ended_is_cropped_to_what_it_was() -> None:
+    """Rows beyond the window are kept for the crop, and no longer."""
+    torch.manual_seed(0)
+    ours, other = preallocated(), preallocated()
+    prompt, gone, after = states(40), states(5), states(2)
+    for layer in (ours, other):
+        layer.update(*prompt)
+    ours.open_ring(5)
+    ours.update(*gone)
+    ours.close_ring(record=True)
+    ours.crop(-5)
+    assert ours.get_seq_length() == 40 and ours._recorded is None
+    for mine, theirs in zip(ours.update(*after), other.update(*after), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("change", ["repeat", "copy", "reset", "smaller", "larger"])
+def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
+    """Its rows stay, at the same addresses; a longer step needs more."""
+    torch.manual_seed(0)
+    ours, other = preallocated(), preallocated()
+    prompt, new = states(40), states(4)
+    ours.update(*prompt)
+    ours.open_ring(5)
+    ours.close_ring(record=False)
+    address, tokens = ours.keys.data_ptr(), {"smaller": 3, "larger": 9}.get(change, 5)
+    if change == "repeat":
+        ours.batch_repeat_interleave(2)
+        ours.batch_select_indices(torch.tensor([0, 2]))
+    elif change == "copy":
+        ours = copy.deepcopy(ours)
+    elif change == "reset":
+        ours.reset()
+        ours.update(*prompt)
+    other.update(*prompt)
+    ours.open_ring(tokens)
+    assert ours.keys.shape[2] == ours.ring_rows == max(21, 16 + tokens)
+    if change in ("reset", "smaller"):
+        assert ours.keys.data_ptr() == address
+    ours.update(*new)
+    ours.close_ring(record=False)
+    other.update(*new)
+    for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_preallocated_one_says_what_a_crop_needs() -> None:

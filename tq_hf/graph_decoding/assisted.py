@@ -4,7 +4,7 @@ A step runs the model on the newest token and on k drafts after it. The model ch
 k + 1 tokens. Drafts that agree with the model are accepted, and so is the model's own token after them: 1 to S tokens a
 step. The other tokens are taken back from the cache, by its counts on the device. Drafting and acceptance are part of
 the graph, too, so the host never waits for a step that it has just launched: it reads the number of accepted tokens one
-step late.
+step late. Sliding layers are rings meanwhile: their masks follow from the number of tokens, too, and are made here.
 
 Greedy search and drafts of a lookup accept a draft that is the model's choice. Sampling with an assistant accepts and
 replaces drafts as speculative sampling does (Leviathan et al. 2023, algorithm 1). Both leave the distribution of the
@@ -14,8 +14,9 @@ model's tokens as it is.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -24,15 +25,30 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..cache import TurboQuantCache
 from ..compat import CACHE_NAME, as_input, longer_inputs, mark_static_shape, outside_inference_mode, prefill
 from ..layers.base import FullAttentionLayer
+from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
-from .loop import Loop, latest_steps, tensors_of
-from .step import LateFlags, Masks, allowed, check_inputs, map_masks, mask_tensors, without_columns
+from .loop import Loop, check_layers, latest_steps, layers_with_states, tensors_of
+from .step import LateFlags, Masks, allowed, check_inputs, map_masks, mask_tensors, needs_no_mask
 
 MOST_DRAFTS = STEP_TOKENS - 1
 """Most drafts of a step: with the token before them, as many tokens as the decode kernel takes."""
 ASSISTANT_DRAFTS = 5
 """Drafts of a step where `num_assistant_tokens` has transformers' default, 20, which stops at unlikely drafts."""
+
+
+class MaskKind(NamedTuple):
+    """A mask of a model, for one kind of layers.
+
+    Args:
+        dtype: Bool, or float and added to logits.
+        columns: Number of rows of the layers; 0 where they need no mask, as nothing is padded.
+        window: Number of tokens of a sliding window; `None` for full attention.
+    """
+
+    dtype: torch.dtype
+    columns: int
+    window: int | None
 
 
 class StepInputs:
@@ -62,38 +78,46 @@ class StepInputs:
             first["logits_to_keep"] = tokens
         self.constants = first
         self.offsets = None if positions is None else positions - cached
-        column = torch.full((1,), cached, device=ids.device)
-        self.open: Masks = None
-        """Masks `[1, 1, 1, columns]` bool of padding. Which columns of new tokens a query attends to follows from the
-        number of tokens in the cache, so these are open here."""
-        given = mask_tensors(self.masks)
-        if continues := all(mask.dim() == 4 for mask in given):
-            self.open = map_masks(lambda mask: _opened(mask, cached + tokens), self.masks)
-            made = mask_tensors(self._masks(column))
-            continues = all(torch.equal(allowed(x), allowed(y)) for x, y in zip(given, made, strict=True))
-            self.masks = without_columns(self.masks, cache.layers, cached + tokens - 1)
-            self.open = map_masks(lambda mask: _opened(mask, cached + tokens), self.masks)
-        check_inputs(model, first, [] if continues else ["an attention mask that is not causal"])
+        rings = rings_of(cache.layers)
+        self.tokens, self.kinds = tokens, _mask_kinds(self.masks, rings, len(layers_with_states(cache)))
+        self.open = ids.new_ones(cache.preallocated_for or 0, dtype=torch.bool)
+        """`[max_cache_len]` bool, by place among the cached tokens: False for padding."""
+        if (padding := inputs.get("attention_mask")) is not None:
+            self.open[: padding.shape[-1]] = padding[0, : len(self.open)]
+        column, given, other = torch.full((1,), cached, device=ids.device), mask_tensors(self.masks), []
+        start = rings[0].get_mask_sizes(tokens)[1] if rings else 0
+        if not all(self._continues(mask, kind, column, start) for mask, kind in zip(given, self.kinds, strict=True)):
+            other.append("an attention mask that is not causal")
+        if rings and all(kind.window is None for kind in self.kinds):
+            other.append("no mask for its sliding layers")
+        check_inputs(model, first, other)
+        if needs_no_mask(cache.layers) and bool(self.open[: cached + tokens].all()):
+            self.kinds = [kind if kind.window is not None else kind._replace(columns=0) for kind in self.kinds]
+
+    def _continues(self, given: torch.Tensor, kind: MaskKind, column: torch.Tensor, start: int) -> bool:
+        """Whether a mask from transformers is what `_mask` makes. A sliding layer's begins at the token `start`."""
+        if given.dim() != 4:
+            return False
+        places = torch.arange(given.shape[3], device=given.device) + (0 if kind.window is None else start)
+        return torch.equal(allowed(given), allowed(self._mask(kind, column, places)))
 
     @property
     def shapes(self) -> list[Any]:
         """Dtypes and shapes of the inputs that change from step to step."""
-        tensors = [*mask_tensors(self.masks), *([] if self.offsets is None else [self.offsets])]
-        return [(tensor.dtype, tensor.shape) for tensor in tensors]
+        return [*self.kinds, *([] if self.offsets is None else [(self.offsets.dtype, self.offsets.shape)])]
 
     def copy_(self, other: StepInputs) -> None:
         """Take the prompt's padding and positions from inputs of the same shapes."""
         if self.offsets is not None and other.offsets is not None:
             self.offsets.copy_(other.offsets)
-        for mask, new in zip(mask_tensors(self.open), mask_tensors(other.open), strict=True):
-            mask.copy_(new)
+        self.open.copy_(other.open)
 
     @outside_inference_mode
     def cloned(self) -> StepInputs:
         """The same with tensors of its own, which later calls may write to."""
         other = copy.copy(self)
         other.offsets = None if self.offsets is None else self.offsets.clone()
-        other.open = map_masks(torch.clone, self.open)
+        other.open = self.open.clone()
         return other
 
     def at(self, column: torch.Tensor) -> dict[str, Any]:
@@ -106,24 +130,44 @@ class StepInputs:
         return inputs
 
     def _masks(self, column: torch.Tensor) -> Masks:
-        kinds = iter(mask_tensors(self.masks))
+        kinds = iter(self.kinds)
 
-        def mask(open_columns: torch.Tensor) -> torch.Tensor:
-            like = next(kinds)
-            columns = torch.arange(like.shape[3], device=like.device)
-            query = column + torch.arange(like.shape[2], device=like.device)[:, None]
-            attends = open_columns & (columns <= query)
-            if like.dtype == torch.bool:
-                return attends
-            return torch.where(attends, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
+        def mask(_: torch.Tensor) -> torch.Tensor:
+            kind = next(kinds)
+            places = torch.arange(kind.columns, device=column.device)
+            if kind.window is not None:  # each row of a ring has the newest token that fits there
+                newest = column + (self.tokens - 1)
+                places = newest - (newest - places) % kind.columns
+            return self._mask(kind, column, places)
 
-        return map_masks(mask, self.open)
+        return map_masks(mask, self.masks)
+
+    def _mask(self, kind: MaskKind, column: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Mask `[1, 1, S, columns]` of keys at `places` `[columns]` among the cached tokens. Negative places are
+        empty."""
+        query = column + torch.arange(self.tokens, device=column.device)[:, None]
+        attends = places <= query
+        if kind.window is None:
+            attends = attends & self.open[: len(places)]
+        else:
+            attends = attends & (places > query - kind.window) & (places >= 0)
+            attends = attends & self.open.index_select(0, places.clamp(min=0))
+        if kind.dtype == torch.bool:
+            return attends[None, None]
+        return torch.where(attends, 0.0, torch.finfo(kind.dtype).min).to(kind.dtype)[None, None]
 
 
-def _opened(mask: torch.Tensor, end: int) -> torch.Tensor:
-    """The last row of a mask as bool, with all columns from `end` on open."""
-    columns = torch.arange(mask.shape[3], device=mask.device)
-    return allowed(mask[:, :, -1:]) | (columns >= end)
+def _mask_kinds(masks: Masks, rings: list[PreallocatedSlidingLayer], layers: int) -> list[MaskKind]:
+    """Kinds of the masks that transformers made for a cache of this number of layers, sliding ones as rings."""
+    slides = "sliding_attention" if rings else None
+    every = masks if isinstance(masks, dict) else {slides if len(rings) == layers else "all": masks}
+    return [
+        MaskKind(mask.dtype, rings[0].ring_rows, rings[0].max_cache_len)
+        if name == slides
+        else MaskKind(mask.dtype, mask.shape[-1], None)
+        for name, mask in every.items()
+        if mask is not None
+    ]
 
 
 class PromptLookup:
@@ -173,7 +217,7 @@ class Assistant:
 
     def __init__(self, model: Any, cache: TurboQuantCache, number: int) -> None:
         self.model, self.cache, self.number = model, cache, number
-        self.layers: tuple[Any, ...] = tuple(cache.layers)
+        self.layers: tuple[Any, ...] = tuple(layers_with_states(cache))
         self.steps: list[StepInputs] = []
         """Inputs of a call of two tokens, and of one."""
 
@@ -193,11 +237,13 @@ class Assistant:
         """
         read, held = prompt[:, :-1], prompt.shape[1] - 1
         self.cache.reset()
-        self.cache.activate_past_recording()
+        expect_drafts(self.cache)
         padding = torch.ones_like(read) if mask is None else mask[:, :held]
         _, inputs = prefill(
             self.model, read, config, {**as_input(self.cache), "use_cache": True, "attention_mask": padding}
         )
+        for ring in rings_of(self.layers):
+            ring.open_ring(self.number + 1)
         steps = [StepInputs(self.model, self.cache, read, held, n, longer_inputs(inputs, n - 1)) for n in (2, 1)]
         if [own.shapes for own in self.steps] != [new.shapes for new in steps]:
             self.steps = [new.cloned() for new in steps]
@@ -248,7 +294,6 @@ def drafts_of(
         )
     if prompt.shape[0] > 1:
         raise ValueError(f"Drafts are for one sequence, and this call has {prompt.shape[0]}. Leave the drafts out.")
-    _check_layers(model, cache)
     if assistant is None:
         return PromptLookup(min(lookup, MOST_DRAFTS), config.max_matching_ngram_size or 2)
     if prompt.shape[1] < 2:
@@ -268,16 +313,21 @@ def drafts_of(
     if isinstance(held, Assistant) and held.model is assistant and held.number == number:
         return held
     own = TurboQuantCache(assistant.config, max_cache_len=cache.preallocated_for)
-    _check_layers(assistant, own)
+    check_layers(assistant, own)
     return Assistant(assistant, own, number)
 
 
-def _check_layers(model: Any, cache: TurboQuantCache) -> None:
-    if other := {type(layer).__name__ for layer in cache.layers if not isinstance(layer, FullAttentionLayer)}:
-        raise ValueError(
-            f"Drafts in `graph_decoding` need layers of full attention, and {type(model).__name__} also has "
-            f"{', '.join(sorted(other))}. Leave out `custom_generate`: `generate()` decodes so with the same cache."
-        )
+def rings_of(layers: Iterable[Any]) -> list[PreallocatedSlidingLayer]:
+    """Sliding layers, which are rings while drafts are taken back."""
+    return [layer for layer in layers if isinstance(layer, PreallocatedSlidingLayer)]
+
+
+def expect_drafts(cache: TurboQuantCache) -> None:
+    """Let steps of full-attention layers have several tokens. Sliding layers become rings instead: to record what left
+    their windows would keep a whole prompt."""
+    for layer in cache.layers:
+        if isinstance(layer, FullAttentionLayer):
+            layer.activate_past_recording()
 
 
 def check_room_for_drafts(tokens: int, drafts: Drafts, cache: TurboQuantCache) -> None:
@@ -335,6 +385,7 @@ class AssistedTensors:
         scores: `[S, vocabulary]` float32, `logits` after the processors.
         draft_scores: `[k, vocabulary]` float32 that drafts were chosen by, or `None`.
         graph: Captured CUDA graph, or `None` before the capture.
+        outputs: `logits` and `scores` that the graph writes.
         warm: Number of steps that ran before the capture.
     """
 
@@ -350,6 +401,7 @@ class AssistedTensors:
     scores: torch.Tensor | None = None
     draft_scores: torch.Tensor | None = None
     graph: torch.cuda.CUDAGraph | None = None
+    outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     warm: int = 0
 
 
@@ -374,10 +426,16 @@ class AssistedLoop(Loop):
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[1, vocabulary]` of the prompt until the sequence has ended."""
-        step = self._begin(inputs)
-        self._accept(step, logits, None)
-        while not self._ended(step):
-            self._advance(step)
+        is_complete = False
+        try:
+            step = self._begin(inputs)
+            self._accept(step, logits, None)
+            while not self._ended(step):
+                self._advance(step)
+            is_complete = True
+        finally:  # a call that an exception ended is left to `crop`
+            for ring in rings_of((*self.layers, *self.drafts.layers)):
+                ring.close_ring(record=not is_complete)
         self.cache.last_update = None  # no call is left half done
         for name in ("logits", "scores"):
             if (every := getattr(self, name)) is not None:
@@ -390,6 +448,8 @@ class AssistedLoop(Loop):
         mask = inputs.get("attention_mask")
         self.drafts.begin(self.prompt, None if mask is None else mask[:, : self.length], self.config)
         inputs = longer_inputs(inputs, self.tokens - 1)
+        for ring in rings_of(self.layers):
+            ring.open_ring(self.tokens)
         made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs)
         width = self.longest + self.tokens
         addresses = [tensor.data_ptr() for layer in self.drafts.layers for tensor in tensors_of(layer)]

@@ -18,10 +18,8 @@ from ..compat import (
     optimized_for_decode,
     prefill,
 )
-from ..layers.base import FullAttentionLayer
-from ..layers.dense import PreallocatedSlidingLayer
-from .assisted import AssistedLoop, check_room_for_drafts, drafts_of
-from .loop import Loop
+from .assisted import AssistedLoop, check_room_for_drafts, drafts_of, expect_drafts
+from .loop import Loop, check_layers
 
 
 def graph_decoding(
@@ -63,10 +61,10 @@ def graph_decoding(
         Tokens `[B, T + n]` int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
 
     Raises:
-        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or with
-            drafts of full-attention layers, with room for the drafts of the last step. The call asks for other decoding
-            (beams, contrastive search, drafts of other kinds), for `synced_gpus`, attentions or hidden states. A step
-            would be captured over several devices. `stop_strings` come without a tokenizer.
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, with room
+            for the drafts of the last step. The call asks for other decoding (beams, contrastive search, drafts of
+            other kinds), for `synced_gpus`, attentions or hidden states. A step would be captured over several devices.
+            `stop_strings` come without a tokenizer.
         ImportError: The installed transformers lacks a name that this loop needs.
     """
     check_required_names("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
@@ -77,7 +75,7 @@ def graph_decoding(
         drafts = drafts_of(model, cache, input_ids, generation_config, arguments)
         if input_ids.shape[1] and not int(cache.get_seq_length()) and stopping_criteria.max_length is not None:
             check_room_for_drafts(stopping_criteria.max_length, drafts, cache)
-        cache.activate_past_recording()
+        expect_drafts(cache)
     if stop_strings is not None:
         stop = _stop_at(stop_strings, arguments["tokenizer"])
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, stop])
@@ -113,15 +111,7 @@ def _check(
             f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
             "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
         )
-    known = (FullAttentionLayer, PreallocatedSlidingLayer)
-    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)}
-    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
-        other.add("layers of attention within chunks")
-    if other:
-        raise ValueError(
-            f"`graph_decoding` takes models whose layers are full attention or sliding windows; this cache also has "
-            f"{', '.join(sorted(other))}. Leave out `custom_generate`."
-        )
+    check_layers(model, cache)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise ValueError(
             f"The options of this call ask for {mode.value.replace('_', ' ')}, and `graph_decoding` searches greedily "

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -35,6 +36,7 @@ from ..compat import (
     outside_inference_mode,
     pad_token,
 )
+from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
@@ -68,6 +70,25 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
     return CompileConfig(**{**fields, "mode": WITHOUT_GRAPHS.get(fields["mode"], fields["mode"])})
 
 
+def check_layers(model: Any, cache: TurboQuantCache) -> None:
+    """Raise a `ValueError` if the cache has layers other than full attention and sliding windows."""
+    known = (FullAttentionLayer, PreallocatedSlidingLayer)
+    other = {type(layer).__name__ for layer in layers_with_states(cache) if not isinstance(layer, known)}
+    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
+        other.add("layers of attention within chunks")
+    if other:
+        raise ValueError(
+            f"`graph_decoding` takes models whose layers are full attention or sliding windows; the cache of this "
+            f"{type(model).__name__} also has {', '.join(sorted(other))}. Leave out `custom_generate`."
+        )
+
+
+def layers_with_states(cache: TurboQuantCache) -> list[Any]:
+    """Layers of a cache without the placeholders that transformers 5.23 has where a layer reads the keys of another
+    (Gemma 3n)."""
+    return [layer for layer in cache.layers if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin))]
+
+
 class Loop:
     """One call of `graph_decoding`."""
 
@@ -82,7 +103,7 @@ class Loop:
         streamer: BaseStreamer | None,
     ) -> None:
         self.model, self.cache, self.prompt = model, cache, prompt
-        self.layers: list[Any] = list(cache.layers)
+        self.layers: list[Any] = layers_with_states(cache)
         self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
         self.cached = int(cache.get_seq_length())
         self.config, self.processors, self.sample = config, logits_processor, config.do_sample
@@ -148,6 +169,7 @@ class Loop:
             step.warm += 1
             return False
         step.graph.replay()
+        step.logits, step.scores = step.outputs
         return True
 
     def _keep_scores(self, step: Any) -> None:
@@ -166,7 +188,7 @@ class Loop:
                 f"A decode step of {type(self.model).__name__} cannot be captured as a CUDA graph. Leave out "
                 "`custom_generate=graph_decoding`."
             ) from error
-        step.graph = graph
+        step.graph, step.outputs = graph, (step.logits, step.scores)
 
     def _run(self, step: StepTensors) -> None:
         """Run the operations of the graph."""
@@ -285,7 +307,7 @@ class Loop:
         pad = None if self.pad is None else _exact(self.pad)
         shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [tensor for layer in self.cache.layers for tensor in tensors_of(layer)]
+        tensors += [tensor for layer in self.layers for tensor in tensors_of(layer)]
         return (
             id(self.model),
             attention_implementation(self.model.config),

@@ -33,6 +33,7 @@ class StepTensors:
         logits: `[B, vocabulary]` float32 of the last step.
         scores: `[B, vocabulary]` float32, `logits` after the processors.
         graph: Captured CUDA graph, or `None` before the capture.
+        outputs: `logits` and `scores` that the graph writes.
         warm: Number of steps that ran before the capture.
     """
 
@@ -48,6 +49,7 @@ class StepTensors:
     logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     graph: torch.cuda.CUDAGraph | None = None
+    outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     warm: int = 0
 
 
@@ -80,17 +82,22 @@ def allowed(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
+def needs_no_mask(layers: Sequence[Any]) -> bool:
+    """Whether layers of full attention are packed ones that attention reads: "turboquant" reads a mask of no columns as
+    causal, so no step makes, extends or reads one where nothing is padded."""
+    packed = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
+    return all(isinstance(layer, TurboQuantLayer) and layer.reads_packed and layer.is_untouched for layer in packed)
+
+
 def without_columns(masks: Masks, layers: Sequence[Any], cached: int) -> Masks:
-    """Replace masks of full attention by masks of no columns, which "turboquant" reads as causal, where nothing is
-    padded: no step then makes, extends or reads them.
+    """Replace masks of full attention by masks of no columns where they are not needed.
 
     Args:
         masks: Masks of a step, whose last row is that of the newest query.
-        layers: Layers of the cache. Only packed layers that attention reads can do without.
+        layers: Layers of the cache.
         cached: Number of tokens before the step.
     """
-    packed = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
-    if not all(isinstance(layer, TurboQuantLayer) and layer.reads_packed and layer.is_untouched for layer in packed):
+    if not needs_no_mask(layers):
         return masks
     windows = {layer.max_cache_len for layer in layers if isinstance(layer, PreallocatedSlidingLayer)}
 

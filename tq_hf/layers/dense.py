@@ -13,7 +13,7 @@ import torch
 from tq_kernels.types import KeyValue
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from ..compat import is_capturing, outside_inference_mode
+from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import check_room
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
@@ -47,7 +47,8 @@ def with_num_held(states: KeyValue, tokens: int) -> KeyValue:
 
 def check_rows(layer: Any) -> None:
     """Raise a `ValueError` if keys with another number of rows were assigned to a preallocated layer (kvpress)."""
-    if layer.is_initialized and (rows := layer.keys.shape[2]) != layer.max_cache_len:
+    held = max(layer.max_cache_len, getattr(layer, "ring_rows", 0))
+    if layer.is_initialized and (rows := layer.keys.shape[2]) != held:
         raise ValueError(
             f"A preallocated {'sliding-window' if layer.is_sliding else 'full-attention'} layer that is not compressed "
             f"has room for {layer.max_cache_len} tokens, and was assigned keys of {rows}. Prune only compressed "
@@ -196,6 +197,10 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
     `crop` can always remove one token: the next step does not read the first row of a full window. More tokens can be
     removed only before the window slides, because older rows are overwritten. As in the growing layer,
     `activate_past_recording` (called by assisted decoding) keeps the rows that leave the window until the next `crop`.
+
+    Assisted decoding in `graph_decoding` takes tokens back on the device. Meanwhile the layer is a ring of more rows
+    than the window has (`open_ring`): the token at position p is in row p modulo the number of rows, and a smaller
+    count removes tokens. The caller makes masks for the rows of the ring.
     """
 
     is_croppable = True
@@ -205,6 +210,10 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
     """Recorded keys and values: all tokens since the first one in the window at the last `crop`."""
     _first_missing_at: int | None = None
     """Number of tokens at which the first row of the full window may be missing."""
+    is_ring = False
+    """Whether rows are in the order of a ring. Otherwise the first `max_cache_len` rows are the window."""
+    ring_rows = 0
+    """Number of rows after a ring was opened: they stay for the next one."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -216,42 +225,119 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         """Keep rows that leave the window until the next `crop`."""
         self.record_past = True
 
+    def takes_step(self, tokens: int) -> bool:
+        """Whether a compiled graph may include an update of this number of tokens."""
+        return tokens == 1 or self.is_ring
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need,
-        and empty rows."""
+        and empty rows. A ring returns all its rows."""
+        if self.is_ring:
+            return self._append_to_ring(key_states, value_states)
         check_rows(self)
         if self.record_past:
             states = (key_states, value_states)
             if (past := self._past()) is not None:
                 states = (torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2))
             self._recorded = states
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         if key_states.shape[2] == 1:
             return self._append_row(key_states, value_states)
-        states = super().update(key_states, value_states, *args, **kwargs)
-        self.cumulative_length.fill_(min(self.cumulative_length_int, self.max_cache_len))
-        return with_num_held(states, self.cumulative_length_int) if states[0] is self.keys else states
+        return self._append_rows(key_states, value_states)
+
+    def _window(self) -> KeyValue:
+        """The rows of the window."""
+        assert self.keys is not None and self.values is not None
+        if not self.ring_rows:
+            return self.keys, self.values
+        return self.keys[:, :, : self.max_cache_len], self.values[:, :, : self.max_cache_len]
+
+    def _append_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
+        """Append several tokens a sequence, as transformers' layer does."""
+        window, most, past = self._window(), self.max_cache_len, self.cumulative_length_int
+        new, length = (key_states, value_states), past + key_states.shape[2]
+        self.cumulative_length_int = length
+        self.cumulative_length.fill_(min(length, most))
+        if length <= most:
+            for states, part in zip(window, new, strict=True):
+                states[:, :, past:length] = part
+            return with_num_held(window, length)
+        if past:
+            held = slice(int(past >= most), min(past, most))  # the first row of a full window is not read
+            new = (torch.cat([window[0][:, :, held], new[0]], dim=2), torch.cat([window[1][:, :, held], new[1]], dim=2))
+        for states, part in zip(window, new, strict=True):
+            states.copy_(part[:, :, -most:])
+        return new
 
     def _append_row(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
         """Append one token a sequence; in a full window it replaces the oldest token."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        length, last = self.cumulative_length, self.max_cache_len - 1
+        window, length, last = self._window(), self.cumulative_length, self.max_cache_len - 1
         rows = torch.arange(self.max_cache_len, device=self.device)
         source, is_new = (rows + (length > last)).clamp_(max=last), (rows == length.clamp(max=last))[:, None]
-        for states, new in ((self.keys, key_states), (self.values, value_states)):
+        for states, new in zip(window, (key_states, value_states), strict=True):
             states.copy_(torch.where(is_new, new, states.index_select(2, source)))
         length.add_(1).clamp_(max=self.max_cache_len)
         self.cumulative_length_int += 1
         if torch.compiler.is_dynamo_compiling():
-            return self.keys, self.values
-        return with_num_held((self.keys, self.values), min(self.cumulative_length_int, self.max_cache_len))
+            return window
+        return with_num_held(window, min(self.cumulative_length_int, self.max_cache_len))
+
+    @outside_inference_mode
+    def open_ring(self, tokens: int) -> None:
+        """Make the layer a ring: up to `tokens` newest tokens may be removed on the device. The rows stay for later
+        calls."""
+        past, length, rows = self._past(), self.cumulative_length_int, self.max_cache_len + tokens
+        assert past is not None and self.keys is not None and self.values is not None
+        held = [part[:, :, -rows:].clone() for part in past]
+        if self.ring_rows < rows:
+            made = [part.new_zeros(*part.shape[:2], rows, part.shape[3]) for part in (self.keys, self.values)]
+            (self.keys, self.values), self.ring_rows = made, rows
+            mark_static_addresses(made)
+        places = self._places(length, held[0].shape[2])
+        self.keys.index_copy_(2, places, held[0])
+        self.values.index_copy_(2, places, held[1])
+        self.cumulative_length.fill_(length)
+        self.is_ring, self._recorded = True, None
+
+    def _places(self, length: int, tokens: int) -> torch.Tensor:
+        """Rows of the newest `tokens` of `length` tokens in a ring, `[tokens]` int64."""
+        return torch.arange(length - tokens, length, device=self.keys.device) % self.ring_rows  # type: ignore[union-attr]
+
+    def _append_to_ring(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
+        assert self.keys is not None and self.values is not None
+        tokens = key_states.shape[2]
+        places = (self.cumulative_length + torch.arange(tokens, device=self.device)) % self.ring_rows
+        self.keys.index_copy_(2, places, key_states)
+        self.values.index_copy_(2, places, value_states)
+        self.cumulative_length.add_(tokens)
+        return self.keys, self.values
+
+    @outside_inference_mode
+    def close_ring(self, record: bool) -> None:
+        """Order the rows as a window. The number of tokens is read from the device.
+
+        Args:
+            record: Whether to keep rows beyond the window until the next `crop`.
+        """
+        if not self.is_ring:
+            return
+        assert self.keys is not None and self.values is not None
+        length = int(self.cumulative_length)
+        places = self._places(length, min(length, self.ring_rows))
+        held = self.keys.index_select(2, places), self.values.index_select(2, places)
+        for states, part in zip(self._window(), held, strict=True):
+            part = part[:, :, -self.max_cache_len :]
+            states[:, :, : part.shape[2]] = part
+        self.cumulative_length_int, self.is_ring = length, False
+        self.cumulative_length.fill_(min(length, self.max_cache_len))
+        self._recorded = held if record else None
 
     def count_replayed(self, length: int | None) -> None:
-        assert length is not None
-        self.cumulative_length_int = length
+        if length is not None:  # a ring counts on the device
+            self.cumulative_length_int = length
 
     @outside_inference_mode
     def resume(self, length: int) -> None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from ..compat import foreach
 from .base import check_crop
 from .compressed import TurboQuantLayer
-from .dense import PreallocatedLayer
+from .dense import PreallocatedLayer, PreallocatedSlidingLayer
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
@@ -105,11 +105,11 @@ def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:
 
 
 def take_back(layers: Sequence[Any], tokens: torch.Tensor) -> None:
-    """Remove the newest tokens of preallocated full-attention layers by their counts on the device, which the host does
-    not wait for. Exact for tokens of the last step.
+    """Remove the newest tokens of preallocated layers by their counts on the device, which the host does not wait for.
+    Exact for tokens of the last step.
 
     Args:
-        layers: `TurboQuantLayer` and `PreallocatedLayer`, filled.
+        layers: `TurboQuantLayer`, `PreallocatedLayer`, and `PreallocatedSlidingLayer` that is a ring, filled.
         tokens: Number of tokens, `[]` or `[1]` integer on the device.
     """
     tokens = tokens.reshape(())
@@ -117,7 +117,8 @@ def take_back(layers: Sequence[Any], tokens: torch.Tensor) -> None:
     states = [store.device_counts.state for store in stores]
     sinks, _, rows, pending = ([state[i : i + 1] for state in states] for i in range(4))
     lengths = [store.device_counts.length for store in stores]
-    lengths += [layer.cumulative_length for layer in layers if isinstance(layer, PreallocatedLayer)]
+    dense = (PreallocatedLayer, PreallocatedSlidingLayer)
+    lengths += [layer.cumulative_length for layer in layers if isinstance(layer, dense)]
     for layer in layers:
         layer.count_replayed(None)
     foreach.add_(lengths, tokens, alpha=-1)

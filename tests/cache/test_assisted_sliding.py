@@ -1,0 +1,224 @@
+"""Drafts in `graph_decoding` beside sliding layers, which are rings meanwhile: nothing is left of a rejected draft.
+
+Without a GPU the operations of a step are recorded and done again, see `recorded_graph`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from transformers import DynamicCache, MistralConfig
+
+from tests.cache.test_assisted import drafts, noisy
+from tests.support.helpers import compile_config
+from tests.support.recorded_graph import RecordedGraph, record_graphs
+from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, random_weights
+from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import as_input
+from tq_hf.graph_decoding.loop import latest_steps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+    pytest.mark.filterwarnings("ignore:.*No layer of this MistralConfig is compressed"),
+]
+
+ROOM, NEW, DRAFTS = 320, 20, 4
+WAYS = pytest.mark.parametrize("way", ["lookup", "assistant"])
+
+
+@lru_cache
+def models(name: str, window: int, device: str = "cpu"):
+    """A model with sliding layers and an assistant, some of whose drafts are right."""
+    if name == "mistral":
+        model = random_weights(MistralConfig(**_SIZES, sliding_window=window))
+    else:
+        model = build(name, sliding_window=window)
+    model = model.to(device)
+    assistant = noisy(model, 0.03)
+    for each in (model, assistant):
+        each.set_attn_implementation("turboquant")
+    assistant.generation_config.num_assistant_tokens = DRAFTS
+    return model, assistant
+
+
+@pytest.fixture(params=["recorded", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request, monkeypatch):
+    if request.param == "recorded":
+        record_graphs(monkeypatch)
+        return "cpu"
+    return "cuda"
+
+
+def prompt(model, tokens: int) -> torch.Tensor:
+    """`[1, tokens]`, whose second half begins like the first."""
+    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    ids[:, tokens // 2 :] = ids[:, : (tokens + 1) // 2].clone()
+    return ids.to(model.device)
+
+
+def conversation(model, ids: torch.Tensor, cache=None, turns: int = 2, pads: int = 0, **options):
+    """Greedy tokens of some turns on one cache, and the cache."""
+    cache = cache or TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    mask, more = torch.ones_like(ids), ids[:, :7]
+    mask[:, :pads] = 0
+    options = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None, custom_generate=graph_decoding) | options
+    for _ in range(turns):
+        ids = model.generate(ids, attention_mask=mask, **as_input(cache), **options)
+        ids = torch.cat([ids, more], dim=1)
+        mask = torch.cat([mask, mask.new_ones(1, ids.shape[1] - mask.shape[1])], dim=1)
+    return ids, cache
+
+
+def assert_same_windows(cache, other) -> None:
+    """The windows hold the same tokens. The first row of a full window is never read again."""
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        if mine.keys is None:  # it reads the keys of another layer (Gemma 3n)
+            continue
+        length = int(mine.get_seq_length())
+        assert length == int(theirs.get_seq_length())
+        if mine.is_sliding:
+            rows = slice(int(length >= mine.max_cache_len), min(length, mine.max_cache_len))
+            close = 1e-2 if mine.keys.is_cuda else 1e-4
+            torch.testing.assert_close(mine.keys[:, :, rows], theirs.keys[:, :, rows], atol=close, rtol=close)
+            torch.testing.assert_close(mine.values[:, :, rows], theirs.values[:, :, rows], atol=close, rtol=close)
+
+
+@WAYS
+@pytest.mark.parametrize("pads", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [90, 140], ids=["fills", "slides"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"])
+def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, pads, way) -> None:
+    model, assistant = models(name, 96, device)
+    ids = prompt(model, tokens)
+    expected, plain = conversation(model, ids, pads=pads)
+    found, cache = conversation(model, ids, pads=pads, **drafts((model, assistant), way))
+    assert torch.equal(found, expected)
+    assert_same_windows(cache, plain)
+    graph = latest_steps[cache].graph
+    assert graph is not None and (not isinstance(graph, RecordedGraph) or graph.replays > 1)
+
+
+@WAYS
+@pytest.mark.parametrize("number", [1, 15])
+@pytest.mark.parametrize(("window", "tokens"), [(3, 2), (3, 30), (24, 21), (24, 60)])
+def test_windows_may_be_smaller_than_a_step(device, window, tokens, number, way) -> None:
+    """Then a step overwrites more rows than the window has, and its first queries do not see its first rows."""
+    model, assistant = models("gemma3", window, device)
+    ids = prompt(model, tokens)
+    expected, plain = conversation(model, ids, pads=tokens // 20)
+    options = dict(prompt_lookup_num_tokens=number) if way == "lookup" else dict(assistant_model=assistant)
+    assistant.generation_config.num_assistant_tokens = number
+    found, cache = conversation(model, ids, pads=tokens // 20, **options)
+    assistant.generation_config.num_assistant_tokens = DRAFTS
+    assert torch.equal(found, expected)
+    assert_same_windows(cache, plain)
+
+
+@WAYS
+@pytest.mark.parametrize("attention", ["turboquant", "eager"])
+@pytest.mark.parametrize(("window", "room"), [(24, ROOM), (83, 88)])
+def test_tokens_are_those_of_a_dynamic_cache(attention, window, room, way) -> None:
+    """Also with masks that are added to logits, and with rings of as many rows as full attention has."""
+    model, assistant = models("gemma2", window)
+    ids = prompt(model, 64)
+    options = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+    model.set_attn_implementation(dense_attention("gemma2"))
+    expected = model.generate(ids, **as_input(DynamicCache(config=model.config)), **options)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=room)
+    found, _ = conversation(model, ids, cache, turns=1, **drafts((model, assistant), way))
+    model.set_attn_implementation("turboquant")
+    assert torch.equal(found[:, : 64 + NEW], expected)
+
+
+@WAYS
+def test_a_model_without_sliding_layers_takes_an_assistant_with_them_and_the_other_way_round(device, way) -> None:
+    sliding, full = models("gemma3", 24, device)[0], build("llama").to(device)
+    full.set_attn_implementation("turboquant")
+    for model, assistant in ((sliding, full), (full, sliding)):
+        ids = prompt(model, 60)
+        expected, plain = conversation(model, ids)
+        found, cache = conversation(model, ids, **drafts((model, assistant), way))
+        assert torch.equal(found, expected)
+        assert_same_windows(cache, plain)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "second", [{}, {"custom_generate": None}, {"prompt_lookup_num_tokens": 9}], ids=["plain", "generate", "more-drafts"]
+)
+def test_a_cache_goes_on_in_every_way_after_drafts(device, second, way, tmp_path) -> None:
+    """The windows are in order after each call: for other loops, in a file, and with one token taken back."""
+    model, assistant = models("gemma3", 24, device)
+    ids, options = prompt(model, 60), drafts((model, assistant), way)
+    expected, _ = conversation(model, ids, turns=3)
+    found, cache = conversation(model, ids, turns=1, **options)
+    cache.save(tmp_path / "cache.safetensors", model)
+    loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", model)
+    cache.crop(-1)  # a file lacks the first row of a full window, which this needs
+    for held in (cache, loaded):
+        answer, _ = conversation(model, found, held, turns=1, **second)
+        answer, _ = conversation(model, answer, held, turns=1, **options)
+        assert torch.equal(answer, expected)
+
+
+@WAYS
+def test_steps_over_rings_are_compiled_without_a_break(way) -> None:
+    model, assistant = models("gemma3", 24)
+    ids = prompt(model, 60)
+    expected, _ = conversation(model, ids, turns=1)
+    torch._dynamo.reset()
+    found, _ = conversation(model, ids, turns=1, compile_config=compile_config(), **drafts((model, assistant), way))
+    assert torch.equal(found, expected)
+
+
+def test_only_drafts_make_windows_larger() -> None:
+    model, _ = models("gemma3", 24)
+    ids = prompt(model, 60)
+    _, plain = conversation(model, ids)
+    _, cache = conversation(model, ids, prompt_lookup_num_tokens=DRAFTS)
+    rows = [layer.keys.shape[2] for layer in plain.layers if layer.is_sliding]
+    assert rows == [24] * len(rows)
+    layers = [layer for layer in cache.layers if layer.is_sliding]
+    assert [layer.keys.shape[2] for layer in layers] == [24 + DRAFTS + 1] * len(rows)
+    row = 2 * layers[0].keys[:, :, :1].numel() * layers[0].keys.element_size()
+    more = cache.memory_footprint().total - plain.memory_footprint().total
+    assert more == (DRAFTS + 1) * row * len(rows)
+
+
+@WAYS
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("tokens", [21, 60])
+def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> None:
+    """The first layers have its tokens, the others do not; and rows beyond the window are kept for that crop."""
+    model, assistant = models("gemma3", 24)
+    ids, options = prompt(model, tokens), drafts((model, assistant), way)
+    expected, plain = conversation(model, ids, turns=1)
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    calls = []
+
+    def interrupt(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[layer].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        conversation(model, ids, cache, turns=1, **options)
+    hook.remove()
+    cache.crop(0)
+    lengths = {int(each.get_seq_length()) for each in cache.layers}
+    assert len(lengths) == 1
+    held = lengths.pop()
+    answer = model.generate(
+        expected[:, : held + 1],
+        **as_input(cache),
+        do_sample=False,
+        max_new_tokens=tokens + NEW - held - 1,
+        custom_generate=graph_decoding,
+        eos_token_id=None,
+    )
+    assert tokens < held < tokens + NEW and torch.equal(answer, expected[:, : tokens + NEW])
+    assert_same_windows(cache, plain)
