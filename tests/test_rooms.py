@@ -80,7 +80,7 @@ BUDGETS = {
         "sampling": 165,  # top_k, top_p and min_p without a sort
         "turing": 935,
         "common": 1040,  # magnitudes, and signs from two bits; one way to launch again; compiling in threads
-        "types": 325,  # options of a call, for both attention functions; where rows go; addresses, strides
+        "types": 335,  # options of a call; where rows go; addresses, strides; sequences of steps with prompts
         "layout": 105,
         "format": 145,  # what decides trellis codes; how far key scales are shrunk
         "__init__": 10,

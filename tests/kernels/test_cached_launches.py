@@ -167,6 +167,13 @@ def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
     assert kinds == [["compiled"] * 7, ["launched"] * 7, ["launched"] * 7]
 
 
+def test_prompts_over_pages_compile_once_for_any_number_of_requests(log) -> None:
+    """A prompt is padded to as many requests as tokens: 64, 320, ..."""
+    for count, kind in ((7, "compiled"), (9, "launched"), (19, "launched"), (120, "launched")):
+        paged_step(Step(past=(300,) * count, new=(2,) * count, Hq=1))
+        assert how(log) == [kind] * 6, count
+
+
 def test_a_decode_step_over_pages_is_launched_by_address_once_compiled(log) -> None:
     """By what is kept of the layer: another layer's pages are launched the same way, on their own addresses."""
     inputs = [make(Step(past=(140, 300), new=(1, 1), sinks=4, spare=spare)) for spare in (2, 2)]
