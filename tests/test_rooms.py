@@ -87,7 +87,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 4195,  # options by request; metrics; capturing, compiling and tracing beside steps; linear layers
+        "batching": 4200,  # options by request; metrics; capturing, compiling and tracing beside steps; linear layers
         "graph_decoding": 1130,  # stop strings, with the tokenizer that generate() drops; assisted decoding
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1545,  # rollback of uneven layers, on the device too; lost gradients; assigned keys; padded rows

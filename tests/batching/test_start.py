@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ class Compiler:
 def started(
     compiler: Callable[..., Any] | str,
     model: PreTrainedModel | None = None,
-    before: list[int] | None = None,
+    before: Sequence[tuple[list[int], int]] = (),
     **changes: Any,
 ) -> Iterator[TurboQuantBatchingManager]:
     torch._dynamo.reset()
@@ -62,8 +62,8 @@ def started(
     manager = batching.init_continuous_batching(greedy(NEW), chosen)
     try:
         manager.warmup(behind=True)
-        if before is not None:
-            manager.add_request(before)
+        for prompt, new in before:
+            manager.add_request(prompt, max_new_tokens=new)
         manager.start()
         yield manager
     finally:
@@ -174,13 +174,30 @@ def test_a_step_that_cannot_be_compiled_stays_as_it_is(caplog: pytest.LogCapture
 
 def test_steps_are_compiled_although_there_is_always_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "COMPILE_AFTER", NEW // 2)
-    compiler, (prompt,) = Compiler(), prompts([40])
-    with started(compiler, before=prompt) as manager:
-        assert manager.get_result(timeout=60).generated_tokens
+    compiler, (one, other) = Compiler(), prompts([40, 50])
+    with started(compiler, before=[(one, NEW), (other, 2 * NEW)]) as manager:
+        assert all(manager.get_result(timeout=60).generated_tokens for _ in range(2))
         assert compiler.begun.is_set() or compiler.begun.wait(60)
         graphs = [pair for _, pair in manager.batch_processor.model_runner.missing if pair is not None]
-        assert len(graphs) == 4, "there was no time for warm-ups"
+        assert len(graphs) == 3, "there was no time for warm-ups"
         compiler.begin.set()
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_steps_are_not_compiled_before_one_of_each_kind_has_run(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other kind would be compiled in the step that needs it."""
+    monkeypatch.setattr(runner, "COMPILE_AFTER", 1)
+    monkeypatch.setattr(TurboQuantModelRunner, "work_ahead", lambda *_: False)
+    compiler, both = Compiler(), prompts([40, 50])
+    with started(compiler, before=[(prompt, NEW) for prompt in both[:requests]]) as manager:
+        for _ in range(requests):
+            assert manager.get_result(timeout=60).generated_tokens
+        found = manager.batch_processor.model_runner
+        assert found.decoded >= NEW - 1 and found.calls.keys() == {requests} and found.behind is None
+        compiler.begin.set()
+        if requests == 1:
+            ask(manager, both)
+            assert compiler.begun.wait(60)
 
 
 def test_steps_that_are_never_compiled_are_not_waited_for() -> None:
@@ -300,7 +317,7 @@ def test_an_answer_comes_before_graphs_that_it_does_not_need(events: Events) -> 
 def test_kernels_are_compiled_together_before_steps_that_need_them(
     events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's and a single token's before the engine starts, others while it rests."""
+    """A prompt's and a single token's before the engine starts, others while it rests. Prompts are not run again."""
     inputs, run = prompts([40, 90, 200]), TurboQuantModelRunner._run_warm_up
 
     def compiling(states: torch.Tensor, code: Callable[[], object]) -> Callable[[], None]:
@@ -309,7 +326,7 @@ def test_kernels_are_compiled_together_before_steps_that_need_them(
         return lambda: events.append("compiled")
 
     def noted_run(self: TurboQuantModelRunner, model: Any, requests: int, pair: int | None, *prompt: int) -> None:
-        if self.only_compiles:
+        if self.only_compiles or not requests:
             events.append(requests)
         run(self, model, requests, pair, *prompt)
 

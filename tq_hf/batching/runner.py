@@ -247,6 +247,8 @@ class TurboQuantModelRunner(ModelRunner):
             wake_up: Function that is called when steps or kernels are compiled.
         """
         self.ahead, self.wake_up = True, wake_up
+        if not self.use_cuda_graph_varlen:  # a request would wait for the longest prompt, and no graph comes of it
+            self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
         if self._compiled_decode is not None:
             self._compiled_decode, self.calls = None, {}
             # A processor would wait for the thread to compile.
@@ -398,7 +400,9 @@ class TurboQuantModelRunner(ModelRunner):
             if (size := batch_data["input_ids"].shape[1]) not in self.calls:
                 self.calls[size] = (model, *self._copied_arguments(batch_data))
             self.decoded += 1
-            if self.decoded >= COMPILE_AFTER:
+            # Steps of one request and of several compile apart, and a step would wait for the kind that is left out.
+            both = len({min(size, 2) for size in self.calls}) == min(self.cb_config.max_requests_per_batch or 2, 2)
+            if self.decoded >= COMPILE_AFTER and both:
                 self._begin_compiling()
         with stream_context(self.inputs_and_outputs.compute_stream):
             self.steps[id(host)] = self.logit_processor.end()
