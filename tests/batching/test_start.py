@@ -143,6 +143,30 @@ def test_answers_come_while_a_step_is_traced(family: str, pause: Any) -> None:
         assert compiler.graphs == graphs > 0 and compiler.calls > 0
 
 
+def test_steps_of_a_model_that_changes_itself_wait_while_it_is_traced(pause: Any) -> None:
+    """Frequencies of its rotary embeddings depend on lengths: a trace would replace those that a step is to read."""
+    model, (prompt,), compiler = model_of(), prompts([40]), Compiler()
+    compiler.begin.set()
+    model.config.rope_parameters = model.config.rope_parameters | {"rope_type": "dynamic", "factor": 1.0}
+    model.lm_head.register_forward_pre_hook(lambda _, args: (torch.ops.tq_hf_tests.pause(args[0]),))
+    with started(compiler, model) as manager:
+        assert pause.at.wait(60)
+        manager.add_request(prompt)
+        assert manager.get_result(timeout=0.5) is None
+        pause.go.set()
+        found = manager.get_result(timeout=60).generated_tokens
+        manager.batch_processor.model_runner.cancel()
+        manager.stop(block=True)
+        assert found == Oracle(manager.model).generate(prompt, NEW)
+
+
+def test_code_from_elsewhere_may_change_its_model() -> None:
+    model = model_of()
+    assert not runner.changes_itself(model)
+    model.__class__ = type("Other", (type(model),), {})
+    assert runner.changes_itself(model)
+
+
 def test_a_step_does_not_change_the_config_of_the_model() -> None:
     """Another thread may trace the model. transformers would set `is_causal` for the time of the step."""
     model, found = model_of(), []
