@@ -80,14 +80,14 @@ BUDGETS = {
         "sampling": 165,  # top_k, top_p and min_p without a sort
         "turing": 935,
         "common": 1040,  # magnitudes, and signs from two bits; one way to launch again; compiling in threads
-        "types": 325,  # options of a call, for both attention functions; where rows go; addresses, strides
+        "types": 335,  # options of a call; where rows go; addresses, strides; sequences of steps with prompts
         "layout": 105,
         "format": 145,  # what decides trellis codes; how far key scales are shrunk
         "__init__": 10,
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 4135,  # options by request; metrics; capturing and compiling meanwhile; states of linear layers
+        "batching": 4200,  # options by request; metrics; capturing, compiling and tracing beside steps; linear layers
         "graph_decoding": 1230,  # stop strings, with the tokenizer that generate() drops; drafts, over windows too
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1630,  # rollback of uneven layers, on the device too; rings of sliding layers; assigned keys
@@ -98,7 +98,7 @@ BUDGETS = {
         "cache": 485,  # one cache for both attentions of an encoder-decoder is refused; padding of a call
         "attention": 310,  # lost gradients; masks of the user's own beside empty room; masks of padded rows
         "memory": 105,
-        "balance": 116,
+        "balance": 125,  # kernels of a probe are compiled together
         "config": 210,
         "compat": 590,  # names of transformers that each way stands on; the padding that a mask is made for
         "__init__": 60,

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from .compat import as_input, attention_of_parts, device_of_inputs, restore_attention
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
+from .ops.dispatch import compile_kernels
 
 PROBE_TOKENS = 512
 """Number of random tokens of a probe."""
@@ -68,16 +69,23 @@ class Balance:
         config = model.config.get_text_config(decoder=True)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(config.vocab_size, (1, _probe_tokens(config)), generator=generator)
-        before = attention_of_parts(model)
-        cache = DynamicCache(config=model.config)
-        cache.layers = [TurboQuantLayer(_CONFIG) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        ids, before = ids.to(device_of_inputs(model)), attention_of_parts(model)
+
+        def run() -> list[Any]:
+            cache = DynamicCache(config=model.config)
+            cache.layers = [TurboQuantLayer(_CONFIG) if type(each) is DynamicLayer else each for each in cache.layers]
+            model(ids, **as_input(cache))
+            return cache.layers
+
         try:
             model.set_attn_implementation("turboquant")
             with torch.no_grad():
-                model(ids.to(device_of_inputs(model)), **as_input(cache))
+                if not any(weight.is_meta for weight in model.parameters()):  # offloaded ones are copied in each run
+                    compile_kernels(torch.empty(0, dtype=model.dtype, device=ids.device), run)()
+                layers = run()
         finally:
             restore_attention(before)
-        return cls.from_cache(cache.layers)
+        return cls.from_cache(layers)
 
     def set_scales(self, layers: Iterable[Any]) -> None:
         """Set the channel scales of the layers of an empty cache.

@@ -279,6 +279,10 @@ class PendingToken:
         self.slot = slot
 
 
+MOST_SEQUENCES = 1024
+"""Number of sequences that kernels of steps with prompts are compiled for, at least: transformers' default maximum."""
+
+
 class Sequences(NamedTuple):
     """One step over pages: B sequences of any lengths, their new tokens one after the other.
 
@@ -302,6 +306,12 @@ class Sequences(NamedTuple):
     block_table: torch.Tensor
     packed: torch.Tensor | None
     max_q: int
+
+    @property
+    def least_padding(self) -> int:
+        """Number of sequences that kernels are compiled for at least. A step with prompts has as many sequences as
+        padded tokens, and every power of two of them would compile four kernels."""
+        return 1 if self.max_q == 1 else MOST_SEQUENCES
 
 
 class Tokens(NamedTuple):

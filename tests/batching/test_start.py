@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ class Compiler:
 def started(
     compiler: Callable[..., Any] | str,
     model: PreTrainedModel | None = None,
-    before: list[int] | None = None,
+    before: Sequence[tuple[list[int], int]] = (),
     **changes: Any,
 ) -> Iterator[TurboQuantBatchingManager]:
     torch._dynamo.reset()
@@ -61,8 +62,8 @@ def started(
     manager = batching.init_continuous_batching(greedy(NEW), chosen)
     try:
         manager.warmup(behind=True)
-        if before is not None:
-            manager.add_request(before)
+        for prompt, new in before:
+            manager.add_request(prompt, max_new_tokens=new)
         manager.start()
         yield manager
     finally:
@@ -104,6 +105,77 @@ def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
         assert last.generated_tokens == before[0]
 
 
+@pytest.fixture
+def pause() -> Iterator[Any]:
+    """An operator that waits for a sign where the thread that compiles traces it."""
+    at, go, library = threading.Event(), threading.Event(), torch.library.Library("tq_hf_tests", "DEF")
+    library.define("pause(Tensor x) -> Tensor")
+    library.impl("pause", torch.clone, "CompositeExplicitAutograd")
+
+    @torch.library.register_fake("tq_hf_tests::pause", lib=library)
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "tq_hf compiles":
+            at.set()
+            assert go.wait(60)
+        return torch.empty_like(x)
+
+    yield SimpleNamespace(at=at, go=go)
+    go.set()
+    library._destroy()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_answers_come_while_a_step_is_traced(family: str, pause: Any) -> None:
+    """And the step compiles nothing again: the engine leaves what is traced as it was."""
+    (prompt,), model, compiler = prompts([40]), model_of(family), Compiler()
+    compiler.begin.set()
+    model.lm_head.register_forward_pre_hook(lambda _, args: (torch.ops.tq_hf_tests.pause(args[0]),))
+    with started(compiler, model) as manager:
+        assert pause.at.wait(60)
+        (before,) = ask(manager, [prompt])
+        assert not pause.go.is_set() and compiler.graphs == 0
+        pause.go.set()
+        behind = manager.batch_processor.model_runner.behind
+        behind.join(60)
+        assert behind.error is None
+        graphs = compiler.graphs
+        assert ask(manager, [prompt]) == [before]
+        assert compiler.graphs == graphs > 0 and compiler.calls > 0
+
+
+def test_steps_of_a_model_that_changes_itself_wait_while_it_is_traced(pause: Any) -> None:
+    """Frequencies of its rotary embeddings depend on lengths: a trace would replace those that a step is to read."""
+    model, (prompt,), compiler = model_of(), prompts([40]), Compiler()
+    compiler.begin.set()
+    model.config.rope_parameters = model.config.rope_parameters | {"rope_type": "dynamic", "factor": 1.0}
+    model.lm_head.register_forward_pre_hook(lambda _, args: (torch.ops.tq_hf_tests.pause(args[0]),))
+    with started(compiler, model) as manager:
+        assert pause.at.wait(60)
+        manager.add_request(prompt)
+        assert manager.get_result(timeout=0.5) is None
+        pause.go.set()
+        found = manager.get_result(timeout=60).generated_tokens
+        manager.batch_processor.model_runner.cancel()
+        manager.stop(block=True)
+        assert found == Oracle(manager.model).generate(prompt, NEW)
+
+
+def test_code_from_elsewhere_may_change_its_model() -> None:
+    model = model_of()
+    assert not runner.changes_itself(model)
+    model.__class__ = type("Other", (type(model),), {})
+    assert runner.changes_itself(model)
+
+
+def test_a_step_does_not_change_the_config_of_the_model() -> None:
+    """Another thread may trace the model. transformers would set `is_causal` for the time of the step."""
+    model, found = model_of(), []
+    model.model.norm.register_forward_pre_hook(lambda *_: found.append(dict(vars(model.config))))
+    with Session(model) as session:
+        session.run(prompts([40]), greedy(2))
+        assert all(each.keys() == vars(model.config).keys() for each in found) and found
+
+
 def test_a_step_that_cannot_be_compiled_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     begun = threading.Event()
 
@@ -126,12 +198,30 @@ def test_a_step_that_cannot_be_compiled_stays_as_it_is(caplog: pytest.LogCapture
 
 def test_steps_are_compiled_although_there_is_always_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "COMPILE_AFTER", NEW // 2)
-    compiler, (prompt,) = Compiler(), prompts([40])
-    with started(compiler, before=prompt) as manager:
-        assert manager.get_result(timeout=60).generated_tokens
+    compiler, (one, other) = Compiler(), prompts([40, 50])
+    with started(compiler, before=[(one, NEW), (other, 2 * NEW)]) as manager:
+        assert all(manager.get_result(timeout=60).generated_tokens for _ in range(2))
         assert compiler.begun.is_set() or compiler.begun.wait(60)
-        assert len(manager.batch_processor.model_runner.missing) == 4, "there was no time for warm-ups"
+        graphs = [pair for _, pair in manager.batch_processor.model_runner.missing if pair is not None]
+        assert len(graphs) == 3, "there was no time for warm-ups"
         compiler.begin.set()
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_steps_are_not_compiled_before_one_of_each_kind_has_run(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other kind would be compiled in the step that needs it."""
+    monkeypatch.setattr(runner, "COMPILE_AFTER", 1)
+    monkeypatch.setattr(TurboQuantModelRunner, "work_ahead", lambda *_: False)
+    compiler, both = Compiler(), prompts([40, 50])
+    with started(compiler, before=[(prompt, NEW) for prompt in both[:requests]]) as manager:
+        for _ in range(requests):
+            assert manager.get_result(timeout=60).generated_tokens
+        found = manager.batch_processor.model_runner
+        assert found.decoded >= NEW - 1 and found.calls.keys() == {requests} and found.behind is None
+        compiler.begin.set()
+        if requests == 1:
+            ask(manager, both)
+            assert compiler.begun.wait(60)
 
 
 def test_steps_that_are_never_compiled_are_not_waited_for() -> None:
@@ -193,7 +283,8 @@ def events(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> E
         events.append(graph)
 
     def work_ahead(self: Any, model: Any) -> bool:
-        if not (more := ahead(self, model)):
+        waits = self.kernels is not None
+        if not (more := ahead(self, model)) and not waits:
             events.rest.set()
         return more
 
@@ -250,33 +341,76 @@ def test_an_answer_comes_before_graphs_that_it_does_not_need(events: Events) -> 
 def test_kernels_are_compiled_together_before_steps_that_need_them(
     events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's and a single token's before the engine starts, others while it rests."""
+    """A prompt's and a single token's before the engine starts, others while it rests. Prompts are not run again."""
     inputs, run = prompts([40, 90, 200]), TurboQuantModelRunner._run_warm_up
 
-    @contextmanager
-    def compiling(states: torch.Tensor) -> Iterator[None]:
+    def compiling(states: torch.Tensor, code: Callable[[], object]) -> Callable[[], None]:
         events.append("compiles")
-        yield
-        events.append("compiled")
+        code()
+        return lambda: events.append("compiled")
 
-    def noted_run(self: TurboQuantModelRunner, model: Any, requests: int, pair: int) -> None:
-        if self.only_compiles:
+    def noted_run(self: TurboQuantModelRunner, model: Any, requests: int, pair: int | None, *prompt: int) -> None:
+        if self.only_compiles or not requests:
             events.append(requests)
-        run(self, model, requests, pair)
+        run(self, model, requests, pair, *prompt)
 
-    monkeypatch.setattr(runner, "compiling_only", compiling)
+    monkeypatch.setattr(runner, "compile_kernels", compiling)
     monkeypatch.setattr(TurboQuantModelRunner, "_run_warm_up", noted_run)
     with running(events) as manager:
         assert events.rest.wait(60)
         captured = pairs_of(events, 1, 2, 4, 8)
         ahead = [event for requests in (2, 4, 8) for event in ("compiles", requests, "compiled")]
-        assert events == ["compiles", 0, 1, "compiled", *ahead, *captured]
+        assert events == ["compiles", 0, 0, 1, "compiled", *ahead, *captured]
         pool = manager.batch_processor.cache.pool
         assert pool.num_free_sectors == manager.batch_processor.cache.num_sectors
         after = ask(manager, inputs)
         manager.stop(block=True)
         oracle = Oracle(manager.model)
         assert after == [oracle.generate(prompt, NEW) for prompt in inputs]
+
+
+def test_a_request_does_not_wait_for_kernels_of_other_steps(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled behind, in short turns."""
+    (prompt,), usual = prompts([40]), sys.getswitchinterval()
+
+    def compiling(states: torch.Tensor, code: Callable[[], object]) -> Callable[[], None]:
+        code()
+        return wait
+
+    def wait() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            events.at.set()
+            assert events.go.wait(60)
+
+    monkeypatch.setattr(runner, "compile_kernels", compiling)
+    with running(events) as manager:
+        assert events.at.wait(60)
+        assert sys.getswitchinterval() == pytest.approx(runner.SHORT_TURN, abs=3e-6) and usual > runner.SHORT_TURN
+        manager.add_request(prompt)
+        found = manager.get_result(timeout=60).generated_tokens
+        assert not events.go.is_set() and sorted(events, key=str) == [*pairs_of(events, 1), "answer"]
+        events.go.set()
+        assert events.rest.wait(60) and manager.to_be_done is None
+        assert sys.getswitchinterval() == usual
+        assert sorted(event for event in events if event != "answer") == pairs_of(events, 1, 2, 4, 8)
+        manager.stop(block=True)
+        assert found == Oracle(manager.model).generate(prompt, NEW)
+
+
+def test_turns_are_short_until_the_last_thread_that_compiles_ends() -> None:
+    usual, turns = sys.getswitchinterval(), runner.ShortTurns()
+    with turns:
+        with turns:
+            assert sys.getswitchinterval() == pytest.approx(runner.SHORT_TURN, abs=3e-6)
+        assert sys.getswitchinterval() == pytest.approx(runner.SHORT_TURN, abs=3e-6)
+    assert sys.getswitchinterval() == usual
+    sys.setswitchinterval(runner.SHORT_TURN / 2)
+    try:
+        with turns, pytest.raises(RuntimeError), turns:
+            raise RuntimeError
+        assert sys.getswitchinterval() == pytest.approx(runner.SHORT_TURN / 2, abs=3e-6), "longer than before"
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def test_a_request_waits_for_one_capture_at_most(events: Events) -> None:

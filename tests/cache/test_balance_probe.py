@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 
 from tests.support.tiny_models import build, multimodal
-from tq_hf import Balance
+from tq_hf import Balance, balance
 
 OWN = ["sdpa", "turboquant", "eager"]
 
@@ -60,3 +63,22 @@ def test_a_model_whose_weights_are_offloaded_is_probed(where, tmp_path):
     assert actual.layers.keys() == expected.layers.keys() == {0, 1, 2, 3}
     for layer, scales in expected.layers.items():
         assert all(map(torch.equal, actual.layers[layer], scales))
+
+
+def test_kernels_of_a_probe_are_compiled_together_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run that launches none: what it leaves in the cache is not read."""
+    model, events = build("llama"), []
+    expected = Balance.of(model)
+    model.register_forward_pre_hook(lambda *_: events.append("run"))
+
+    def compiling(states: torch.Tensor, code: Callable[[], list[Any]]) -> Callable[[], None]:
+        assert (states.dtype, states.device) == (model.dtype, model.device)
+        for layer in code():
+            layer.store.blocks.channel_scales.map(lambda scales: scales.fill_(float("nan")))
+        return lambda: events.append("compiled")
+
+    monkeypatch.setattr(balance, "compile_kernels", compiling)
+    found = Balance.of(model)
+    assert events == ["run", "compiled", "run"]
+    for index, scales in expected.layers.items():
+        torch.testing.assert_close(found.layers[index], scales, rtol=0, atol=0)

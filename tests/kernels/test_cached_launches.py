@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.codec import launch as codec
-from tq_kernels.common.launcher import Kernel, compiled_in_threads
+from tq_kernels.common.launcher import Kernel, compile_in_threads
 from tq_kernels.decode import append as appends
 from tq_kernels.decode import launch as decode
 from tq_kernels.prefix import launch as prefix
@@ -99,9 +99,11 @@ def test_nothing_is_launched_where_kernels_are_only_compiled(log) -> None:
         triton_blocks.dequantize(CONFIG, blocks.slice(0, 1), rows[0][:, :, :128], rows[1][:, :, :128])
         return how(log)
 
-    with compiled_in_threads():
-        assert call() == ["only compiled"] * 4
+    called: list[list[str]] = []
+    wait = compile_in_threads(lambda: called.append(call()))
+    assert called == [["only compiled"] * 4]
     assert call() == ["compiled"] * 4 and call() == ["launched"] * 4
+    wait()
 
 
 def test_triton_is_asked_about_a_tensor_on_another_device() -> None:
@@ -165,6 +167,13 @@ def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
         assert [name for name, *_ in log] == ["ATTEND", "MERGE", *decoding, "ENCODE", "APPEND_TAILS"]
         kinds.append(how(log))
     assert kinds == [["compiled"] * 7, ["launched"] * 7, ["launched"] * 7]
+
+
+def test_prompts_over_pages_compile_once_for_any_number_of_requests(log) -> None:
+    """A prompt is padded to as many requests as tokens: 64, 320, ..."""
+    for count, kind in ((7, "compiled"), (9, "launched"), (19, "launched"), (120, "launched")):
+        paged_step(Step(past=(300,) * count, new=(2,) * count, Hq=1))
+        assert how(log) == [kind] * 6, count
 
 
 def test_a_decode_step_over_pages_is_launched_by_address_once_compiled(log) -> None:

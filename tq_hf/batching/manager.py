@@ -416,8 +416,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             )
         if self.batch_processor is None:
             return 0
-        if (behind := getattr(self.batch_processor.model_runner, "behind", None)) is not None:
-            behind.cancel()
+        if isinstance(runner := self.batch_processor.model_runner, TurboQuantModelRunner):
+            runner.cancel()
         pool = self.batch_processor.cache.cache_tensor
         freed, on_cuda, device = pool.nbytes, pool.is_cuda, pool.device
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
@@ -443,9 +443,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
         Args:
             now: Whether to run steps of all sizes now, which compiles and captures them.
-            behind: Whether to capture graphs while there is no request, too, and to compile in the background: once
-                graphs of uncompiled steps are captured, or after `COMPILE_AFTER` steps. `stop` waits for a capture. No
-                effect in tensor parallelism.
+            behind: Whether to capture graphs while there is no request, too, and to compile in the background: kernels
+                at first, steps once graphs of uncompiled steps are captured, or after `COMPILE_AFTER` steps. `stop`
+                waits for a capture. No effect in tensor parallelism.
         """
         with self._restoring_on_failure():
             if self.batch_processor is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.utils import logging
 
 from ..balance import POSITIONS
 from ..compat import capture_failure, ending_failed_capture, outside_inference_mode
-from ..ops.dispatch import compiling_only
+from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
 from .processors import BatchOptions, Features, PreparedStep
@@ -24,6 +25,36 @@ logger = logging.get_logger(__name__)
 
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
+SHORT_TURN = 1e-4
+"""Seconds of `ShortTurns`. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
+5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""
+
+
+class ShortTurns:
+    """Context in which Python's threads take turns of `SHORT_TURN`, for the time of compiling behind answers.
+
+    A step lets other threads run at each of its operators, and then waits for the end of the turns of those that
+    compile. Contexts of several threads may overlap: the last one restores the duration.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._number, self._usual = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._number == 0:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual, SHORT_TURN))
+            self._number += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._number -= 1
+            if self._number == 0:
+                sys.setswitchinterval(self._usual)
+
+
+short_turns = ShortTurns()
 
 
 def copied(arguments: Any, copies: dict[int, Any]) -> Any:
@@ -59,6 +90,12 @@ def _holding(lock: threading.Lock, function: Callable) -> Callable:
     return call
 
 
+def changes_itself(model: Any) -> bool:
+    """Whether steps may change a model: rotary embeddings that depend on lengths do, and code from elsewhere may."""
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    return "dynamic" in rope or "longrope" in rope or not type(model).__module__.startswith("transformers.")
+
+
 def compile_config_of(level: int) -> CompileConfig | None:
     """Compile options of steps with one token per request, equal to transformers' for a `default_compile_level`."""
     if level == 0:
@@ -72,9 +109,8 @@ class BackgroundCompile(threading.Thread):
 
     The compiled step runs on copies of the inputs of earlier steps, and touches no page (`rehearsal`). Copies have the
     sizes and views of the originals, so that the engine's own inputs compile nothing again. torch cannot trace a model
-    that another thread runs: guards fail. So tracing holds `lock`, as each call of the model by the engine does; graphs
-    are replayed without it. The long part of the work, in the compiler's backend, knows a graph only and does not hold
-    it.
+    that another thread changes. Tracing therefore holds `lock`, and so do the engine's calls of a model that changes
+    itself (`changes_itself`), but for replayed graphs. The compiler's backend knows a graph only and holds no lock.
 
     Args:
         step: The step.
@@ -93,6 +129,7 @@ class BackgroundCompile(threading.Thread):
         self.config, self.calls, self.lock = config, calls, threading.Lock()
         self.then: Callable[[], None] | None = then
         self.device, self.inference = calls[0][-1].device, torch.is_inference_mode_enabled()
+        self.excludes = changes_itself(calls[0][0])
         options = dict(fullgraph=config["fullgraph"], dynamic=config["dynamic"])
         self.step: Callable | None = torch.compile(step, backend=self._backend, **options)
 
@@ -125,7 +162,7 @@ class BackgroundCompile(threading.Thread):
         try:
             if stream is not None:
                 stream.wait_stream(torch.cuda.default_stream(device))  # of the copies
-            with torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
+            with short_turns, torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
                 while self.calls:
                     arguments = self.calls.pop(0)
                     with self.lock:
@@ -164,10 +201,9 @@ class TurboQuantModelRunner(ModelRunner):
     """Processors that the running step needs after the model."""
     steps: dict[int, PreparedStep]
     """Steps that are not over, by the id of their input buffers."""
-    missing: list[tuple[int, int]]
-    """Warm-ups to run: number of requests (0 for a step with a prompt) and index of the pair of input buffers."""
-    uncompiled: list[int]
-    """Numbers of requests of warm-ups whose kernels may not be compiled yet."""
+    missing: list[tuple[int, int | None]]
+    """Warm-ups to run: number of requests (0 for a step with a prompt) and index of the pair of input buffers, which is
+    `None` to compile kernels only."""
     only_compiles = False
     """Whether a warm-up compiles kernels and launches none."""
     ahead = False
@@ -177,8 +213,10 @@ class TurboQuantModelRunner(ModelRunner):
     decoded = 0
     """Number of decode steps since `warm_up_behind`."""
     behind: BackgroundCompile | None = None
+    kernels: threading.Thread | None = None
+    """Thread that waits for kernels of steps to be compiled."""
     wake_up: Callable[[], None]
-    """Function that wakes the engine once steps are compiled."""
+    """Function that wakes the engine once steps or kernels are compiled."""
 
     def take_over(self, graphs_are_requested: bool) -> None:
         """Complete a runner of transformers' that was turned into one of this class."""
@@ -189,10 +227,10 @@ class TurboQuantModelRunner(ModelRunner):
             step: Any = self._forward_process_and_sample
             self._compiled_decode = torch.compile(step, **config.to_dict())
         self.list_warm_ups()
-        self.uncompiled = list(dict.fromkeys(requests for requests, _ in self.missing))
+        self.missing = [*dict.fromkeys((requests, None) for requests, _ in self.missing), *self.missing]
 
     def list_warm_ups(self) -> None:
-        """Set `missing` to all warm-ups: those of transformers' `warmup`, small steps first."""
+        """Set `missing` to the warm-ups of transformers' `warmup`, small steps first."""
         most, io, sizes = self.cb_config.max_requests_per_batch, self.inputs_and_outputs, [0]
         assert most is not None
         if self.cache.max_decode_fast_path_length > 0:
@@ -206,11 +244,13 @@ class TurboQuantModelRunner(ModelRunner):
         Call before the first step.
 
         Args:
-            wake_up: Function that is called when steps are compiled.
+            wake_up: Function that is called when steps or kernels are compiled.
         """
-        self.ahead = True
+        self.ahead, self.wake_up = True, wake_up
+        if not self.use_cuda_graph_varlen:  # a request would wait for the longest prompt, and no graph comes of it
+            self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
         if self._compiled_decode is not None:
-            self._compiled_decode, self.calls, self.wake_up = None, {}, wake_up
+            self._compiled_decode, self.calls = None, {}
             # A processor would wait for the thread to compile.
             self._processors_are_compiled, self.logit_processor.compiled = self.logit_processor.compiled, False
 
@@ -230,8 +270,9 @@ class TurboQuantModelRunner(ModelRunner):
         if behind.error is None:
             self._compiled_decode = step
             self.logit_processor.compiled = self._processors_are_compiled
+            kernels = [each for each in self.missing if each[1] is None]
             self.list_warm_ups()
-            self.missing = [each for each in self.missing if each[0]]  # steps with prompts are not compiled
+            self.missing = kernels + [each for each in self.missing if each[0]]  # steps with prompts are not compiled
         else:
             reason = " ".join(str(behind.error).split()[:40])
             logger.warning(f"The step cannot be compiled, and stays as it is, which is slower: {reason}")
@@ -241,16 +282,16 @@ class TurboQuantModelRunner(ModelRunner):
         """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
         if self.behind is not None or self.calls:
             return "Steps are not compiled yet, and take longer."
-        left = len(self.missing) if self.ahead else 0
+        left = sum(pair is not None for _, pair in self.missing) if self.ahead else 0
         return f"Up to {left} graphs of steps are not captured yet." if left else None
 
     def work_ahead(self, model: torch.nn.Module) -> bool:
         """Run the next warm-up, or begin to compile. No step may be running. Returns whether to call again."""
         self._take_compiled()
-        if self.behind is not None:
+        if self.behind is not None or self.kernels is not None:
             return False  # nothing can be captured while another thread uses the device
-        if self.uncompiled:
-            self.compile_kernels(model, 1)  # a request that comes now waits for one step's at most
+        if self.missing and self.missing[0][1] is None:
+            self.compile_kernels(model, 1, behind=True)
             return True
         if self.missing:
             self.warm_up(model)
@@ -259,33 +300,55 @@ class TurboQuantModelRunner(ModelRunner):
             self._begin_compiling()
         return False
 
-    def compile_kernels(self, model: torch.nn.Module, steps: int | None = None) -> None:
-        """Compile the kernels of the next `steps` of `uncompiled`, by default all, several at a time. No step may be
-        running."""
-        sizes = self.uncompiled[:steps]
-        del self.uncompiled[:steps]
-        like = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device)
-        if (context := compiling_only(like)) is not None:
-            self.only_compiles = True
-            try:
-                with context:
-                    for requests in sizes:
-                        self._run_warm_up(model, requests, 0)
-            finally:
-                self.only_compiles = False
+    def compile_kernels(self, model: torch.nn.Module, steps: int | None = None, behind: bool = False) -> None:
+        """Compile the kernels of the next `steps` of `missing` that only compile, by default of all, several at a time.
+        No step may be running. If `behind`, do not wait for the kernels."""
+        sizes = [requests for requests, pair in self.missing if pair is None][:steps]
+        del self.missing[: len(sizes)]
+
+        def run_all() -> None:
+            for requests in sizes:
+                self._run_warm_up(model, requests, None)
+                if not requests:
+                    self._run_warm_up(model, 0, None, 1)  # few queries to few heads are split, which other kernels do
+
+        def finish() -> None:
+            with short_turns:
+                wait()
+            if behind:
+                self.kernels = None
+                self.wake_up()
+
+        self.only_compiles = True
+        try:
+            wait = compile_kernels(torch.empty(0, dtype=self.cache.dtype, device=self.cache.device), run_all)
+        finally:
+            self.only_compiles = False
+        if behind:
+            self.kernels = threading.Thread(target=finish, daemon=True)
+            self.kernels.start()
+        else:
+            finish()
+
+    def cancel(self) -> None:
+        """Wait for what is being compiled behind, and compile no further step."""
+        if self.behind is not None:
+            self.behind.cancel()
+        if (kernels := self.kernels) is not None:
+            kernels.join()
 
     def warm_up(self, model: torch.nn.Module) -> None:
         """Run the next warm-up of `missing`. No step may be running."""
         self._run_warm_up(model, *self.missing.pop(0))
 
     @torch.no_grad()
-    def _run_warm_up(self, model: torch.nn.Module, requests: int, pair: int) -> None:
-        io, cache = self.inputs_and_outputs, self.cache
+    def _run_warm_up(self, model: torch.nn.Module, requests: int, pair: int | None, prompt: int | None = None) -> None:
+        io, cache, pair = self.inputs_and_outputs, self.cache, pair or 0
         pairs: Any = None if isinstance(io, ContinuousBatchingIOs) else io
         current = pair if pairs is None else pairs.current_pair
         if pairs is not None:
             pairs.current_pair = pair
-        tokens = requests or cache.max_batch_tokens
+        tokens = requests or prompt or cache.max_batch_tokens
         self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
         # The next update of this pair must not find requests of a warm-up.
         host, _ = self._buffers()
@@ -322,6 +385,8 @@ class TurboQuantModelRunner(ModelRunner):
         """
         self._take_compiled()
         batch_data[PAGES] = self.cache
+        # transformers would write this to the config, and remove it after the step: another thread could not trace.
+        batch_data.pop("is_causal", None)
         host, device = self._buffers()
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
@@ -335,7 +400,9 @@ class TurboQuantModelRunner(ModelRunner):
             if (size := batch_data["input_ids"].shape[1]) not in self.calls:
                 self.calls[size] = (model, *self._copied_arguments(batch_data))
             self.decoded += 1
-            if self.decoded >= COMPILE_AFTER:
+            # Steps of one request and of several compile apart, and a step would wait for the kind that is left out.
+            both = len({min(size, 2) for size in self.calls}) == min(self.cb_config.max_requests_per_batch or 2, 2)
+            if self.decoded >= COMPILE_AFTER and both:
                 self._begin_compiling()
         with stream_context(self.inputs_and_outputs.compute_stream):
             self.steps[id(host)] = self.logit_processor.end()
@@ -363,7 +430,7 @@ class TurboQuantModelRunner(ModelRunner):
         if self.behind is not None:
             # While another thread uses the device, no graph can be captured.
             captured = captured and self.inputs_and_outputs.get_graph() is not None
-            forward = _holding(self.behind.lock, forward)
+            forward = _holding(self.behind.lock, forward) if self.behind.excludes else forward
         features = self.features
         if not any(features):
             return forward, captured

@@ -24,7 +24,7 @@ from .backend import MAX_FLASH_DIM, check_choice, say_torch_computes  # noqa: F4
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks
 from .triton import pages as triton_pages
-from .triton.blocks import compiling_only, prepare, supports_mask  # noqa: F401
+from .triton.blocks import compile_kernels, prepare, supports_mask  # noqa: F401
 from .triton.pages import (  # noqa: F401
     SCRATCH,
     decode_scratch_bytes,

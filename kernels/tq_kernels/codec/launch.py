@@ -197,7 +197,7 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
     constants = (
         *(dim, padded, tile, bits[0], LEVELS[bits[0]], False, matrix_type(key.dtype, device), config.k_step, on.asm),
         *(False, 1, bits[1], LEVELS[bits[1]], *pages.place),
-        triton.next_power_of_2(count),
+        triton.next_power_of_2(max(count, sequences.least_padding)),
     )
     numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
     ENCODE(

@@ -6,13 +6,12 @@ the launcher only passes arguments on. Addresses stand for tensors: no tensor, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce, wraps
+from functools import lru_cache, partial, reduce, wraps
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -28,19 +27,19 @@ multiplications and additions by itself."""
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
-@contextmanager
-def compiled_in_threads() -> Iterator[None]:
-    """Compile the kernels that code in this context calls, in threads, instead of launching them, and wait for them.
+def compile_in_threads(code: Callable[[], Any]) -> Callable[[], None]:
+    """Call `code`, and begin to compile the kernels that it calls, in threads, instead of launching them.
 
     Tensors that kernels would write keep what they hold: the code has to bear any numbers. A kernel that was launched
     before may be launched again. One that does not compile fails when it is next launched.
+
+    Returns:
+        Function that waits for the kernels. It is called once, in any thread.
     """
-    token = _compiles_only.set(True)
-    try:
-        with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-            yield
-    finally:
-        _compiles_only.reset(token)
+    context, mode = copy_context(), triton.AsyncCompileMode(ThreadPoolExecutor(), ignore_errors=True)
+    for call in (partial(_compiles_only.set, True), mode.__enter__, code):
+        context.run(call)
+    return partial(context.run, mode.__exit__, None, None, None)
 
 
 @lru_cache(maxsize=1024)

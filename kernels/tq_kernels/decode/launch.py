@@ -163,7 +163,7 @@ class DecodeLaunch:
         if isinstance(held, Sequences):
             counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
             packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
-            counts_at, shown = (packed_at, None, None), (*held.block_table.shape, fill)
+            counts_at, shown = (packed_at, None, None), (*held.block_table.shape, held.least_padding, fill)
             bits = packed_at | tables_at[0] | tables_at[1] | tables_at[2]
         else:
             counts, counts_at, shown = held.tensors, held.addresses, None
@@ -272,19 +272,19 @@ class DecodeLaunch:
         options: AttentionOptions,
         states: KeyValue | None,
         append: AppendLaunch | None,
-        shown: tuple[int, int, bool] | None,
+        shown: tuple[int, int, int, bool] | None,
     ) -> Step:
-        """Make the launches; `shown` are the shape of a block table and `fill`."""
+        """Make the launches; `shown` are the shape of a block table, `least_padding` and `fill`."""
         pages, on, kv_heads, value_dim = self.pages, target(self.device), self.kv_heads, self.value_dim
         if pages is None or shown is None:
-            batch, query_heads, queries, key_dim = query.shape
+            (batch, query_heads, queries, key_dim), least = query.shape, 1
             room = (self.capacity, self.sinks + self.tensors[1][2].shape[2])
         else:
-            (_, query_heads, key_dim), queries, (batch, width, fill) = query.shape, 1, shown
+            (_, query_heads, key_dim), queries, (batch, width, least, fill) = query.shape, 1, shown
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
         plan = plan_decode(
             *(batch, query_heads, kv_heads, queries, key_dim, value_dim, *self.bits, *room),
-            *(options.causal, mask_rows, *options.flags, on),
+            *(options.causal, mask_rows, *options.flags, on, least),
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
         tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
@@ -299,7 +299,7 @@ class DecodeLaunch:
             numbers = (None, *new[2:], *queries_of, width, pages.page_blocks)
             first = (ROTATE_AND_APPEND, (kv_heads, batch + rows * batch, 1), numbers, constants, 1)
             split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[2:], width)
-            block_b = triton.next_power_of_2(batch)
+            block_b = triton.next_power_of_2(max(batch, least))
             split_constants = (*plan.split_constants, *pages.place, block_b, *plan.tile_constants)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
             reduce_constants = (*reduce_constants, block_b, fill)

@@ -241,7 +241,9 @@ def plan_decode(
     bounds: Any,
     has_aux: bool,
     on: Target,
+    least: int = 1,
 ) -> Plan:
+    """Plan; `least` is the number of sequences that the merge is compiled for at least."""
     heads, rows = batch * kv_heads, query_heads // kv_heads * queries
     dkp, dvp = padded_dim(key_dim), padded_dim(value_dim)
     if on.fragments:
@@ -259,7 +261,8 @@ def plan_decode(
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
     # Slots loaded at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
-    reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
+    reduced = max(batch, least) * kv_heads * row_tiles
+    reduce_slots = min(triton.next_power_of_2(resident // reduced + 2), 16384 // triton.next_power_of_2(dvp))
     tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)
     return Plan(
         config=config,

@@ -307,7 +307,8 @@ def attend_many(
         lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
     aux = query if options.s_aux is None else options.s_aux
     flags = (True, 0, *options.flags, splits > 1)
-    place = (pages.page_rows, pages.block_words, triton.next_power_of_2(count), pages.sinks, pages.ring_rows)
+    padded = triton.next_power_of_2(max(count, sequences.least_padding))
+    place = (pages.page_rows, pages.block_words, padded, pages.sinks, pages.ring_rows)
     constants = prefix_constants(dim, dim, pages.key_bits, pages.value_bits, *flags, config, on, place)
     limits: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:

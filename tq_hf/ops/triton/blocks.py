@@ -26,7 +26,7 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import AMPERE, current_device, interpreted, target
-    from tq_kernels.common.launcher import compiled_in_threads
+    from tq_kernels.common.launcher import compile_in_threads
     from tq_kernels.decode.append import AppendLaunch
     from tq_kernels.decode.launch import DecodeLaunch, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
@@ -57,10 +57,10 @@ def supports_states(tensor: torch.Tensor) -> bool:
     return able and backend.chosen != "torch"
 
 
-def compiling_only(states: torch.Tensor) -> AbstractContextManager[None] | None:
-    """Context in which kernels are compiled, several at a time, and none is launched; `None` if torch computes states
-    of this device and dtype."""
-    return compiled_in_threads() if states.is_cuda and supports_states(states) else None
+def compile_kernels(states: torch.Tensor, code: Callable[[], object]) -> Callable[[], None]:
+    """Call `code` and begin to compile its kernels (see `compile_in_threads`); do nothing if torch computes states of
+    this device and dtype."""
+    return compile_in_threads(code) if states.is_cuda and supports_states(states) else lambda: None
 
 
 def once_per_layer(make: Callable[[T], R]) -> Callable[[T], R]:
