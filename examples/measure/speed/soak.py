@@ -5,8 +5,9 @@
 Each burst asks some of a fixed set of prompts, which were answered one by one before, beside random ones, several
 answers to one prompt, aborted requests and requests that are refused. The pool is too small for all of them, so some
 are preempted. After every tenth burst the engine sleeps and wakes. An answer is wrong if its first tokens are those of
-another prompt of the set and not its own: in a batch rounding differs, and preempted requests read their own answer
-again, so later tokens may differ.
+another prompt of the set and not its own. Where a step ends a chunk of a long prompt decides which tokens are packed
+before the next are read. So only answers to short prompts, which are not packed yet, have to be the same: of
+24 long ones of a random model of 8B shape 18 were, and 12 in steps of 300 tokens (in float32, on a CPU).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tq_hf import TurboQuantBatching
 
 FIRST = 6
 """Tokens of an answer that are compared."""
+SHORT = 96
+"""Tokens of a short prompt, at most: with an answer's first tokens it fills no block."""
 Tokens = list[int]
 
 
@@ -61,7 +64,7 @@ class Soak:
         )
         self.manager = self.batching.init_continuous_batching(self.config(answer), options)
         self.manager.start()
-        lengths = [self.chance.randrange(8, longest) for _ in range(12)]
+        lengths = [self.chance.randrange(8, most) for most in (SHORT, longest) for _ in range(6)]
         self.prompts = [self.random_prompt(n) for n in lengths]
         self.expected = [self.ask_all([(prompt, {})])[0][:FIRST] for prompt in self.prompts]
 
@@ -108,9 +111,10 @@ class Soak:
         for i, answer in zip(known, found, strict=False):
             assert answer is not None
             same = [answer[:FIRST] == other for other in self.expected]
-            self.counts["equal"] += same[i]
+            self.counts["equal" if len(self.prompts[i]) < SHORT else "long and equal"] += same[i]
             self.counts["of another"] += any(same) and not same[i]
-        self.counts["compared"] += len(known)
+        short = sum(len(self.prompts[i]) < SHORT for i in known)
+        self.counts.update({"compared": short, "long and compared": len(known) - short})
         self.counts["requests"] += len(asked) + 2
         self.counts["aborted"] += aborts
 
@@ -167,7 +171,7 @@ def main() -> None:
     found = Soak(small_model(device), arguments.requests, arguments.longest).run(arguments.seconds)
     print(found)
     flat = found["mib_grown"] < 1 and found["pages_after_bursts"] == 0
-    right = not found["of another"] and found["equal"] >= 0.95 * found["compared"]
+    right = not found["of another"] and found["equal"] >= 0.98 * found["compared"]
     print(f"memory {'flat' if flat else 'NOT FLAT'}, answers {'right' if right else 'WRONG'}")
 
 
