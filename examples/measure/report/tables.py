@@ -424,6 +424,26 @@ def ruler(record: dict[str, Any]) -> str:
     )
 
 
+def start(record: dict[str, Any]) -> str:
+    """Seconds until an engine answers, and how long requests wait meanwhile."""
+    columns = {
+        "balance_s": "channel scales",
+        "pool_s": "pool and first kernels",
+        "first_token_s": "first token",
+        "first_answer_s": "first answer",
+        "next_token_s": "first token of four more",
+        "worst_first_token_s": "worst first token, later",
+        "longest_pause_s": "longest pause of an answer",
+    }
+    rows = []
+    for row in record["rows"]:
+        seconds = ("–" if row[name] is None else f"{row[name]:.1f} s" for name in columns)
+        over = f"more than {row['seconds']:.0f} s" if row["left"] else f"{row['seconds']:.0f} s"
+        rows.append([row["caches"], *seconds, over, str(row["rounds"])])
+    header = ["compiled kernels", *columns.values(), "nothing left to compile or capture", "rounds of four"]
+    return table(header, rows) + f"\n{record['model']}. {note(record)}{source(record)}"
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
     "assisted": assisted,
@@ -446,6 +466,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "replicas": replicas,
     "ruler": ruler,
     "serve": serve,
+    "start": start,
     "trellis": trellis,
     "vllm": serve,
 }
