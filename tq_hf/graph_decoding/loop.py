@@ -254,7 +254,7 @@ class Loop:
         is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
         other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
         check_inputs(self.model, first, other)
-        masks = without_columns(masks, self.layers, self.cached)
+        masks = without_columns(masks, self.layers, self.cached, self.windows)
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
         step: Any = latest_steps.get(self.cache)

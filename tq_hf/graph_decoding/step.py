@@ -10,7 +10,6 @@ import torch
 
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
-from ..layers.dense import PreallocatedSlidingLayer
 
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
@@ -89,17 +88,17 @@ def needs_no_mask(layers: Sequence[Any]) -> bool:
     return all(isinstance(layer, TurboQuantLayer) and layer.reads_packed and layer.is_untouched for layer in packed)
 
 
-def without_columns(masks: Masks, layers: Sequence[Any], cached: int) -> Masks:
+def without_columns(masks: Masks, layers: Sequence[Any], cached: int, windows: set[int]) -> Masks:
     """Replace masks of full attention by masks of no columns where they are not needed.
 
     Args:
         masks: Masks of a step, whose last row is that of the newest query.
         layers: Layers of the cache.
         cached: Number of tokens before the step.
+        windows: Widths of the masks of sliding layers, which stay as they are.
     """
     if not needs_no_mask(layers):
         return masks
-    windows = {layer.max_cache_len for layer in layers if isinstance(layer, PreallocatedSlidingLayer)}
 
     def shortened(mask: torch.Tensor) -> torch.Tensor:
         if mask.dim() != 4 or mask.shape[3] in windows or not bool(allowed(mask[:, :, -1, : cached + 1]).all()):

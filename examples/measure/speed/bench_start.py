@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from examples.measure.speed.bench_serve import loaded, random_prompt
+from examples.measure.speed.bench_serve import Request, loaded, random_prompt, serve
 from examples.provenance import RESULTS, provenance, slug
 from tq_hf import TurboQuantBatching
 
@@ -32,23 +32,6 @@ ANSWER = 32
 """Tokens of an answer."""
 PROMPTS = (300, 900, 40, 2000)
 """Tokens of prompts. The first one is that of the first request."""
-
-
-def ask(manager: Any, prompts: list[list[int]]) -> list[Any]:
-    """Answers to prompts that are sent at once, in order."""
-    names = [manager.add_request(prompt, max_new_tokens=ANSWER, record_timestamps=True) for prompt in prompts]
-    return answers(manager, names)
-
-
-def answers(manager: Any, names: list[str]) -> list[Any]:
-    """Wait for the answers of requests."""
-    found: dict[str, Any] = {}
-    while len(found) < len(names):
-        result = manager.get_result(timeout=300)
-        if result is None or result.error is not None:
-            raise RuntimeError(f"A request failed: {result and result.error}")
-        found[result.request_id] = result
-    return [found[name] for name in names]
 
 
 def measure(model: PreTrainedModel, seconds: float) -> dict[str, Any]:
@@ -73,19 +56,22 @@ def measure(model: PreTrainedModel, seconds: float) -> dict[str, Any]:
     )
     manager.warmup(behind=True)
     row["pool_s"] = now()
-    name = manager.add_request(prompts[0], max_new_tokens=ANSWER, record_timestamps=True)
+    manager.add_request(prompts[0], max_new_tokens=ANSWER, record_timestamps=True)
     manager.start()
-    (first,) = answers(manager, [name])
+    first = manager.get_result(timeout=300)
+    if first is None or first.error is not None:
+        raise RuntimeError(f"The first request failed: {first and first.error}")
     row |= {"first_answer_s": now(), "first_token_s": first.timestamps[0] - start}
-    rounds = [ask(manager, prompts)]
-    row["next_token_s"] = max(each.timestamps[0] - each.created_time for each in rounds.pop())
+    requests = [Request(prompt, ANSWER) for prompt in prompts]
+    row["next_token_s"] = max(result.timestamps[0] - arrived for arrived, result in serve(manager, requests).results)
+    outcomes = []
     while manager.to_be_done and now() < seconds:
         time.sleep(chance.uniform(0.05, 0.6))
-        rounds.append(ask(manager, prompts))
-    row |= {"seconds": now(), "left": manager.to_be_done, "rounds": len(rounds)}
-    every = [each for found in rounds for each in found]
-    row["worst_first_token_s"] = max((each.timestamps[0] - each.created_time for each in every), default=None)
-    pauses = (b - a for each in every for a, b in zip(each.timestamps, each.timestamps[1:], strict=False))
+        outcomes.append(serve(manager, requests))
+    row |= {"seconds": now(), "left": manager.to_be_done, "rounds": len(outcomes)}
+    every = [each for outcome in outcomes for each in outcome.results]
+    row["worst_first_token_s"] = max((result.timestamps[0] - arrived for arrived, result in every), default=None)
+    pauses = (b - a for _, each in every for a, b in zip(each.timestamps, each.timestamps[1:], strict=False))
     row["longest_pause_s"] = max(pauses, default=None)
     manager.stop(block=True, hard_stop=True)
     return row

@@ -111,10 +111,10 @@ class Soak:
         for i, answer in zip(known, found, strict=False):
             assert answer is not None
             same = [answer[:FIRST] == other for other in self.expected]
-            self.counts["equal" if len(self.prompts[i]) < SHORT else "long and equal"] += same[i]
+            kind = "" if len(self.prompts[i]) < SHORT else "long and "
+            self.counts[f"{kind}compared"] += 1
+            self.counts[f"{kind}equal"] += same[i]
             self.counts["of another"] += any(same) and not same[i]
-        short = sum(len(self.prompts[i]) < SHORT for i in known)
-        self.counts.update({"compared": short, "long and compared": len(known) - short})
         self.counts["requests"] += len(asked) + 2
         self.counts["aborted"] += aborts
 
