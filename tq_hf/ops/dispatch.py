@@ -236,6 +236,50 @@ def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: 
     return cpu_attention.attend(query, view, mask, options).contiguous()
 
 
+def supports_attend_absorbed(
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+) -> bool:
+    """Whether `attend_absorbed` computes this call: by kernels, or in torch on a CPU."""
+    if triton_blocks.supports_attend_latents(query, view, mask, options):
+        return True
+    return query.is_cpu and view.new is None and not is_capturing()
+
+
+def attend_absorbed(
+    query: torch.Tensor, weight: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention over latents that a model would expand to keys and values of its heads, without expanding them: queries
+    absorb the up-projection of keys, and means of latents are projected to values.
+
+    Args:
+        query: `[B, Hq, S, Dk]`: parts for content, then the rotary part of `Dr` channels.
+        weight: `[Hq * (Dk - Dr + Dv), R]`: the up-projection; of each head content of keys, then values.
+        view: Latents `[B, 1, T, R]` as keys, rotary keys `[B, 1, T, Dr]` as values.
+        mask, options: As in `attend`.
+
+    Returns:
+        `[B, S, Hq, Dv]`, contiguous.
+
+    Raises:
+        ValueError: The mask has fewer columns than `view` has tokens.
+    """
+    if mask is not None:
+        check_mask(mask, view.length if isinstance(view.counts, Counts) else 0)
+    batch, heads, queries, dim = query.shape
+    up = weight.unflatten(0, (heads, -1))
+    content, rotary = query.split([dim - view.tensors.layout.value_dim, view.tensors.layout.value_dim], 3)
+    latent = content.transpose(0, 1).flatten(1, 2) @ up[:, : content.shape[3]]  # [Hq, B * S, R]
+    if triton_blocks.supports_attend_latents(query, view, mask, options):
+        means = triton_blocks.attend_latents(latent, rotary, view, mask, options)
+    else:
+        if isinstance(view.counts, DeviceCounts):
+            view = on_host(view.tensors, view.counts.step_counts, queries)
+        by_batch = latent.unflatten(1, (batch, queries)).transpose(0, 1)
+        means = cpu_attention.attend_latents(by_batch, rotary, view, mask, options).permute(2, 0, 1, 3).flatten(1, 2)
+    out = means @ up[:, content.shape[3] :].mT  # [Hq, B * S, Dv]
+    return out.unflatten(1, (batch, queries)).permute(1, 2, 0, 3).contiguous()
+
+
 def check_host_reads(tensors: LayerTensors) -> None:
     """Raise a `RuntimeError` while a CUDA graph is captured: the host cannot read counts then."""
     if is_capturing():

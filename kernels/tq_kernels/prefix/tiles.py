@@ -30,7 +30,7 @@ def reference_key(means, scale, column, exists):
 
 
 @triton.jit
-def _scaled(levels, scale, mean, ASM: tl.constexpr):
+def scaled(levels, scale, mean, ASM: tl.constexpr):
     """levels * scale + mean, fp16; `scale` and `mean` (or None) broadcast to the levels' [M, K]."""
     scale = tl.broadcast_to(scale, levels.shape)
     if mean is None:
@@ -99,7 +99,7 @@ def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT
             planes += (hcat(hcat(a[i], b[i]), hcat(c[i], d[i])),)
     k = ()
     for i in tl.static_range(4):
-        k += (_scaled(planes[i], scales[i][:, None], mean, ASM),)
+        k += (scaled(planes[i], scales[i][:, None], mean, ASM),)
     return stack(k[0], k[1]), stack(k[2], k[3])
 
 
@@ -121,7 +121,7 @@ def value_tiles(words, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: t
             planes += (stack(stack(a[i], b[i]), stack(c[i], d[i])),)
     v = ()
     for i in tl.static_range(4):
-        v += (_scaled(planes[i], scales[i][None, :], None, ASM),)
+        v += (scaled(planes[i], scales[i][None, :], None, ASM),)
     return hcat(v[0], v[1]), hcat(v[2], v[3])
 
 

@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, KeyValue, PackedBlocks
 
+from ...codec.rotation import rotate_back
 from ...config import TurboQuantConfig
 from ...tensors.layer import View
 from ..backend import MAX_FLASH_DIM
@@ -125,7 +126,8 @@ def _packed_tiles(view: View, query: torch.Tensor) -> Iterator[PackedTile]:
     layout, sinks = view.tensors.blocks.layout, view.tensors.sinks
     needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
     take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
-    turned, products = rotated(query, view), _products(sinks[0])
+    scales, seed = view.tensors.blocks.channel_scales.keys, view.tensors.config.seed
+    turned, products = rotated(query, scales, seed), _products(sinks[0])
     step = _blocks_of_tile(view.tensors.blocks)
     for start in range(0, view.num_blocks, step):
         blocks = view.tensors.blocks.slice(start, min(start + step, view.num_blocks))
@@ -198,6 +200,69 @@ def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: 
     return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, options)
 
 
+@dataclass
+class DenseLatents(DenseTile):
+    """Dense latents `[B, 1, T, R]` and rotary keys `[B, 1, T, Dr]`; scaled queries `[B, Hq, S, R + Dr]` float32."""
+
+    def scores(self, part: slice) -> torch.Tensor:
+        return self.query[:, :, part].flatten(1, 2) @ torch.cat(self.states, -1)[:, 0].float().mT
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights @ self.states[0][:, 0].float()
+
+
+@dataclass
+class PackedLatents(PackedTile):
+    """Packed blocks of latents and rotary keys; queries `[B, Hq, S, R + Dr]` float32, both parts rotated, scaled."""
+
+    def scores(self, part: slice) -> torch.Tensor:
+        query = self.query[:, :, part].flatten(1, 2)
+        size = self.blocks.layout.key_dim_padded
+        return query[..., :size] @ self.key_rows.mT + query[..., size:] @ self.value_rows.mT
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        total = rotate_back(weights @ self.key_rows, self.config.seed)[..., : self.blocks.layout.key_dim]
+        return total / self.blocks.channel_scales.keys.float()
+
+
+def _latent_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
+    """Iterate over all tokens of a view of latents in tiles, oldest first; as `_view_tiles`."""
+    layout, blocks, config = view.tensors.layout, view.tensors.blocks, view.tensors.config
+    parts = view.dense_parts()
+    if parts and view.tensors.sinks[0].shape[2]:
+        yield DenseLatents(parts[0][0], query, parts.pop(0)[1])
+    take: Take = partial(_scratch, query.device)
+    latent, rotary = query.split([layout.key_dim, layout.value_dim], -1)
+    factors = blocks.channel_scales
+    turned = torch.cat([rotated(latent, factors.keys, config.seed), rotated(rotary, factors.values, config.seed)], -1)
+    step = _blocks_of_tile(blocks)
+    for start in range(0, view.num_blocks, step):
+        some = blocks.slice(start, min(start + step, view.num_blocks))
+        position = view.tensors.sinks[0].shape[2] + start * layout.tokens
+        yield PackedLatents(position, turned, config, some, layout.value_dim, take)
+    for first, states in parts:
+        yield DenseLatents(first, query, states)
+
+
+@torch.compiler.disable
+def attend_latents(
+    latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention of the newest S tokens over latents and rotary keys: the definition of the kernels.
+
+    Args:
+        latent: `[B, Hq, S, R]`: queries times the up-projection of keys.
+        rotary: `[B, Hq, S, Dr]`: rotary parts of the queries.
+        view: Latents as keys, rotary keys as values, of one KV head.
+        mask, options: As in `attend_dense`.
+
+    Returns:
+        Means of latents `[B, S, Hq, R]` in the dtype of `latent`. Rows that may attend to nothing are 0.
+    """
+    query = torch.cat([latent, rotary], -1)
+    return _attend(query, lambda q: _latent_tiles(view, q), 1, view.length, mask, options, tiles_at_once=False)
+
+
 def attend_dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
@@ -226,13 +291,14 @@ def _attend(
     length: int,
     mask: torch.Tensor | None,
     options: AttentionOptions,
+    tiles_at_once: bool = True,
 ) -> torch.Tensor:
     scaling, causal, softcap, s_aux, position_bias = options
     batch, query_heads, queries, dim = query.shape
     groups = query_heads // kv_heads
     grouped = (query.float() * scaling).reshape(batch * kv_heads, groups, queries, dim)
     states: list[OnlineSoftmax] = []
-    few, step = groups * queries <= FEW_QUERIES, queries
+    few, step = groups * queries <= FEW_QUERIES and tiles_at_once, queries
     for group in _groups(tiles(grouped), TILE_SCORES // max(1, batch * query_heads * queries) if few else 0):
         start, stop = group[0].position, group[-1].position + group[-1].tokens
         if not states:

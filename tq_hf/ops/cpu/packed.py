@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from tq_kernels.format import padded_dim
 from tq_kernels.types import PackedBlocks
 
 from ...codec.codebook import levels
@@ -39,7 +40,6 @@ from ...codec.packing import PLANES, QUARTERS, ROWS, rotated_words
 from ...codec.rotation import rotate_back, rotation_matrix
 from ...compat import cached_table
 from ...config import TurboQuantConfig
-from ...tensors.layer import View
 
 Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """Scratch of a name, shape and dtype, valid until the next of that name."""
@@ -190,12 +190,12 @@ FEW_QUERIES = 16
 rows, keys are permuted."""
 
 
-def rotated(query: torch.Tensor, view: View) -> torch.Tensor:
-    """Queries `[N, G, S, Dk]` float32 as the keys of a view are stored: R (q / f), padded."""
-    dim = view.tensors.blocks.layout.key_dim_padded
-    query = query / _of_heads(view.tensors.blocks.channel_scales.keys)[:, None]
+def rotated(query: torch.Tensor, scales: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """Queries `[N, G, S, D]` float32 as states with channel scales `[B, Hkv, D]` are stored: R (q / f), padded."""
+    dim = padded_dim(query.shape[-1])
+    query = query / _of_heads(scales)[:, None]
     padded = torch.nn.functional.pad(query, (0, dim - query.shape[-1])) if dim > query.shape[-1] else query
-    return padded @ rotation_matrix(dim, view.tensors.config.seed, query.device, torch.float32).T
+    return padded @ rotation_matrix(dim, seed, query.device, torch.float32).T
 
 
 def _of_heads(factor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,8 @@ if HAS_TRITON:
     from tq_kernels.decode.append import AppendLaunch
     from tq_kernels.decode.launch import DecodeLaunch, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
+    from tq_kernels.latents.launch import attend_latents as attend_packed_latents
+    from tq_kernels.latents.launch import supports_latents
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
@@ -258,6 +260,43 @@ def attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | None, opti
         options,
         allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
         out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
+    )
+
+
+def supports_attend_latents(
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+) -> bool:
+    """Whether kernels compute attention over latents for this call: few queries, all tokens stored, a mask shared by
+    all heads, logits that are only scaled."""
+    tensors = view.tensors
+    fits = query.shape[2] <= MAX_QUERIES and view.new is None and supports_mask(mask, options) and options.only_scales()
+    return fits and supports_step(query, tensors) and supports_latents(tensors.layout, query.device)
+
+
+@explains_failures
+def attend_latents(
+    latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """`tq_hf.ops.cpu.attention.attend_latents` on the GPU, for calls that `supports_attend_latents`. `latent` and the
+    result are `[Hq, B * S, R]`. Also writes the view's pending token."""
+    tensors, counts, max_cache_len, past, _, _ = view
+    device, batch = latent.device, rotary.shape[0]
+    if isinstance(counts, DeviceCounts):
+        held = _append_launch(tensors, counts, max_cache_len).held
+        workspace = None if past is None or is_capturing() else current_workspace(device)
+    else:
+        view.written_ring()
+        held = held_counts(view.num_blocks, view.host_counts.residual, tensors.sinks[0].shape[2], device)
+        workspace = current_workspace(device)
+    return attend_packed_latents(
+        _rows(latent),
+        _rows(rotary),
+        (tensors.blocks, tensors.sinks, tensors.ring),
+        held,
+        rotations(tensors.config, tensors.layout, device, torch.float16),
+        None if mask is None else mask.expand(batch, -1, -1, -1),
+        options,
+        allocate=allocator(workspace, "latent attention", device),
     )
 
 

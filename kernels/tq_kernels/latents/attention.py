@@ -1,0 +1,381 @@
+"""Attention of a few queries over packed latents: each latent is unpacked once, for scores and for values.
+
+A token of multi-head latent attention has one latent c of R channels and one rotary key k for all heads; a store holds
+latents as the keys and rotary keys as the values of one KV head. A head's keys are [W_k c, k] and its values W_v c. So
+with the queries u = W_k^T q, computed before, and outputs multiplied by W_v, after:
+
+    x[t, r]   = scaling (u[r] . c[t] + q_rotary[r] . k[t])
+    out[r, :] = sum_t softmax(x)[t, r] c[t]
+
+Packed latents are rotated by R and packed rotary keys by another rotation: `rotate_latent_queries` rotates queries,
+`merge_latents` rotates outputs back. Sinks and residual are dense and meet plain queries.
+
+Tokens and channels are M, query rows N of the products: a tile [tokens, R] of latents is the first operand of the one,
+transposed the first of the other. Hopper's products then need no 64 rows to fill.
+
+Rows are r = head * S + query. Partial results are in slots of all rows: slot i < splits of the packed part's program i,
+slot splits + j of the j-th tile of dense tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.device import AMPERE
+from ..common.softmax import SoftmaxState, finite, log2_sum, rescaled, weights
+from ..common.unpack import chunk_start, load_levels, unpack_scales
+from ..decode.reduce import Partials, ReduceShape, merge_row
+from ..decode.rotate import hadamard, signs
+from ..format import TOKENS
+from ..prefix.tiles import hcat, opaque, scaled, stack
+
+
+class LatentShape(NamedTuple):
+    """Constants of `attend_latents_split`."""
+
+    DK: tl.constexpr
+    DV: tl.constexpr
+    KEY_BITS: tl.constexpr
+    VALUE_BITS: tl.constexpr
+    CAUSAL: tl.constexpr
+    MASK: tl.constexpr
+    BLOCK_R: tl.constexpr
+    TILE: tl.constexpr
+    CHUNKS: tl.constexpr
+    ASM: tl.constexpr
+
+
+class LatentRows(NamedTuple):
+    """Query rows of a program.
+
+    Args:
+        latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
+        rotary: Chunks [BR, DV / chunks] fp16 for rotary keys.
+        gain: [BR] factor from products to logits in base 2.
+        mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
+        stride_t: Stride of the mask over tokens.
+    """
+
+    latent: Any
+    rotary: Any
+    gain: Any
+    mask: Any
+    stride_t: Any
+
+
+@triton.constexpr_function
+def rotary_chunks(bits):
+    """Number of chunks of rotary keys: quarters at 2 and 3 bits."""
+    return 1 if bits >= 4 else 4
+
+
+@triton.jit
+def _load_rows(rows, at, inside, gain, mask, stride_t, C: tl.constexpr):
+    """Load fp16 rows `at` [BR] of `rows`."""
+    start = rows + at.to(tl.int64)[:, None] * (C.DK + C.DV)
+    latent, rotary = (), ()
+    d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
+    for chunk in tl.static_range(C.CHUNKS):
+        column = chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d
+        latent += (tl.load(start + column, mask=inside[:, None], other=0.0),)
+    PARTS: tl.constexpr = rotary_chunks(C.VALUE_BITS)
+    d = tl.arange(0, C.DV // PARTS)[None, :]
+    for chunk in tl.static_range(PARTS):
+        column = C.DK + chunk_start(chunk, PARTS, C.DV, C.VALUE_BITS) + d
+        rotary += (tl.load(start + column, mask=inside[:, None], other=0.0),)
+    return LatentRows(latent, rotary, gain, mask, stride_t)
+
+
+@triton.jit
+def _as_operand(tile, ASM: tl.constexpr):
+    """Return `tile`, fp16, hidden from the compiler: where it sees joined tiles become an operand, it takes their
+    elements to be of 8 bits, and loads them without `ldmatrix`."""
+    if ASM >= AMPERE:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
+    else:
+        return tile
+
+
+@triton.jit
+def _packed_tile(key_words, value_words, scales, means, token, C: tl.constexpr):
+    """Unpack tokens `token` [TILE / 4] of the four planes of a block, whose parts begin at these pointers.
+
+    Returns:
+        Chunks of latents [TILE, DK / CHUNKS] and of rotary keys [DV / chunks, TILE], fp16, plane after plane.
+    """
+    key_scales, value_scales = (), ()
+    for plane in tl.static_range(4):
+        key_scale, value_scale = unpack_scales(tl.load(scales + 32 * plane + token))
+        key_scales += (key_scale[:, None],)
+        value_scales += (value_scale[None, :],)
+    latents, rotary = (), ()
+    d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
+    for chunk in tl.static_range(C.CHUNKS):
+        mean = tl.load(means + chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d)
+        planes = load_levels(key_words, token[:, None], d, None, chunk, C.CHUNKS, C.DK, C.KEY_BITS, False, False, C.ASM)
+        k = ()
+        for plane in tl.static_range(4):
+            k += (scaled(planes[plane], key_scales[plane], mean, C.ASM),)
+        latents += (_as_operand(stack(stack(k[0], k[1]), stack(k[2], k[3])), C.ASM),)
+    PARTS: tl.constexpr = rotary_chunks(C.VALUE_BITS)
+    d = tl.arange(0, C.DV // PARTS)[:, None]
+    for chunk in tl.static_range(PARTS):
+        planes = load_levels(value_words, d, token[None, :], None, chunk, PARTS, C.DV, C.VALUE_BITS, True, False, C.ASM)
+        v = ()
+        for plane in tl.static_range(4):
+            v += (scaled(planes[plane], value_scales[plane], None, C.ASM),)
+        rotary += (_as_operand(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM),)
+    return latents, rotary
+
+
+@triton.jit
+def _dense_tile(key_at, value_at, exists, C: tl.constexpr):
+    """`_packed_tile` of dense rows at pointers `key_at` and `value_at` [TILE]."""
+    latents, rotary = (), ()
+    d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
+    for chunk in tl.static_range(C.CHUNKS):
+        column = chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d
+        latents += (tl.load(key_at[:, None] + column, mask=exists[:, None], other=0.0).to(tl.float16),)
+    PARTS: tl.constexpr = rotary_chunks(C.VALUE_BITS)
+    d = tl.arange(0, C.DV // PARTS)[None, :]
+    for chunk in tl.static_range(PARTS):
+        column = chunk_start(chunk, PARTS, C.DV, C.VALUE_BITS) + d
+        keys = tl.load(value_at[:, None] + column, mask=exists[:, None], other=0.0).to(tl.float16)
+        rotary += (tl.trans(keys),)
+    return latents, rotary
+
+
+@triton.jit
+def _products(rows: LatentRows, latents, rotary, C: tl.constexpr):
+    """Products [BR, TILE] of rows and tokens."""
+    x = tl.zeros([C.BLOCK_R, C.TILE], tl.float32)
+    for chunk in tl.static_range(C.CHUNKS):
+        x = tl.dot(rows.latent[chunk], tl.trans(latents[chunk]), x)
+    for chunk in tl.static_range(rotary_chunks(C.VALUE_BITS)):
+        x = tl.dot(rows.rotary[chunk], rotary[chunk], x)
+    return x
+
+
+@triton.jit
+def _masked(x, rows: LatentRows, t, inside, C: tl.constexpr):
+    """Set x [BR, TILE] to -inf where tokens at columns `t` [TILE] of the mask are masked, or not `inside` [TILE]."""
+    at = t.to(tl.int64) * rows.stride_t
+    if C.MASK == 1:
+        allowed = (tl.load(rows.mask + at, mask=inside, other=0) != 0)[None, :]
+    else:
+        allowed = tl.load(rows.mask[:, None] + at[None, :], mask=inside[None, :], other=0) != 0
+    return tl.where(allowed, x, -float("inf"))
+
+
+@triton.jit
+def _empty(C: tl.constexpr):
+    """State of a softmax over nothing; its output is in chunks."""
+    output = ()
+    for _ in tl.static_range(C.CHUNKS):
+        output += (tl.zeros([C.BLOCK_R, C.DK // C.CHUNKS], tl.float32),)
+    return SoftmaxState(tl.full([C.BLOCK_R], -float("inf"), tl.float32), tl.zeros([C.BLOCK_R], tl.float32), output)
+
+
+@triton.jit
+def _updated(state: SoftmaxState, x, latents, gain, MASKED: tl.constexpr, C: tl.constexpr):
+    """Update the state with products x [BR, TILE] and the chunks of these tokens' latents."""
+    maximum, shift, decay = rescaled(state.maximum, tl.max(x, 1), gain, MASKED)
+    p = weights(x, shift, gain)
+    total = state.total * decay + tl.sum(p, 1)
+    output, p = (), p.to(tl.float16)
+    for chunk in tl.static_range(C.CHUNKS):
+        output += (tl.dot(p, latents[chunk], state.output[chunk] * decay[:, None]),)
+    return SoftmaxState(maximum, total, output)
+
+
+@triton.jit
+def _store(state: SoftmaxState, gain, lse, partial, row, inside, C: tl.constexpr):
+    """Store a normalised partial result; `lse` and `partial` point to a slot, `row` [BR] are rows of it."""
+    tl.store(lse + row, log2_sum(finite(state.maximum) * gain, state.total), mask=inside)
+    inverse = 1.0 / tl.where(state.total > 0, state.total, 1.0)
+    d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
+    for chunk in tl.static_range(C.CHUNKS):
+        at = partial + row.to(tl.int64)[:, None] * C.DK + (chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d)
+        tl.store(at, state.output[chunk] * inverse[:, None], mask=inside[:, None])
+
+
+@triton.jit(
+    do_not_specialize=(
+        "rows count queries blocks_b sink_b residual_b residual_capacity mask_b mask_s mask_t scaling_log2"
+    ).split()
+)
+def attend_latents_split(
+    rotated,  # [B * rows, DK + DV] fp16
+    plain,  # [B * rows, DK + DV] fp16
+    scale,  # [B * rows] float32
+    key_words,  # [B, 1, N, 4 * DK * KEY_BITS] int32
+    value_words,  # [B, 1, N, 4 * DV * VALUE_BITS] int32
+    scales,  # [B, 1, N, 128] int32
+    key_means,  # [B, 1, N, DK] fp16
+    num_blocks,  # [] int32
+    sink_keys,  # [B, 1, sinks, DK] in the model's dtype; the first num_sinks count
+    sink_values,  # [B, 1, sinks, DV]
+    residual_keys,  # [B, 1, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
+    residual_values,  # [B, 1, residual_capacity, DV]
+    num_residual,  # [] int32
+    num_sinks,  # [] int32
+    mask,  # [B, 1, S or 1, T] uint8, 0 or 1
+    lse,  # [slots, B * rows] float32, base 2
+    partial,  # [slots, B * rows, DK] float32, normalised
+    rows,  # Hq * S
+    count,  # B * rows
+    queries,  # S
+    blocks_b,  # strides over sequences: of packed tensors in blocks, of dense ones in tokens
+    sink_b, residual_b, residual_capacity, mask_b, mask_s, mask_t,
+    scaling_log2,  # scaling * log2(e)
+    DK: tl.constexpr, DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
+    BLOCK_R: tl.constexpr, TILE: tl.constexpr,
+    CHUNKS: tl.constexpr,  # parts of a latent, whose products follow one another; a multiple of 4 at 2 and 3 bits
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Attend to every program's share: writes `partial` and `lse`. Grid: (row tiles, B, splits).
+
+    TILE, 16 to 128, is the number of tokens between two updates of the maximum.
+    """
+    C: tl.constexpr = LatentShape(DK, DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BLOCK_R, TILE, CHUNKS, ASM)
+    PART: tl.constexpr = TILE // 4  # tokens of a plane
+    STEPS: tl.constexpr = TOKENS // TILE
+    batch, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
+    blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
+    first = ((blocks * STEPS) // splits) * split + ((blocks * STEPS) % splits) * split // splits
+    last = ((blocks * STEPS) // splits) * (split + 1) + ((blocks * STEPS) % splits) * (split + 1) // splits
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = r < rows
+    row = tl.program_id(1) * rows + r
+    gain = tl.load(scale + row, mask=inside, other=1.0) * scaling_log2  # [BR]
+    query = r % queries
+    mask_at = mask + batch * mask_b
+    if MASK == 2:
+        mask_at = mask_at + query.to(tl.int64) * mask_s
+
+    packed = _load_rows(rotated, row, inside, gain, mask_at, mask_t, C)
+    state = _empty(C)
+    for step in tl.range(first, last, num_stages=STAGES):
+        block = tl.cast(step, tl.int32) // STEPS
+        part = (tl.cast(step, tl.int32) - block * STEPS) * PART
+        at = batch * blocks_b + block
+        latents, rotary = _packed_tile(
+            key_words + at * (4 * DK * KEY_BITS), value_words + at * (4 * DV * VALUE_BITS), scales + at * TOKENS,
+            key_means + at * DK, part + tl.arange(0, PART), C,
+        )  # fmt: skip
+        x = _products(packed, latents, rotary, C)
+        if MASK:
+            i = tl.arange(0, TILE)
+            t = sink_count + block * TOKENS + i // PART * 32 + part + i % PART
+            x = _masked(x, packed, t, t >= 0, C)
+        state = _updated(state, x, latents, gain, MASK > 0, C)
+    # Rows again: their addresses would take registers through the loop.
+    r = opaque(tl.program_id(0) * BLOCK_R, ASM) + tl.arange(0, BLOCK_R)
+    inside = r < rows
+    row = tl.program_id(1) * rows + r
+    _store(state, gain, lse + split.to(tl.int64) * count, partial + split.to(tl.int64) * count * DK, row, inside, C)
+
+    # Tiles of dense tokens go to the programs in turn.
+    query = r % queries
+    if MASK == 2:
+        mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
+    tokens = sink_count + residual_count
+    start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+    for tile in tl.range(split, (tokens + TILE - 1) // TILE, splits, num_stages=1):
+        t = tile * TILE + tl.arange(0, TILE)
+        exists = t < tokens
+        newest = _load_rows(plain, row, inside, gain, mask_at, mask_t, C)
+        slot = start + t - sink_count  # the residual is a ring
+        slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
+        sink = t < sink_count
+        held_sink, held = batch * sink_b + t, batch * residual_b + slot
+        key_at = tl.where(sink, sink_keys + held_sink * DK, residual_keys + held * DK)
+        value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
+        latents, rotary = _dense_tile(key_at, value_at, exists, C)
+        x = _products(newest, latents, rotary, C)
+        seen = exists[None, :]
+        if CAUSAL:
+            seen = seen & (t[None, :] <= (tokens - queries + query)[:, None])
+        x = tl.where(seen, x, -float("inf"))
+        if MASK:
+            x = _masked(x, newest, tl.where(sink, t, t + blocks * TOKENS), exists, C)
+        state = _updated(_empty(C), x, latents, gain, True, C)
+        at = (splits + tile).to(tl.int64) * count
+        _store(state, gain, lse + at, partial + at * DK, row, inside, C)
+
+
+@triton.jit
+def _rotated(x, rotation, factor, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """R (x / factor) of rows x [ROWS, DIM] float32."""
+    sign = signs(rotation, tl.arange(0, DIM), DIM)
+    return hadamard(x * (sign / factor)[None, :], rotation, ROWS, DIM, DIM) * (DIM**-0.5)
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "latent_h", "latent_s", "query_b", "query_h", "query_s"])
+def rotate_latent_queries(
+    latent,  # [Hq, B * S, DK], any float dtype, last dimension contiguous
+    query,  # [B, Hq, S, DV], likewise
+    key_rotation,  # [DK, DK] fp16, sqrt(DK) R
+    value_rotation,  # [DV, DV] fp16
+    key_channel_scales,  # [B, DK] fp16
+    value_channel_scales,  # [B, DV] fp16
+    rotated,  # [B * rows, DK + DV] fp16
+    plain,  # [B * rows, DK + DV] fp16
+    scale,  # [B * rows] float32
+    rows,  # Hq * S
+    queries,  # S
+    latent_h, latent_s, query_b, query_h, query_s, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Normalise each row by a power of two, and rotate both its parts. Grid: (rows, B)."""
+    row, batch = tl.program_id(0), tl.program_id(1)
+    head, s = (row // queries).to(tl.int64), row % queries
+    dk, dv = tl.arange(0, DK), tl.arange(0, DV)
+    key_factor = tl.load(key_channel_scales + batch * DK + dk).to(tl.float32)
+    value_factor = tl.load(value_channel_scales + batch * DV + dv).to(tl.float32)
+    u = tl.load(latent + head * latent_h + (batch * queries + s).to(tl.int64) * latent_s + dk).to(tl.float32)
+    q = tl.load(query + batch.to(tl.int64) * query_b + head * query_h + s * query_s + dv).to(tl.float32)
+    # Power of two at least as large as the row's largest element: exponent of the float, plus one.
+    largest = tl.maximum(tl.max(tl.abs(u), 0), tl.max(tl.abs(q), 0))
+    exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) + 1, 64), 190)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    u, q = (u * inverse)[None, :], (q * inverse)[None, :]
+    at = batch * rows + row
+    tl.store(scale + at, (exponent << 23).to(tl.float32, bitcast=True))
+    start = at.to(tl.int64) * (DK + DV)
+    keys_at, values_at = (start + dk)[None, :], (start + DK + dv)[None, :]
+    tl.store(plain + keys_at, u.to(tl.float16))
+    tl.store(plain + values_at, q.to(tl.float16))
+    tl.store(rotated + keys_at, _rotated(u, key_rotation, key_factor, 1, DK).to(tl.float16))
+    tl.store(rotated + values_at, _rotated(q, value_rotation, value_factor, 1, DV).to(tl.float16))
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "count", "splits", "out_h", "out_s"])
+def merge_latents(
+    lse,  # [slots, count] float32
+    partial,  # [slots, count, DK] float32
+    num_residual,  # [] int32
+    num_sinks,  # [] int32
+    rotation,  # [DK, DK] fp16, sqrt(DK) R
+    channel_scales,  # [B, DK] fp16
+    out,  # [Hq, B * S, DK], last dimension contiguous
+    rows,  # Hq * S
+    queries,  # S
+    count,  # B * rows
+    splits, out_h, out_s, DK: tl.constexpr, TILE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the slots of `attend_latents_split`. Grid: (rows, B)."""
+    row, batch = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, DK)
+    factor = tl.load(channel_scales + batch * DK + d).to(tl.float32)
+    dense = splits + (tl.load(num_sinks) + tl.load(num_residual) + TILE - 1) // TILE
+    shape: tl.constexpr = ReduceShape(DK, DK, DK, BLOCK_S, BLOCK_DENSE, False)
+    result = merge_row(
+        Partials(lse, partial, count), batch * rows + row, (0, splits), (splits, dense), rotation,
+        signs(rotation, d, DK), factor, None, shape,
+    )  # fmt: skip
+    at = (row // queries).to(tl.int64) * out_h + (batch * queries + row % queries).to(tl.int64) * out_s
+    tl.store(out + at + d, result.to(out.dtype.element_ty))

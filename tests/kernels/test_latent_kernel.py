@@ -1,0 +1,135 @@
+"""Attention over packed latents against fp64 over the dequantized latents, in the interpreter and on a GPU if there is
+one; and the same in torch, which defines it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tq_kernels.types import AttentionOptions
+
+from tests.support.kernel_cases import (
+    DEVICE,
+    Case,
+    child,
+    kernel_rotations,
+    make_inputs,
+    oracle,
+    relative_rms,
+    runs_kernels,
+)
+from tq_hf.config import PRESETS
+
+BASE = Case(Hq=5, Dk=64, Dv=16)
+"""Latents as keys and rotary keys as values of one KV head."""
+CASES = [
+    *(BASE.with_(preset=preset, B=2, Dv=64) for preset in PRESETS),
+    BASE.with_(Hq=16, Dk=512, Dv=64, blocks=1, balanced=True),
+    BASE.with_(Hq=20, Dk=256, Dv=32, blocks=2, dtype=torch.bfloat16),
+    BASE.with_(Hq=40, B=3, dtype=torch.float32, blocks=4),
+    BASE.with_(S=3),
+    BASE.with_(S=16, B=2, residual=16),
+    BASE.with_(S=4, causal=False),
+    BASE.with_(mask="padding", B=3, preset="3bit_nc", Dv=64),
+    BASE.with_(mask="full", S=3, B=2),
+    BASE.with_(mask="full", S=1, balanced=True),
+    BASE.with_(blocks=0, residual=23),
+    BASE.with_(blocks=1, residual=1, sinks=0),
+    BASE.with_(residual=0, sinks=0),
+    BASE.with_(blocks=4, residual=96, sinks=8),
+    BASE.with_(blocks=3, capacity=64, B=2, balanced=True),
+    BASE.with_(value_scale=30.0),
+]
+
+
+def call(case: Case) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Inputs, rotary queries `[B, Hq, S, Dr]`, and the expected means of latents `[B, S, Hq, R]`."""
+    inputs = make_inputs(case, DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    rotary = torch.randn(case.B, case.S, case.Hq, case.Dv, generator=generator) / case.value_scale
+    rotary = rotary.to(DEVICE, case.dtype).transpose(1, 2)
+
+    def joined(parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat(parts, -1), parts[0]
+
+    wide = replace(
+        inputs,
+        query=torch.cat([inputs.query, rotary], -1),
+        sinks=joined(inputs.sinks),
+        residual=joined(inputs.residual),
+    )
+    return inputs, rotary, latent_oracle(wide)
+
+
+def latent_oracle(wide: Any) -> torch.Tensor:
+    """`oracle` over keys that are latents beside rotary keys, and values that are latents."""
+    from tests.support import kernel_cases
+
+    def dequantize(config: Any, packed: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        layout = packed.layout
+        latents, rotary = (
+            x.new_empty(*x.shape[:3], dim) for x, dim in ((keys, layout.key_dim), (keys, layout.value_dim))
+        )
+        plain(config, packed, latents, rotary)
+        keys.copy_(torch.cat([latents, rotary], -1))
+        values.copy_(latents)
+
+    plain, case = kernel_cases.dequantize, wide.case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_cases, "dequantize", dequantize)
+        return oracle(replace(wide, case=case.with_(Dk=case.Dk + case.Dv, Dv=case.Dk)))
+
+
+def run(case: Case, inputs: Any, rotary: torch.Tensor, splits: int | None = None, config: Any = None) -> torch.Tensor:
+    """The kernels, with scratch poisoned: `[B, S, Hq, R]`."""
+    from tq_kernels.decode.launch import held_counts
+    from tq_kernels.latents.launch import attend_latents
+
+    out = attend_latents(
+        inputs.query.transpose(0, 1).flatten(1, 2),
+        rotary,
+        (inputs.packed, inputs.sinks, inputs.residual),
+        held_counts(case.blocks, case.residual, case.sinks, DEVICE),
+        kernel_rotations(inputs),
+        inputs.mask,
+        AttentionOptions(inputs.scaling, case.causal),
+        allocate=lambda size: torch.full((size,), torch.nan, device=DEVICE),
+        splits=splits,
+        config=config,
+    )
+    return out.unflatten(1, (case.B, case.S)).permute(1, 2, 0, 3)
+
+
+TOLERANCE = {torch.float16: 1.5e-3, torch.float32: 1.5e-3, torch.bfloat16: 4e-3}
+
+
+test_all_cases_in_the_interpreter = child(__file__)
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case) -> None:
+    inputs, rotary, expected = call(case)
+    assert relative_rms(run(case, inputs, rotary), expected) <= TOLERANCE[case.dtype]
+
+
+@runs_kernels
+@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_any_tiles_and_splits_give_the_same(rows: int, splits: int) -> None:
+    from tq_kernels.latents.launch import LatentConfig
+
+    case = BASE.with_(Hq=17, S=2, B=2)
+    inputs, rotary, expected = call(case)
+    config = LatentConfig(rows, 64 if rows == 16 else 128, 2, 8, 2)
+    assert relative_rms(run(case, inputs, rotary, splits, config), expected) <= TOLERANCE[case.dtype]
+
+
+@runs_kernels
+def test_rows_that_attend_to_nothing_are_zero() -> None:
+    case = BASE.with_(mask="full", B=2)
+    inputs, rotary, _ = call(case)
+    inputs.mask[1] = False
+    assert (run(case, inputs, rotary)[1] == 0).all()
