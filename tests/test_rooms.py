@@ -94,7 +94,7 @@ BUDGETS = {
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1630,  # rollback of uneven layers, on the device too; rings of sliding layers; assigned keys
         "stores": 995,  # one store; named parts of a long call; blocks keep their codes; steps of several tokens
-        "ops": 2500,  # attention over latents; wide heads, one dequantized at a time; tokens to sample; a launch over pages
+        "ops": 2500,  # attention over latents; wide heads, dequantized one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 845,  # the order of padded rows; blocks of pages that stay dense; counts say what they are
         "cache": 485,  # one cache for both attentions of an encoder-decoder is refused; padding of a call

@@ -1,0 +1,229 @@
+"""Attention over packed latents (MLA) against attention over bf16 latents, and a decode step of a model that has them.
+
+    python -m examples.measure.speed.bench_latents [--configs] [--layers 8] [--only attention]
+
+Both attentions take queries that have absorbed the up-projection of keys, and give means of latents; the one over bf16
+latents is the flash-decoding kernel in this file, with the best of its launches. A call is a CUDA graph, and caches
+are cold. With `--configs` the packed kernel's launches are compared, too, and the best one is reported.
+
+A step is that of a model of DeepSeek-V2-Lite's shape with dense MLPs and fewer layers. "turboquant" reads the packed
+latents; "sdpa" makes transformers dequantize and expand all of them in each step, as it does for `DynamicCache`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from tq_kernels.common.device import target
+from tq_kernels.common.softmax import empty_state, finite, log2_sum, normalize, update
+from tq_kernels.decode.launch import held_counts
+from tq_kernels.latents.launch import LatentConfig, attend_latents, latent_config
+from tq_kernels.prefix.launch import merge, prefix_splits
+from tq_kernels.types import AttentionOptions, KeyValue
+
+from examples.measure.speed.benchmark import captured, microseconds, random_blocks, read_gigabytes_per_second
+from examples.provenance import RESULTS, provenance, slug
+from tq_hf import TurboQuantConfig
+from tq_hf.codec.reference import dequantize
+from tq_hf.ops.triton.blocks import rotations
+
+PRESET, LATENT, ROTARY = "4bit_nc", 512, 64
+SCALING = 192**-0.5
+HEADS, SHAPES = (16, 32, 128), ((1, 32768), (8, 32768))
+SINKS, RESIDUAL, RING = 4, 160, 384
+BF16 = torch.bfloat16
+
+CONFIGS = {
+    16: [
+        LatentConfig(16, 64, 4, 8, 2, 128, 2),
+        LatentConfig(16, 64, 4, 8, 2),
+        LatentConfig(16, 32, 4, 8, 2, 128, 2),
+        LatentConfig(16, 32, 4, 4, 2, 168, 3),
+    ],
+    32: [
+        LatentConfig(32, 64, 4, 8, 2),
+        LatentConfig(32, 32, 4, 8, 2, 128, 2),
+        LatentConfig(64, 64, 4, 8, 2),
+        LatentConfig(16, 64, 4, 8, 2, 128, 2),
+    ],
+    64: [
+        LatentConfig(64, 64, 4, 8, 2),
+        LatentConfig(64, 64, 2, 8, 2),
+        LatentConfig(64, 32, 4, 8, 2),
+        LatentConfig(64, 64, 4, 8, 3),
+    ],
+}
+"""Launches to compare, by the number of query rows, 64 for more."""
+DENSE_CONFIGS = {
+    16: [(16, 64, 4, 2), (16, 32, 4, 3), (16, 64, 8, 2), (64, 32, 8, 3)],
+    32: [(32, 64, 8, 2), (32, 32, 4, 3), (64, 32, 8, 3)],
+    64: [(64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 4, 3)],
+}
+"""Launches of the kernel of bf16 latents: rows, tokens of a tile, warps, stages."""
+
+
+@triton.jit
+def dense_latents(
+    query,  # [B, Hq, D + E] bf16
+    states,  # [B, T, D + E] bf16
+    lse,  # [splits, B * Hq] float32
+    partial,  # [splits, B * Hq, D] float32
+    heads, tokens, scaling_log2, D: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Flash decoding over bf16 latents. Grid: (row tiles, B, splits)."""
+    batch = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = r < heads
+    d, e = tl.arange(0, D), D + tl.arange(0, E)
+    row = query + (batch * heads + r)[:, None] * (D + E)
+    latent = tl.load(row + d[None, :], mask=inside[:, None], other=0.0)
+    rotary = tl.load(row + e[None, :], mask=inside[:, None], other=0.0)
+    tiles = (tokens + TILE - 1) // TILE
+    first = tiles * tl.program_id(2) // tl.num_programs(2) * TILE
+    last = tl.minimum(tiles * (tl.program_id(2) + 1) // tl.num_programs(2) * TILE, tokens)
+    states += batch * tokens * (D + E)
+    state = empty_state(BLOCK_R, D)
+    for start in tl.range(first, last, TILE, num_stages=STAGES):
+        t = start + tl.arange(0, TILE)
+        at = states + t[:, None] * (D + E)
+        keys = tl.load(at + d[None, :], mask=(t < last)[:, None], other=0.0)
+        x = tl.dot(latent, tl.trans(keys))
+        x = tl.dot(rotary, tl.trans(tl.load(at + e[None, :], mask=(t < last)[:, None], other=0.0)), x) * scaling_log2
+        state = update(state, tl.where((t < last)[None, :], x, -float("inf")), keys, None, True)
+    at = (tl.program_id(2) * tl.num_programs(1) + batch) * heads + r
+    tl.store(lse + at, log2_sum(finite(state.maximum), state.total), mask=inside)
+    tl.store(partial + at[:, None] * D + d[None, :], normalize(state), mask=inside[:, None])
+
+
+def attend_dense_latents(query: torch.Tensor, states: torch.Tensor, config: tuple[int, int, int, int]) -> torch.Tensor:
+    """Means of latents `[B, 1, Hq, D]` for queries `[B, Hq, D + E]` over `states` `[B, T, D + E]`."""
+    block_rows, tile, warps, stages = config
+    (batch, heads, _), tokens = query.shape, states.shape[1]
+    row_tiles = -(-heads // block_rows)
+    splits = prefix_splits(row_tiles * batch, tokens // tile, target(query.device).multiprocessors)
+    lse = torch.empty(splits, batch * heads, device=query.device)
+    partial = torch.empty(splits, batch * heads, LATENT, device=query.device)
+    out = query.new_empty(batch, 1, heads, LATENT)
+    options = AttentionOptions(SCALING)
+    dense_latents[row_tiles, batch, splits](
+        query, states, lse, partial, heads, tokens, options.log2_factors[0], LATENT, ROTARY, block_rows, tile, stages,
+        num_warps=warps,
+    )  # fmt: skip
+    merge(partial, lse, query, out, heads, heads, 1, batch * heads, splits, has_aux=False)
+    return out
+
+
+class Inputs:
+    """Packed latents of B sequences, and queries of as many heads."""
+
+    def __init__(self, heads: int, batch: int, context: int, device: torch.device) -> None:
+        self.config = TurboQuantConfig.from_preset(PRESET)
+        blocks = (context - SINKS - RESIDUAL) // 128
+        self.packed = random_blocks(self.config.layout(LATENT, ROTARY), batch, 1, blocks, device)
+        self.tokens = SINKS + 128 * blocks + RESIDUAL
+        self.query = torch.randn(batch, heads, LATENT + ROTARY, device=device, dtype=BF16)
+        self.sinks, self.ring = (
+            tuple(torch.randn(batch, 1, rows, dim, device=device, dtype=BF16) for dim in (LATENT, ROTARY))
+            for rows in (SINKS, RING)
+        )
+        self.counts = held_counts(blocks, RESIDUAL, SINKS, device)
+        self.rotations = rotations(self.config, self.packed.layout, device, torch.float16)
+        self.allocate = functools.cache(functools.partial(torch.empty, device=device))
+
+    def attend(self, config: LatentConfig | None = None) -> torch.Tensor:
+        """Means of latents `[Hq, B, R]`."""
+        latent, rotary = self.query.split([LATENT, ROTARY], -1)
+        return attend_latents(
+            latent.transpose(0, 1), rotary[:, :, None], (self.packed, self.sinks, self.ring), self.counts,
+            self.rotations, None, AttentionOptions(SCALING), allocate=self.allocate, config=config,
+        )  # fmt: skip
+
+    def dense(self) -> torch.Tensor:
+        """Dequantized latents and rotary keys `[B, T, R + Dr]` bf16."""
+        batch, _, blocks = self.packed.scales.shape[:3]
+        states = [self.query.new_empty(batch, 1, 128 * blocks, dim) for dim in (LATENT, ROTARY)]
+        dequantize(self.config, self.packed, *states)
+        start = 128 * blocks % RING
+
+        def joined(sinks: torch.Tensor, middle: torch.Tensor, ring: torch.Tensor) -> torch.Tensor:
+            return torch.cat([sinks, middle, ring.roll(-start, 2)[:, :, :RESIDUAL]], 2)[:, 0]
+
+        parts: list[KeyValue] = [self.sinks, (states[0], states[1]), self.ring]
+        return torch.cat([joined(*of_one) for of_one in zip(*parts, strict=True)], -1)
+
+
+def best(calls: dict[str, Callable[[], Any]], repeat: int) -> tuple[str, float, dict[str, float]]:
+    """Name and microseconds of the fastest call, and microseconds of all; calls that do not launch are left out."""
+    times = {}
+    for name, call in calls.items():
+        try:
+            times[name] = microseconds(captured(call), repeat)
+        except (RuntimeError, triton.runtime.OutOfResources) as error:  # shared memory of another card
+            print(f"  {name}: {str(error)[:100]}", flush=True)
+    name = min(times, key=times.__getitem__)
+    return name, times[name], times
+
+
+def attention(heads: int, batch: int, context: int, configs: bool, device: torch.device) -> dict[str, Any]:
+    """One row: microseconds over packed and over bf16 latents, and how far both are apart."""
+    inputs, rows = Inputs(heads, batch, context, device), 16 if heads <= 16 else 32 if heads <= 32 else 64
+    chosen = latent_config(heads, inputs.packed.layout, target(device))
+    launches = {repr(config): config for config in ([chosen, *CONFIGS[rows]] if configs else [chosen])}
+    name, packed_us, times = best(
+        {text: functools.partial(inputs.attend, config) for text, config in launches.items()}, 60
+    )
+    for text, us in times.items() if configs else ():
+        print(f"  {us:7.1f} us  {text}", flush=True)
+    states = inputs.dense()
+    dense = {
+        str(config): functools.partial(attend_dense_latents, inputs.query, states, config)
+        for config in DENSE_CONFIGS[rows]
+    }
+    dense_name, dense_us, _ = best(dense, 60)
+    apart = (
+        inputs.attend().transpose(0, 1).float()
+        - attend_dense_latents(inputs.query, states, DENSE_CONFIGS[rows][1])[:, 0].float()
+    )
+    layout = inputs.packed.layout
+    return {
+        "heads": heads,
+        "batch": batch,
+        "context": context,
+        "packed_us": packed_us,
+        "bf16_us": dense_us,
+        "ratio": dense_us / packed_us,
+        "packed_gb": batch * inputs.packed.capacity * layout.block_bytes / 1e9,
+        "relative_rms": (apart.norm() / inputs.attend().float().norm()).item(),
+        "launch": name,
+        "bf16_launch": dense_name,
+        "launches_us": times,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", action="store_true", help="compare launches of the packed kernel")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    given = parser.parse_args()
+    device = torch.device("cuda")
+    record = provenance(device, "attention over latents of 512 channels and rotary keys of 64") | {"rows": []}
+    record["read_gb_s"] = read_gigabytes_per_second(device)
+    path = given.output or RESULTS / f"latents-{slug(device)}.json"
+    for batch, context in SHAPES:
+        for heads in HEADS:
+            record["rows"].append(attention(heads, batch, context, given.configs, device))
+            print({key: value for key, value in record["rows"][-1].items() if key != "launches_us"}, flush=True)
+            path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
