@@ -63,11 +63,11 @@ CONFIGS = {
 }
 """Launches to compare, by the number of query rows, 64 for more."""
 DENSE_CONFIGS = {
-    16: [(16, 64, 4, 2), (16, 32, 4, 3), (16, 64, 8, 2), (64, 32, 8, 3)],
-    32: [(32, 64, 8, 2), (32, 32, 4, 3), (64, 32, 8, 3)],
-    64: [(64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 4, 3)],
+    16: [(16, 64, 4, 2, 2), (16, 32, 4, 3, 2), (16, 64, 8, 2, 2), (64, 32, 8, 3, 1)],
+    32: [(32, 64, 8, 2, 1), (32, 32, 4, 3, 2), (64, 32, 8, 3, 1)],
+    64: [(64, 64, 8, 2, 1), (64, 32, 8, 3, 1)],
 }
-"""Launches of the kernel of bf16 latents: rows, tokens of a tile, warps, stages."""
+"""Launches of the kernel of bf16 latents: rows, tokens of a tile, warps, stages, programs of a multiprocessor."""
 
 
 @triton.jit
@@ -104,12 +104,12 @@ def dense_latents(
     tl.store(partial + at[:, None] * D + d[None, :], normalize(state), mask=inside[:, None])
 
 
-def attend_dense_latents(query: torch.Tensor, states: torch.Tensor, config: tuple[int, int, int, int]) -> torch.Tensor:
+def attend_dense_latents(query: torch.Tensor, states: torch.Tensor, config: tuple[int, ...]) -> torch.Tensor:
     """Means of latents `[B, 1, Hq, D]` for queries `[B, Hq, D + E]` over `states` `[B, T, D + E]`."""
-    block_rows, tile, warps, stages = config
+    block_rows, tile, warps, stages, programs = config
     (batch, heads, _), tokens = query.shape, states.shape[1]
     row_tiles = -(-heads // block_rows)
-    splits = prefix_splits(row_tiles * batch, tokens // tile, target(query.device).multiprocessors)
+    splits = prefix_splits(row_tiles * batch, tokens // tile, programs * target(query.device).multiprocessors)
     lse = torch.empty(splits, batch * heads, device=query.device)
     partial = torch.empty(splits, batch * heads, LATENT, device=query.device)
     out = query.new_empty(batch, 1, heads, LATENT)
