@@ -1,20 +1,23 @@
 """Multi-head latent attention in the sizes of DeepSeek-V3 and GLM-4.7-Flash.
 
 Such a model caches one latent a token for all its heads, and a rotary key beside it: the cache holds the latent of 512
-channels as its keys and the rotary key of 64 as its values, each packed with its own size. The heads' keys and values
-are made from both after they are dequantized.
+channels as its keys and the rotary key of 64 as its values, each packed with its own size. Queries of "turboquant"
+absorb the up-projection; for other attention functions keys and values of the heads are made from dequantized latents.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from test_memory import storages_reachable_from
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeLiteConfig, PreTrainedModel
 
-from tests.support.helpers import BLOCK, all_packed, dequantized, encoded, relative_error, slow, states
-from tq_hf import PRESETS, TurboQuantCache
+from tests.support.helpers import BLOCK, CountedBytes, all_packed, dequantized, encoded, relative_error, slow, states
+from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
+from tq_hf.ops import dispatch
 
 LATENT, ROTARY = 512, 64
 VOCAB = 128
@@ -120,3 +123,182 @@ def test_logits_of_a_compressed_latent_stay_near_those_in_float64(name, attentio
     assert relative_error(dense, exact) < 1e-5
     errors = {preset: relative_error(each, exact) for preset, each in found.items()}
     assert errors["k8v4"] < errors["4bit_nc"] < errors["2bit_nc"] < 0.5
+
+
+@pytest.fixture
+def absorbed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of queries of all calls of `attend_absorbed` from now on."""
+    calls, attend = [], dispatch.attend_absorbed
+
+    def noting(query: torch.Tensor, *arguments: object) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return attend(query, *arguments)
+
+    monkeypatch.setattr(dispatch, "attend_absorbed", noting)
+    return calls
+
+
+Read = Callable[[PreTrainedModel, TurboQuantCache], torch.Tensor]
+
+
+def logits_of(model: PreTrainedModel, attention: str, read: Read, room: int | None = None) -> torch.Tensor:
+    """Logits of `read` under an attention function, with a cache of 4 bits."""
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        return read(model, TurboQuantCache(model.config, "4bit_nc", max_cache_len=room))
+
+
+def continued(model: PreTrainedModel, cache: TurboQuantCache, *sizes: int, batch: int = 1, **options) -> torch.Tensor:
+    """Logits of calls with these numbers of tokens."""
+    parts = [model(ids(900 + i)[:, :n].expand(batch, -1), **as_input(cache), **options) for i, n in enumerate(sizes)]
+    return torch.cat([part.logits for part in parts], 1)
+
+
+def read_chunks(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
+    """A prompt in chunks, steps of one and several tokens, and a long call."""
+    return continued(model, cache, 400, 150, 1, 1, 5, 1, 16, 40, 1)
+
+
+def read_edited(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
+    """Steps between changes of what the cache holds."""
+    logits = [continued(model, cache, 420, 3, batch=2)]
+    cache.crop(-2)
+    logits.append(continued(model, cache, 1, batch=2))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    logits.append(continued(model, cache, 1, 2, batch=2))
+    return torch.cat(logits, 1)
+
+
+def read_padded(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
+    """A batch with padding on the left of its first sequence: logits of steps."""
+    prompt = torch.cat([ids(420), ids(421)[:, 1:]])
+    mask = torch.ones(2, 420, dtype=torch.long)
+    mask[0, :37] = 0
+    logits = []
+    for step in (prompt, prompt[:, :1], prompt[:, 5:6], prompt[:, 7:10]):
+        if logits:
+            mask = torch.cat([mask, torch.ones_like(step)], 1)
+        logits.append(model(step, attention_mask=mask, **as_input(cache)).logits)
+    return torch.cat(logits[1:], 1)
+
+
+@pytest.mark.parametrize("read", [read_chunks, read_edited, read_padded], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("room", [None, 1024], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_absorbed_queries_give_what_expanded_latents_give(name, room, read, absorbed):
+    model = build(name)
+    expected = logits_of(model, "sdpa", read, room)
+    assert not absorbed
+    found = logits_of(model, "turboquant", read, room)
+    assert len(absorbed) >= 3 * LAYERS
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_attention_is_switched_between_steps(absorbed):
+    model = build("deepseek_v3")
+
+    def read(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
+        first = model.config._attn_implementation
+        logits = [continued(model, cache, 420, 1)]
+        for attention in ("sdpa", first, "eager", first):
+            model.set_attn_implementation(attention)
+            logits.append(continued(model, cache, 1))
+        return torch.cat(logits, 1)
+
+    expected = logits_of(model, "sdpa", read)
+    torch.testing.assert_close(logits_of(model, "turboquant", read), expected, atol=1e-4, rtol=0)
+    assert len(absorbed) == 3 * LAYERS
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
+def test_the_same_tokens_are_generated(graph, absorbed):
+    model = build("glm4_moe_lite")
+    prompt, options = torch.cat([ids(420), ids(421)[:, 1:]]), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(prompt)
+    mask[1, :9] = 0
+    if graph:
+        options["custom_generate"] = graph_decoding
+
+    def generated(attention: str) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model.config, max_cache_len=600 if graph else None)
+        return model.generate(prompt, attention_mask=mask, **as_input(cache), **options)
+
+    expected = generated("sdpa")
+    assert torch.equal(generated("turboquant"), expected)
+    assert len(absorbed) == 11 * LAYERS
+
+
+def test_assisted_decoding_gives_the_same_tokens(absorbed):
+    model = build("deepseek_v3")
+    prompt = ids(300).repeat(1, 2)
+    model.set_attn_implementation("turboquant")
+    options = dict(max_new_tokens=12, do_sample=False)
+    expected = model.generate(prompt, **as_input(TurboQuantCache(model.config)), **options)
+    absorbed.clear()
+    found = model.generate(prompt, **as_input(TurboQuantCache(model.config)), prompt_lookup_num_tokens=4, **options)
+    assert torch.equal(found, expected)
+    assert max(absorbed) > 1
+
+
+@pytest.mark.parametrize("change", ["bias", "values", "both of a pair", "later"])
+def test_expansions_that_the_weight_does_not_explain_are_computed(change, absorbed, monkeypatch):
+    model = build("deepseek_v3")
+    layers = [layer.self_attn for layer in model.model.layers]
+    whole = type(layers[0]).expand_kv
+    later = []
+    for layer in layers:
+        if change == "bias":
+            layer.kv_b_proj.bias = torch.nn.Parameter(torch.full((layer.kv_b_proj.out_features,), 0.1))
+
+    def expand(self, kv_nope, k_rot):
+        keys, values = whole(self, kv_nope, k_rot)
+        if change == "values":
+            return keys, values.transpose(2, 3).transpose(2, 3).expand(-1, -1, -1, -1) + 1
+        if change == "both of a pair":
+            return keys.transpose(1, 3).transpose(1, 3), values[:, [0] * values.shape[1]]
+        if change == "later" and later:
+            return keys, values[:, [0] * values.shape[1]]
+        return keys, values
+
+    monkeypatch.setattr(type(layers[0]), "expand_kv", expand)
+
+    def read(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
+        logits = [continued(model, cache, 420)]
+        later.append(1)
+        logits.append(continued(model, cache, 1, 2))
+        later.clear()
+        return torch.cat(logits, 1)
+
+    expected = logits_of(model, "sdpa", read)
+    torch.testing.assert_close(logits_of(model, "turboquant", read), expected, atol=1e-4, rtol=0)
+    assert not absorbed
+
+
+def test_a_step_does_not_expand_the_history():
+    model = build("deepseek_v3")
+
+    def bytes_of_a_step(attention: str) -> int:
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model.config)
+        with torch.no_grad():
+            continued(model, cache, 900, 1)
+            with CountedBytes() as counted:
+                continued(model, cache, 1)
+        return counted.written
+
+    expanded = LAYERS * 900 * 16 * (128 + 64 + 128) * 4
+    assert bytes_of_a_step("turboquant") < bytes_of_a_step("sdpa") - expanded
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_read_packed(name, absorbed):
+    model = build("deepseek_v3")
+
+    def read(attention: str) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            return continued(model, TurboQuantCache(model.config, name), 420, 1)
+
+    torch.testing.assert_close(read("turboquant"), read("sdpa"), atol=1e-4, rtol=0)
+    assert absorbed == [1] * LAYERS

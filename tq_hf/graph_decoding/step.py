@@ -85,7 +85,10 @@ def needs_no_mask(layers: Sequence[Any]) -> bool:
     """Whether layers of full attention are packed ones that attention reads: "turboquant" reads a mask of no columns as
     causal, so no step makes, extends or reads one where nothing is padded."""
     packed = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
-    return all(isinstance(layer, TurboQuantLayer) and layer.reads_packed and layer.is_untouched for layer in packed)
+    return all(
+        isinstance(layer, TurboQuantLayer) and layer.reads_packed and (layer.is_untouched or layer.expands)
+        for layer in packed
+    )
 
 
 def without_columns(masks: Masks, layers: Sequence[Any], cached: int, windows: set[int]) -> Masks:

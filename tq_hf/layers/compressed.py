@@ -42,13 +42,14 @@ class TurboQuantLayer(FullAttentionLayer):
     `update` returns states for the attention function that reads them. The function "turboquant" reads the packed
     store, by a handle on keys and values (see `tq_hf.layers.handle`). Once it has resolved a handle of this layer,
     `update` returns lazy states, as long as the model uses "turboquant". Other attention functions read dequantized
-    states. So do models that change keys between `update` and attention (MLA latents, models without an attention
-    interface).
+    states. So do models that change keys between `update` and attention (models without an attention interface). A
+    model may expand latents for "turboquant" (MLA): its attention then reads packed latents, see
+    `tq_hf.layers.expansion`.
 
     A compiled step depends on one bit: did the last eager call pass its states to attention, and do nothing else with
-    them? If so the step returns placeholders, otherwise dequantized states.
+    them? If so the step returns placeholders, otherwise dequantized states. Latents are always dequantized.
 
-    Attributes besides the store and the channel scales; `reset` returns the first five to their first value:
+    Attributes besides the store and the channel scales; `reset` returns the first six to their first value:
 
         needs_queries   True, then False    defer encoding a prompt until attention passes its queries to `resolve`;
                                             False once attention did not, and the cache encoded the prompt
@@ -56,6 +57,7 @@ class TurboQuantLayer(FullAttentionLayer):
                                             the attention function that the model uses now
         is_untouched    False or True       whether the last eager call only passed its states to attention; True by
                                             `resolve`, False by an operation on lazy states
+        expands         False or True       whether the last eager call expanded latents in a known way
         _assigned       None or a tensor    assigned keys without assigned values, or values without keys
         _had_gradients  False, then True    whether states of an earlier call had gradients, which are lost
         _edits          numbers             changes of keys, of values and of both, appended tokens not counted
@@ -91,6 +93,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self._model_config = None if model_config is None else weakref.ref(model_config)
         self.reader: weakref.ref[Any] | None = None
         self.is_untouched = False
+        self.expands = False
         self._assigned: dict[str, torch.Tensor] | None = None
         self._had_gradients = False
         self._edits = {"keys": 0, "values": 0, "all": 0}
@@ -365,6 +368,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store.restore(Counts(*description["counts"]), tensors)
         # Without them the first step would dequantize the whole cache.
         self.reader, self.is_untouched = probe.layer.reader, probe.layer.is_untouched
+        self.expands = probe.layer.expands
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
@@ -409,7 +413,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is not None:
             self.store = self.store.reset()
         self.is_initialized = self.store is not None
-        self.reader, self.is_untouched, self.needs_queries = None, False, True
+        self.reader, self.is_untouched, self.expands, self.needs_queries = None, False, False, True
         self._assigned, self._had_gradients = None, False
         self._edits["all"] += 1
 

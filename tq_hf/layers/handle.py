@@ -25,10 +25,11 @@ from typing import Any, Protocol
 import torch
 from tq_kernels.types import KeyValue
 
-from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, has_forward_hooks
+from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, autocast_dtype, has_forward_hooks
 from ..stores.store import LayerStore
 from ..tensors.layer import View
 from .base import replaced
+from .expansion import ExpandedStates, Expansion, is_known, real
 
 
 class Owner(Protocol):
@@ -37,6 +38,7 @@ class Owner(Protocol):
     store: LayerStore | None
     reader: weakref.ref[Any] | None
     is_untouched: bool
+    expands: bool
     prompt: KeyValue | None
 
     def dense(self, view: View) -> KeyValue:
@@ -82,6 +84,8 @@ class Handle:
     """Whether the model computed with the states."""
     written = False
     """Whether the model wrote to the states. Attention then reads the states, not the store."""
+    expansion: Expansion | None = None
+    """Recorded operations on the states."""
     sources: tuple[torch.Tensor, ...] = ()
     """Tensors that the states depend on and that get no gradients: see `without_backward`."""
 
@@ -115,6 +119,21 @@ class Handle:
         if self._states is not None:
             return self._states[index].shape
         return self.view.tensors.dense_shapes(self.layer.shown_length(self.view))[index]
+
+    def recorder(self, func: Any, states: LazyStates, *arguments: Any) -> Expansion | None:
+        """`Expansion` that records an operation on lazy states, if any: a linear layer on latents begins one."""
+        if self.expansion is None:
+            if func is not torch.nn.functional.linear or states._index or self.shape(0)[1] > 1 or self.touched:
+                return None
+            long = self.view.counts is not None and self.view.new is not None
+            if long or torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+                return None
+            with as_plain_tensors():
+                like = states.as_subclass(torch.Tensor)
+                if autocast_dtype(like) is not None:
+                    return None
+            self.expansion = Expansion(self, like, LazyStates)
+        return self.expansion if self.expansion.records(func, *arguments) else None
 
     def states(self) -> KeyValue:
         """Dense keys and values, computed at the first call. Records that the model computes with them."""
@@ -151,6 +170,12 @@ class LazyStates(torch.Tensor):
             shape = args[0]._handle.shape(args[0]._index)
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             return shape if dim is None else shape[dim]
+        if func not in METADATA and isinstance(args[0] if args else None, LazyStates):
+            expansion = args[0]._handle.recorder(func, args[0], args, kwargs)
+            if expansion is not None:
+                if not _is_in_place(func):
+                    return expansion.record(func, args, kwargs)
+                expansion.result(0)  # operations before this one read states that it changes
         with as_plain_tensors():
             # Metadata is that of the base, for compilers too.
             if func not in METADATA:
@@ -167,8 +192,8 @@ def _is_in_place(func: Any) -> bool:
 
 
 def _real(value: Any) -> Any:
-    """Replace lazy tensors by their states in an argument of an operation, nested or not."""
-    return replaced(value, LazyStates, lambda lazy: lazy._handle.states()[lazy._index])
+    """Replace lazy and expanded tensors by what they stand for in an argument of an operation, nested or not."""
+    return real(replaced(value, LazyStates, lambda lazy: lazy._handle.states()[lazy._index]))
 
 
 def placeholders(handle: Handle, nan: torch.Tensor) -> KeyValue:
@@ -184,6 +209,8 @@ def for_graphs(states: KeyValue) -> KeyValue:
     with it, resolving would become part of the graph.
     """
     keys, values = states
+    if isinstance(keys, LazyStates) and keys._handle.layer.expands:
+        return keys._handle.states()
     if isinstance(keys, LazyStates):
         handle = keys._handle
         keys, values = (states[i].as_subclass(torch.Tensor).expand(handle.shape(i)) for i in (0, 1))
@@ -233,7 +260,10 @@ def resolve(
 
     Returns:
         The view or `None`; keys and values. These are dense where there is no view, or the view is of a first call.
+        They are `ExpandedStates` where there is a view of latents.
     """
+    if isinstance(keys, ExpandedStates):
+        return _resolve_expanded(keys, values, module)
     handle: Handle | None = getattr(keys, "_handle", None)
     if handle is None:
         return None, _real(keys), _real(values)
@@ -259,3 +289,19 @@ def resolve(
             _keep_for_hooks(module, handle.layer, states)
         return (view, *states)
     return view, keys, values
+
+
+def _resolve_expanded(
+    keys: ExpandedStates, values: torch.Tensor, module: torch.nn.Module
+) -> tuple[View | None, torch.Tensor, torch.Tensor]:
+    """`resolve` for keys that the model made of lazy latents."""
+    handle: Any = keys._expansion.handle
+    layer, is_first = handle.layer, handle.view.counts is None
+    layer.is_untouched = False  # a compiled step records no operations
+    config = getattr(module, "config", None)
+    layer.expands = config is not None and is_known(module, keys, values)
+    if is_first and layer.expands:
+        layer.reader = weakref.ref(config)
+    if is_first or not layer.expands:
+        return None, _real(keys), _real(values)
+    return handle.view, keys, values

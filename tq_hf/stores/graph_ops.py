@@ -151,6 +151,21 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     return out
 
 
+def attend_absorbed(
+    query: torch.Tensor, weight: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """`tq_hf.ops.dispatch.attend_absorbed`, not in compiled steps. In a decode step of a preallocated store the newest
+    tokens are appended first."""
+    tensors, counts, max_cache_len, past, pending, _ = view
+    if isinstance(counts, DeviceCounts):
+        assert pending is not None
+        if mask is not None:
+            tokens = 1 if pending.states is None else pending.states[0].shape[2]
+            dispatch.check_mask(mask, max_cache_len if past is None else past + tokens)
+        append_pending_token(view)
+    return dispatch.attend_absorbed(query, weight, view, mask, options)
+
+
 @torch.library.custom_op("tq_hf::dense_tokens", mutates_args=())
 def _dense_tokens(
     tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int

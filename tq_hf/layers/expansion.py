@@ -1,0 +1,174 @@
+"""Latents that a model expands to the keys and values of its heads, and attention that does without.
+
+A model with multi-head latent attention expands the lazy latents and rotary keys of `update`: a linear layer, and
+operations that arrange its result. They are recorded, not run. Their results are meta tensors, `ExpandedStates`. Where
+attention knows the module, its queries absorb the linear layer, and the history is never expanded
+(`tq_hf.ops.dispatch.attend_absorbed`). Everywhere else the recorded operations run on dequantized states.
+
+A module is known if the weight of the linear layer explains the keys and values of its first prompt. Numbers are
+compared once; in every later call the operations have to be the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from tq_kernels.types import KeyValue
+
+from ..compat import METADATA, as_plain_tensors
+from .base import replaced
+
+RECORDED = {"linear", "view", "transpose", "split", "expand", "new_empty", "__getitem__", "copy_"}
+"""Names of the operations of `expand_kv` in transformers' modules."""
+OF_DEVICE = {getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")}
+"""Attributes in which a meta tensor differs from the tensor it stands for."""
+COMPARED_TOKENS = 8
+"""Number of tokens of a first prompt that are compared, the newest."""
+
+known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+"""Signature of a module's expansion; `()` if the weight does not explain it."""
+
+
+class Result(NamedTuple):
+    """Argument of a recorded operation: the result of another one."""
+
+    number: int
+
+
+class Expansion:
+    """Recorded operations on the states of a handle. Results 0 and 1 are its keys (latents) and values (rotary keys).
+
+    Args:
+        handle: The `Handle`.
+        like: Tensor of the dtype and device of the states.
+        lazy: Class of the handle's lazy states.
+    """
+
+    def __init__(self, handle: Any, like: torch.Tensor, lazy: Any) -> None:
+        self.handle, self.like, self.lazy = handle, like, lazy
+        self.operations: list[tuple[Any, Any, Any]] = []
+        self.size = 2
+        self._results: list[Any] = []
+
+    def records(self, func: Any, *arguments: Any) -> bool:
+        """Whether to record an operation: none has run, and no argument is of another handle."""
+        others = []
+
+        def look(states: Any) -> Any:
+            if isinstance(states, (ExpandedStates, self.lazy)):
+                handle = states._expansion.handle if isinstance(states, ExpandedStates) else states._handle
+                others.extend([handle] if handle is not self.handle else [])
+            return states
+
+        if self._results or func.__name__ not in RECORDED:
+            return False
+        replaced(arguments, torch.Tensor, look)
+        return not others
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operation. Returns its results, meta tensors."""
+
+        def numbered(states: Any) -> Any:
+            if isinstance(states, (ExpandedStates, self.lazy)):
+                return Result(states._number if isinstance(states, ExpandedStates) else states._index)
+            return states
+
+        def on_meta(states: Any) -> Any:
+            if isinstance(states, self.lazy):
+                return self.like.new_empty(self.handle.shape(states._index), device="meta")
+            return states if states.is_meta else states.to("meta")  # weights are real
+
+        self.operations.append((func, *(replaced(x, torch.Tensor, numbered) for x in (args, kwargs))))
+        with as_plain_tensors():
+            out = func(*replaced(args, torch.Tensor, on_meta), **replaced(kwargs, torch.Tensor, on_meta))
+            if isinstance(out, (tuple, list)):
+                return type(out)(map(self._numbered, out))
+            return self._numbered(out)
+
+    def _numbered(self, states: torch.Tensor) -> torch.Tensor:
+        result = states.as_subclass(ExpandedStates)
+        result._expansion, result._number = self, self.size
+        self.size += 1
+        return result
+
+    def result(self, number: int) -> torch.Tensor:
+        """A result. All operations run at the first call."""
+        if not self._results:
+            results = self._results = list(self.handle.states())
+            for func, *arguments in self.operations:
+                args, kwargs = (replaced(x, Result, lambda result: results[result.number]) for x in arguments)
+                out = func(*args, **kwargs)
+                results.extend(out if isinstance(out, (tuple, list)) else (out,))
+        result: torch.Tensor = self._results[number]
+        return result
+
+    def signature(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
+        """Operations, and numbers of the results that are keys and values; `()` if these are of another expansion."""
+        own = [isinstance(states, ExpandedStates) and states._expansion is self for states in (keys, values)]
+        if not all(own):
+            return ()
+        return (*(func for func, *_ in self.operations), keys._number, values._number)  # type: ignore[attr-defined]
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """Weight `[Hq * (Dk - Dr + Dv), R]` of the first operation, a linear layer; `None` if that has a bias."""
+        _, args, kwargs = self.operations[0]
+        _, weight, bias = (*args, None)[:3] if not kwargs else (None, None, None)
+        plain = bias is None and isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point()
+        return weight if plain else None
+
+
+class ExpandedStates(torch.Tensor):
+    """Result of a recorded operation; see the module."""
+
+    _expansion: Expansion
+    _number: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in OF_DEVICE:
+            return func(args[0]._expansion.like)
+        if func in METADATA or func is torch.Tensor.size:
+            with as_plain_tensors():
+                return func(*args, **kwargs)
+        expansion = getattr(args[0] if args else None, "_expansion", None)
+        if expansion is not None and expansion.records(func, args, kwargs):
+            return expansion.record(func, args, kwargs)
+        return func(*real(args), **real(kwargs))
+
+
+def real(value: Any) -> Any:
+    """Replace expanded states by the tensors they stand for in an argument of an operation, nested or not."""
+    return replaced(value, ExpandedStates, lambda states: states._expansion.result(states._number))
+
+
+def is_known(module: torch.nn.Module, keys: ExpandedStates, values: torch.Tensor) -> bool:
+    """Whether `Expansion.weight` explains these keys and values. Numbers of a module's first prompt are compared;
+    the operations then run."""
+    expansion = keys._expansion
+    signature = expansion.signature(keys, values)
+    if module not in known and expansion.handle.view.counts is None:
+        agree = bool(signature) and _agrees(expansion.weight, expansion.handle.states(), (real(keys), real(values)))
+        known[module] = signature if agree else ()
+    return bool(signature) and known.get(module) == signature
+
+
+def _agrees(weight: torch.Tensor | None, states: KeyValue, expanded: KeyValue) -> bool:
+    """Whether keys `[B, Hq, T, Dk]` and values `[B, Hq, T, Dv]` are `weight` times latents `[B, 1, T, R]`, keys beside
+    rotary keys `[B, 1, T, Dr]`."""
+    latents, rotary, keys, values = (part[:, :, -COMPARED_TOKENS:] for part in (*states, *expanded))
+    heads, content = keys.shape[1], keys.shape[3] - rotary.shape[3]
+    shape = (heads * (content + values.shape[3]), latents.shape[3])
+    if weight is None or content < 1 or values.shape[1] != heads or weight.shape != shape:
+        return False
+    if weight.dtype != latents.dtype:
+        return False
+    made = latents.float() @ weight.float().unflatten(0, (heads, -1)).mT  # [B, Hq, T, Dk - Dr + Dv]
+    apart = (torch.cat([keys[..., :content], values], -1).float() - made).norm()
+    near = (apart <= 64 * torch.finfo(latents.dtype).eps * made.norm()) & (made.norm() > 0)
+    return bool(near & (keys[..., content:] == rotary).all())
