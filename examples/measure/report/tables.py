@@ -444,6 +444,34 @@ def start(record: dict[str, Any]) -> str:
     return table(header, rows) + f"\n{record['model']}. {note(record)}{source(record)}"
 
 
+def latents(record: dict[str, Any]) -> str:
+    """Attention over packed and over bf16 latents, and a step of a model with latents."""
+    rows = [
+        [
+            shape(row["batch"], row["context"]),
+            str(row["heads"]),
+            f"{row['bf16_us']:.1f} µs",
+            f"{row['packed_us']:.1f} µs",
+            f"**{row['ratio']:.2f}×**",
+            f"{row['packed_gb'] / row['packed_us'] * 1e6:,.0f} GB/s",
+        ]
+        for row in record["rows"]
+    ]
+    header = ["batch × context", "heads", "bf16 latents", "packed latents, `4bit_nc`", "faster by", "packed bytes read"]
+    steps = {(row["cache"], row["batch"], row["context"]): row["ms_per_step"] for row in record["steps"]}
+    shapes = list(dict.fromkeys(key[1:] for key in steps))
+    lines = [
+        [kind, *(f"{steps[(kind, *one)]:.2f} ms" if (kind, *one) in steps else "–" for one in shapes)]
+        for kind in dict.fromkeys(key[0] for key in steps)
+    ]
+    text = table(header, rows) + f"\nThe GPU reads {record['read_gb_s']:,.0f} GB/s.\n"
+    if lines:
+        layers = record["steps"][0]["layers"]
+        text += f"\nA step of a model of DeepSeek-V2-Lite's shape, {layers} layers with dense MLPs, random weights:\n\n"
+        text += table(["attention, cache", *(shape(*one) for one in shapes)], lines)
+    return f"{text}{note(record)}{source(record)}"
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
     "assisted": assisted,
@@ -454,6 +482,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "cpu": cpu,
     "drafts": drafts,
     "generate": generate,
+    "latents": latents,
     "models": models,
     "kernels": kernels,
     "multi-gpu": multi_gpu,

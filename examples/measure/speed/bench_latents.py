@@ -1,19 +1,21 @@
 """Attention over packed latents (MLA) against attention over bf16 latents, and a decode step of a model that has them.
 
-    python -m examples.measure.speed.bench_latents [--configs] [--layers 8] [--only attention]
+    python -m examples.measure.speed.bench_latents [--configs] [--layers 8]
 
 Both attentions take queries that have absorbed the up-projection of keys, and give means of latents; the one over bf16
 latents is the flash-decoding kernel in this file, with the best of its launches. A call is a CUDA graph, and caches
 are cold. With `--configs` the packed kernel's launches are compared, too, and the best one is reported.
 
-A step is that of a model of DeepSeek-V2-Lite's shape with dense MLPs and fewer layers. "turboquant" reads the packed
-latents; "sdpa" makes transformers dequantize and expand all of them in each step, as it does for `DynamicCache`.
+A step is one of a model of DeepSeek-V2-Lite's shape, with dense MLPs and fewer layers, after a prompt. With
+"turboquant" attention reads the packed latents; with "sdpa" all are dequantized and expanded in each step.
+`DynamicCache` holds bf16 latents, which transformers expands in each step.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +30,12 @@ from tq_kernels.decode.launch import held_counts
 from tq_kernels.latents.launch import LatentConfig, attend_latents, latent_config
 from tq_kernels.prefix.launch import merge, prefix_splits
 from tq_kernels.types import AttentionOptions, KeyValue
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DynamicCache, PreTrainedModel
 
+from examples.measure.speed.bench_generate import ONE_GRAPH, TIMED, Clock, go_on, timed_flags
 from examples.measure.speed.benchmark import captured, microseconds, random_blocks, read_gigabytes_per_second
 from examples.provenance import RESULTS, provenance, slug
-from tq_hf import TurboQuantConfig
+from tq_hf import TurboQuantCache, TurboQuantConfig, graph_decoding
 from tq_hf.codec.reference import dequantize
 from tq_hf.ops.triton.blocks import rotations
 
@@ -209,20 +213,66 @@ def attention(heads: int, batch: int, context: int, configs: bool, device: torch
     }
 
 
+def lite(layers: int, device: torch.device, **sizes: int) -> PreTrainedModel:
+    """A random model of DeepSeek-V2-Lite's shape in bf16, with dense MLPs."""
+    shape = dict(hidden_size=2048, intermediate_size=10944, num_attention_heads=16, vocab_size=32768) | sizes
+    config = DeepseekV2Config(
+        **shape, num_hidden_layers=layers, first_k_dense_replace=layers, q_lora_rank=None, kv_lora_rank=LATENT,
+        num_key_value_heads=shape["num_attention_heads"], qk_nope_head_dim=128, qk_rope_head_dim=ROTARY,
+        v_head_dim=128, max_position_embeddings=65536,
+    )  # fmt: skip
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def step(model: PreTrainedModel, kind: str, batch: int, context: int) -> dict[str, Any]:
+    """One row: milliseconds of a step, the mean of the last ones."""
+    model.set_attn_implementation("turboquant" if kind == f"turboquant, {ONE_GRAPH}" else "sdpa")
+    ids = torch.randint(3, model.config.vocab_size, (batch, context), device=model.device)
+    times: list[float] = []
+    for _ in range(2):  # the first compiles
+        if kind == "DynamicCache":
+            clock = Clock()
+            go_on(model, ids, DynamicCache(config=model.config), TIMED + 8, stopping_criteria=[clock])
+            times = clock.times
+        else:
+            cache = TurboQuantCache(model.config, PRESET, max_cache_len=context + TIMED + 9)
+            with timed_flags() as times:
+                go_on(model, ids, cache, TIMED + 8, custom_generate=graph_decoding)
+            del cache
+        gc.collect()
+    ms = 1e3 * (times[-1] - times[-1 - TIMED]) / TIMED
+    layers = model.config.num_hidden_layers
+    return {"cache": kind, "batch": batch, "context": context, "layers": layers, "ms_per_step": ms}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", action="store_true", help="compare launches of the packed kernel")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model; 0 for no steps")
     parser.add_argument("--output", type=Path, help="JSON file")
     given = parser.parse_args()
     device = torch.device("cuda")
-    record = provenance(device, "attention over latents of 512 channels and rotary keys of 64") | {"rows": []}
-    record["read_gb_s"] = read_gigabytes_per_second(device)
+    record = provenance(device, "attention over latents of 512 channels and rotary keys of 64")
+    record |= {"rows": [], "steps": [], "read_gb_s": read_gigabytes_per_second(device)}
     path = given.output or RESULTS / f"latents-{slug(device)}.json"
+
+    def add(part: str, row: dict[str, Any]) -> None:
+        record[part].append(row)
+        print({name: value for name, value in row.items() if name != "launches_us"}, flush=True)
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
     for batch, context in SHAPES:
         for heads in HEADS:
-            record["rows"].append(attention(heads, batch, context, given.configs, device))
-            print({key: value for key, value in record["rows"][-1].items() if key != "launches_us"}, flush=True)
-            path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            add("rows", attention(heads, batch, context, given.configs, device))
+    if not given.layers:
+        return
+    model = lite(given.layers, device)
+    for batch, context in SHAPES:
+        for kind in (f"turboquant, {ONE_GRAPH}", f"sdpa, {ONE_GRAPH}", "DynamicCache"):
+            add("steps", step(model, kind, batch, context))
 
 
 if __name__ == "__main__":

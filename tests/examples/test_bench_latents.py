@@ -1,0 +1,50 @@
+"""`bench_latents`: its two attentions agree on a small case in the interpreter, and its rows in the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from examples.measure.report.tables import latents
+from examples.provenance import provenance
+from tests.support.kernel_cases import INTERPRETED, child, runs_kernels
+
+test_attentions_agree_in_the_interpreter = child(__file__)
+
+
+@runs_kernels
+@pytest.mark.parametrize(("heads", "context"), [(16, 500), (20, 900), (70, 400)])
+def test_packed_and_dense_latents_give_the_same(heads: int, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.measure.speed import bench_latents
+    from tests.support.kernel_cases import DEVICE, relative_rms
+
+    monkeypatch.setattr(bench_latents, "LATENT", 64)
+    monkeypatch.setattr(bench_latents, "ROTARY", 32)
+    inputs = bench_latents.Inputs(heads, 2, context, DEVICE)
+    rows = 16 if heads <= 16 else 32 if heads <= 32 else 64
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter cannot multiply bf16
+    inputs.query = inputs.query.to(dtype)
+    states = inputs.dense().to(dtype)
+    for config in bench_latents.DENSE_CONFIGS[rows]:
+        dense = bench_latents.attend_dense_latents(inputs.query, states, config)[:, 0]
+        assert relative_rms(inputs.attend().transpose(0, 1), dense.cpu().double()) < 1e-2
+    assert len(bench_latents.CONFIGS[rows]) >= 3
+
+
+def test_rows_are_shown() -> None:
+    row = {
+        "heads": 16,
+        "batch": 8,
+        "context": 32768,
+        "bf16_us": 90.0,
+        "packed_us": 60.0,
+        "ratio": 1.5,
+        "packed_gb": 0.08,
+    }
+    steps = [
+        {"cache": kind, "batch": 1, "context": 32768, "layers": 8, "ms_per_step": ms}
+        for kind, ms in (("turboquant", 1.25), ("sdpa", 9.0))
+    ]
+    record = provenance(torch.device("cpu"), "") | {"rows": [row], "steps": steps, "read_gb_s": 4000.0}
+    text = latents(record)
+    assert "| 90.0 µs | 60.0 µs | **1.50×** | 1,333 GB/s |" in text and "| turboquant | 1.25 ms |" in text
