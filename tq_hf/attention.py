@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
-from .layers.expansion import ExpandedStates, real
+from .layers.expansion import ExpandedStates, expanded, pending, real
 from .layers.handle import LazyStates, resolve, without_backward
 from .ops import dispatch
 from .stores import graph_ops
@@ -67,7 +67,10 @@ def turboquant_attention(
             f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
-    view, key, value = resolve(key, value, module, query, attention_mask)
+    latents, view = pending.pop() if torch.compiler.is_dynamo_compiling() and pending else None, None
+    if latents is None:
+        view, key, value = resolve(key, value, module, query, attention_mask)
+        latents = key._expansion.handle if isinstance(key, ExpandedStates) else None
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:  # Mllama's cross-attention has no `is_causal`
         causal = not takes_other_states(module)
@@ -75,16 +78,18 @@ def turboquant_attention(
         attention_mask = _without_unselected(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
-    if isinstance(key, ExpandedStates):
-        assert view is not None
-        refused = dropout or module.__dict__.get("masked_key_indices") is not None
-        weight = None if refused else key._expansion.weight
-        out = None if weight is None else _attend_absorbed(weight, query, view, attention_mask, options)
-        if out is not None:
-            return out, None
+    if latents is not None:
+        source: Any = key._expansion if isinstance(key, ExpandedStates) else module.kv_b_proj
+        view, weight = latents.view, source.weight
+        if not dropout and module.__dict__.get("masked_key_indices") is None:
+            out = _attend_absorbed(weight, query, view, attention_mask, options)
+            if out is not None:
+                return out, None
         if attention_mask is not None and not attention_mask.shape[-1]:
             attention_mask = graph_ops.causal_mask(view, query.shape[2])
-        view, key, value = None, real(key), real(value)
+        made = isinstance(key, ExpandedStates)
+        key, value = real((key, value)) if made else expanded(weight, query.shape, graph_ops.dense(view))
+        view = None
     if view is not None and view.counts is not None:
         # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
         if dropout or module.__dict__.get("masked_key_indices") is not None:
@@ -127,11 +132,11 @@ def _attend_absorbed(
     weight: torch.Tensor, query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor | None:
     """Attention over packed latents; `None` if it does not compute this call."""
+    if autocast_dtype(query) is not None:
+        return None
     mask = None if mask is not None and not mask.shape[-1] else mask
     if view.tensors.order is not None:
         mask, options = _in_order(view.tensors.order, query, view, mask, options)
-    if not dispatch.supports_attend_absorbed(query, view, mask, options):
-        return None
     return graph_ops.attend_absorbed(query, weight, view, mask, options)
 
 

@@ -8,13 +8,25 @@ absorb the up-projection; for other attention functions keys and values of the h
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from test_memory import storages_reachable_from
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeLiteConfig, PreTrainedModel
 
-from tests.support.helpers import BLOCK, CountedBytes, all_packed, dequantized, encoded, relative_error, slow, states
+from tests.support.helpers import (
+    BLOCK,
+    CountedBytes,
+    all_packed,
+    compile_config,
+    dequantized,
+    encoded,
+    relative_error,
+    slow,
+    states,
+)
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
@@ -302,3 +314,47 @@ def test_every_preset_is_read_packed(name, absorbed):
 
     torch.testing.assert_close(read("turboquant"), read("sdpa"), atol=1e-4, rtol=0)
     assert absorbed == [1] * LAYERS
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
+def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed):
+    torch._dynamo.reset()
+    counters.clear()
+    model = build("deepseek_v3")
+    model.set_attn_implementation("turboquant")
+    prompt = torch.cat([ids(420), ids(421)[:, 1:]])
+    mask = torch.ones_like(prompt)
+    mask[1, :9] = 0
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = model.generate(prompt, **as_input(TurboQuantCache(model.config)), **options)
+    absorbed.clear()
+    if graph:
+        options["custom_generate"] = graph_decoding
+    cache = TurboQuantCache(model.config, max_cache_len=600)
+    found = model.generate(prompt, **as_input(cache), **options, compile_config=compile_config("aot_eager"))
+    assert torch.equal(found, expected)
+    assert len(absorbed) == 7 * LAYERS
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_a_compiled_step_with_an_additive_mask_expands(absorbed):
+    torch._dynamo.reset()
+    model = build("deepseek_v3")
+    model.set_attn_implementation("turboquant")
+    mask = torch.zeros(1, 1, 1, 600)
+    mask[..., 421:] = -torch.inf
+    mask[..., 3] = -0.5
+
+    def steps(step: Callable[..., Any]) -> torch.Tensor:
+        cache = TurboQuantCache(model.config, max_cache_len=600)
+        with torch.no_grad():
+            continued(model, cache, 420)
+            return step(ids(3)[:, :1], **as_input(cache), attention_mask=mask).logits
+
+    expected = steps(model)
+    absorbed.clear()
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(steps(compiled), expected, atol=1e-4, rtol=0)
+    assert not absorbed
+    torch._dynamo.reset()

@@ -24,6 +24,7 @@ from ..tensors.sinks import Padding, check_index
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .copies import copy_of, plain
+from .expansion import pending
 from .handle import Handle, placeholders
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
@@ -47,7 +48,7 @@ class TurboQuantLayer(FullAttentionLayer):
     `tq_hf.layers.expansion`.
 
     A compiled step depends on one bit: did the last eager call pass its states to attention, and do nothing else with
-    them? If so the step returns placeholders, otherwise dequantized states. Latents are always dequantized.
+    them, or expand latents in a known way? If so the step returns placeholders, otherwise dequantized states.
 
     Attributes besides the store and the channel scales; `reset` returns the first six to their first value:
 
@@ -57,7 +58,7 @@ class TurboQuantLayer(FullAttentionLayer):
                                             the attention function that the model uses now
         is_untouched    False or True       whether the last eager call only passed its states to attention; True by
                                             `resolve`, False by an operation on lazy states
-        expands         False or True       whether the last eager call expanded latents in a known way
+        expands         False or True       whether the last eager call expanded latents by `kv_b_proj`, in a known way
         _assigned       None or a tensor    assigned keys without assigned values, or values without keys
         _had_gradients  False, then True    whether states of an earlier call had gradients, which are lost
         _edits          numbers             changes of keys, of values and of both, appended tokens not counted
@@ -274,9 +275,12 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def _compiled_states(self, view: View) -> KeyValue:
         """States that a compiled step returns."""
-        if self.reads_packed and self.is_untouched:
-            return placeholders(Handle(self, view), self._nan)
-        return self.dense(view)
+        if not self.reads_packed or not (self.is_untouched or self.expands):
+            return self.dense(view)
+        handle = Handle(self, view)
+        if self.expands:
+            pending.append(handle)
+        return placeholders(handle, self._nan)
 
     def _may_read_packed(self) -> bool:
         """Whether the model's config names "turboquant" or no attention function, or is unknown."""

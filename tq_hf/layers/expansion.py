@@ -7,6 +7,9 @@ attention knows the module, its queries absorb the linear layer, and the history
 
 A module is known if the weight of the linear layer explains the keys and values of its first prompt. Numbers are
 compared once; in every later call the operations have to be the same.
+
+A compiled step cannot record. Its update leaves the handle in `pending`, and attention takes the handle and the weight
+of `module.kv_b_proj`; the compiler removes the operations in between, whose results nothing reads.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ COMPARED_TOKENS = 8
 
 known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 """Signature of a module's expansion; `()` if the weight does not explain it."""
+
+pending: list[Any] = []
+"""`Handle` of a compiled step, between `update` and attention."""
 
 
 class Result(NamedTuple):
@@ -145,6 +151,15 @@ class ExpandedStates(torch.Tensor):
 def real(value: Any) -> Any:
     """Replace expanded states by the tensors they stand for in an argument of an operation, nested or not."""
     return replaced(value, ExpandedStates, lambda states: states._expansion.result(states._number))
+
+
+def expanded(weight: torch.Tensor, query: torch.Size, states: KeyValue) -> KeyValue:
+    """Keys `[B, Hq, T, Dk]` and values `[B, Hq, T, Dv]` that `weight` makes of latents `[B, 1, T, R]` and rotary keys
+    `[B, 1, T, Dr]`, for queries `[B, Hq, S, Dk]` of size `query`."""
+    (latents, rotary), heads = states, query[1]
+    made = latents @ weight.unflatten(0, (heads, -1)).mT
+    content = query[3] - rotary.shape[3]
+    return torch.cat([made[..., :content], rotary.expand(-1, heads, -1, -1)], -1), made[..., content:]
 
 
 def is_known(module: torch.nn.Module, keys: ExpandedStates, values: torch.Tensor) -> bool:

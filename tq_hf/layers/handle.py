@@ -26,6 +26,7 @@ import torch
 from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, autocast_dtype, has_forward_hooks
+from ..ops import dispatch
 from ..stores.store import LayerStore
 from ..tensors.layer import View
 from .base import replaced
@@ -297,11 +298,13 @@ def _resolve_expanded(
     """`resolve` for keys that the model made of lazy latents."""
     handle: Any = keys._expansion.handle
     layer, is_first = handle.layer, handle.view.counts is None
-    layer.is_untouched = False  # a compiled step records no operations
+    layer.is_untouched = False
     config = getattr(module, "config", None)
-    layer.expands = config is not None and is_known(module, keys, values)
-    if is_first and layer.expands:
+    known = config is not None and is_known(module, keys, values)
+    own = getattr(getattr(module, "kv_b_proj", None), "weight", None) is keys._expansion.weight
+    layer.expands = known and own and dispatch.supports_latents(keys._expansion.like, handle.view.tensors.layout)
+    if is_first and known:
         layer.reader = weakref.ref(config)
-    if is_first or not layer.expands:
+    if is_first or not known:
         return None, _real(keys), _real(values)
     return handle.view, keys, values

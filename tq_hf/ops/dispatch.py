@@ -236,13 +236,18 @@ def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: 
     return cpu_attention.attend(query, view, mask, options).contiguous()
 
 
+def supports_latents(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether steps over blocks of latents are computed without dense latents: by kernels, or in torch on a CPU."""
+    return states.is_cpu or triton_blocks.supports_latents(states, layout)
+
+
 def supports_attend_absorbed(
     query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
     """Whether `attend_absorbed` computes this call: by kernels, or in torch on a CPU."""
     if triton_blocks.supports_attend_latents(query, view, mask, options):
         return True
-    return query.is_cpu and view.new is None and not is_capturing()
+    return query.is_cpu and view.new is None
 
 
 def attend_absorbed(

@@ -151,17 +151,59 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     return out
 
 
+@torch.library.custom_op("tq_hf::attend_absorbed", mutates_args=("tensors", "counts"))
+def _attend_absorbed(
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    row: list[torch.Tensor],
+    tensors: list[torch.Tensor],
+    counts: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    scaling: float,
+    config: str,
+    max_cache_len: int,
+) -> torch.Tensor:
+    device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config, tensors)
+    if query.is_cpu and row:
+        check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
+    if row:
+        dispatch.append_token(layer, device_counts, row[0], row[1], max_cache_len)
+    view = View(layer, device_counts, max_cache_len, None)
+    return dispatch.attend_absorbed(query, weight, view, mask, AttentionOptions(scaling))
+
+
+@_attend_absorbed.register_fake
+def _attend_absorbed_shape(
+    query: torch.Tensor, weight: torch.Tensor, row: list[torch.Tensor], tensors: list[torch.Tensor], *rest: Any
+) -> torch.Tensor:
+    *_, config, _ = rest
+    layer = LayerTensors.from_arguments(config, tensors)
+    batch, heads, queries, dim = query.shape
+    return query.new_empty(batch, queries, heads, weight.shape[0] // heads - dim + layer.layout.value_dim)
+
+
 def attend_absorbed(
     query: torch.Tensor, weight: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
-    """`tq_hf.ops.dispatch.attend_absorbed`, not in compiled steps. In a decode step of a preallocated store the newest
-    tokens are appended first."""
+) -> torch.Tensor | None:
+    """`tq_hf.ops.dispatch.attend_absorbed`; `None` if it does not compute this call. In a decode step of a preallocated
+    store the newest tokens are appended first."""
     tensors, counts, max_cache_len, past, pending, _ = view
+    compiling = torch.compiler.is_dynamo_compiling()
+    if compiling and not (dispatch.supports_mask(mask, options) and options.only_scales()):
+        return None
+    if not compiling and not dispatch.supports_attend_absorbed(query, view, mask, options):
+        return None
     if isinstance(counts, DeviceCounts):
         assert pending is not None
         if mask is not None:
             tokens = 1 if pending.states is None else pending.states[0].shape[2]
             dispatch.check_mask(mask, max_cache_len if past is None else past + tokens)
+        if compiling:
+            row = [] if pending.states is None else list(pending.states)
+            held, text = (row, tensors.arguments(), list(counts)), tensors.config_text
+            out = _attend_absorbed(query, weight, *held, mask, options.scaling, text, max_cache_len)
+            pending.states = None
+            return out
         append_pending_token(view)
     return dispatch.attend_absorbed(query, weight, view, mask, options)
 

@@ -460,10 +460,10 @@ def latents(record: dict[str, Any]) -> str:
     header = ["batch × context", "heads", "bf16 latents", "packed latents, `4bit_nc`", "faster by", "packed bytes read"]
     steps = {(row["cache"], row["batch"], row["context"]): row["ms_per_step"] for row in record["steps"]}
     shapes = list(dict.fromkeys(key[1:] for key in steps))
-    lines = [
-        [kind, *(f"{steps[(kind, *one)]:.2f} ms" if (kind, *one) in steps else "–" for one in shapes)]
-        for kind in dict.fromkeys(key[0] for key in steps)
-    ]
+    lines = []
+    for kind in dict.fromkeys(key[0] for key in steps):
+        times = (steps.get((kind, *one)) for one in shapes)
+        lines.append([kind, *("–" if ms is None else f"{ms:.2f} ms" for ms in times)])
     text = table(header, rows) + f"\nThe GPU reads {record['read_gb_s']:,.0f} GB/s.\n"
     if lines:
         layers = record["steps"][0]["layers"]

@@ -43,7 +43,7 @@ class LatentConfig:
     programs_per_multiprocessor: int = 1
 
 
-def supports_latents(layout: BlockLayout, device: torch.device) -> bool:
+def takes_latents(layout: BlockLayout, device: torch.device) -> bool:
     """Whether the kernels take latents (keys) and rotary keys (values) of these sizes on this device: powers of two,
     on NVIDIA from Ampere on."""
     on, (latent, rotary) = target(device), (layout.key_dim, layout.value_dim)

@@ -31,7 +31,7 @@ if HAS_TRITON:
     from tq_kernels.decode.launch import DecodeLaunch, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
     from tq_kernels.latents.launch import attend_latents as attend_packed_latents
-    from tq_kernels.latents.launch import supports_latents
+    from tq_kernels.latents.launch import takes_latents
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
@@ -263,14 +263,18 @@ def attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | None, opti
     )
 
 
+def supports_latents(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels compute attention over latents in blocks of this layout."""
+    return supports_blocks(states, layout) and takes_latents(layout, states.device)
+
+
 def supports_attend_latents(
     query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
     """Whether kernels compute attention over latents for this call: few queries, all tokens stored, a mask shared by
     all heads, logits that are only scaled."""
-    tensors = view.tensors
     fits = query.shape[2] <= MAX_QUERIES and view.new is None and supports_mask(mask, options) and options.only_scales()
-    return fits and supports_step(query, tensors) and supports_latents(tensors.layout, query.device)
+    return fits and supports_step(query, view.tensors) and takes_latents(view.tensors.layout, query.device)
 
 
 @explains_failures
