@@ -20,6 +20,8 @@ from tests.support.kernel_cases import (
     relative_rms,
     runs_kernels,
 )
+from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.config import PRESETS
 
 BASE = Case(Hq=5, Dk=64, Dv=16)
@@ -133,3 +135,41 @@ def test_rows_that_attend_to_nothing_are_zero() -> None:
     inputs, rotary, _ = call(case)
     inputs.mask[1] = False
     assert (run(case, inputs, rotary)[1] == 0).all()
+
+
+@runs_kernels
+@pytest.mark.parametrize("room", [None, 512], ids=["growing", "preallocated"])
+def test_a_model_reads_packed_latents(room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    from tq_hf.ops.triton import blocks
+
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, first_k_dense_replace=1,
+        num_attention_heads=6, num_key_value_heads=6, q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=16,
+        qk_rope_head_dim=32, v_head_dim=24, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(DEVICE)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+    ids = torch.randint(3, 64, (2, 400)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :21] = 0
+    calls, attend = [], blocks.attend_latents
+    monkeypatch.setattr(blocks, "attend_latents", lambda *arguments: (calls.append(1), attend(*arguments))[1])
+
+    def logits(attention: str) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        cache, parts = TurboQuantCache(model.config, max_cache_len=room), []
+        with torch.no_grad():
+            for start, stop in ((0, 390), (390, 391), (391, 394), (394, 400)):
+                padding = mask[:, :stop]
+                parts.append(model(ids[:, start:stop], attention_mask=padding, **as_input(cache)).logits)
+        return torch.cat(parts[1:], 1)
+
+    expected = logits("sdpa")
+    assert not calls
+    assert relative_rms(logits("turboquant"), expected.cpu().double()) < 2e-3
+    assert len(calls) == 3
