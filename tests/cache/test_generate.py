@@ -218,14 +218,15 @@ def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
     assert 1e-5 < errors[0] < 0.6 * errors[1], errors
 
 
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_the_attention_function_reads_the_packed_store_only_where_it_gets_the_keys(name):
+def test_only_its_own_attention_function_reads_the_packed_store(name, attention):
     model = model_named(name)
-    model.set_attn_implementation("turboquant")
+    model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     logits = decode_logits(model, cache, prompts(1, 140))
     assert logits.isfinite().all()
-    assert all(layer.reads_packed == (name == "llama") for layer in packed_layers(cache))
+    assert all(layer.reads_packed == (attention == "turboquant") for layer in packed_layers(cache))
 
 
 def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():

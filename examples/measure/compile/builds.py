@@ -24,6 +24,9 @@ from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
+from tq_kernels.latents.attention import attend_latents_split
+from tq_kernels.latents.launch import latent_config, latent_constants
+from tq_kernels.layout import BlockLayout
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
@@ -137,6 +140,20 @@ def build_dense(
     types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
     types += [*["i32"] * 20, "fp32", "fp32", "i32"]
     return build(dense_attention, types, constants, arch, num_warps=config.warps)
+
+
+def build_latents(
+    arch: Arch, bits: Bits, *, dim: int = 512, rotary: int = 64, rows: int = 16, mask: int = 0, dtype: str = "bf16"
+) -> Compiled:
+    """`attend_latents_split` for this number of query rows."""
+    on = target_of(arch)
+    config = latent_config(rows, BlockLayout(dim, rotary, *bits), on)
+    types = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[f"*{dtype}"] * 4, "*i32", "*i32"]
+    types += ["*u8", "*fp32", "*fp32", *["i32"] * 10, "fp32"]
+    options = {"maxnreg": config.registers} if config.registers else {}
+    options |= {"num_warps": config.warps, "num_stages": config.stages}
+    constants = latent_constants(BlockLayout(dim, rotary, *bits), mask == 0 and rows > 64, mask, config, on)
+    return build(attend_latents_split, types, constants, arch, **options)
 
 
 def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:

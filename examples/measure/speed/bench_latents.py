@@ -36,7 +36,7 @@ from examples.measure.speed.bench_generate import ONE_GRAPH, TIMED, Clock, go_on
 from examples.measure.speed.benchmark import captured, microseconds, random_blocks, read_gigabytes_per_second
 from examples.provenance import RESULTS, provenance, slug
 from tq_hf import TurboQuantCache, TurboQuantConfig, graph_decoding
-from tq_hf.codec.reference import dequantize
+from tq_hf.ops.dispatch import dequantize
 from tq_hf.ops.triton.blocks import rotations
 
 PRESET, LATENT, ROTARY = "4bit_nc", 512, 64
@@ -143,12 +143,12 @@ class Inputs:
         self.rotations = rotations(self.config, self.packed.layout, device, torch.float16)
         self.allocate = functools.cache(functools.partial(torch.empty, device=device))
 
-    def attend(self, config: LatentConfig | None = None) -> torch.Tensor:
+    def attend(self, config: LatentConfig | None = None, splits: int | None = None) -> torch.Tensor:
         """Means of latents `[Hq, B, R]`."""
         latent, rotary = self.query.split([LATENT, ROTARY], -1)
         return attend_latents(
             latent.transpose(0, 1), rotary[:, :, None], (self.packed, self.sinks, self.ring), self.counts,
-            self.rotations, None, AttentionOptions(SCALING), allocate=self.allocate, config=config,
+            self.rotations, None, AttentionOptions(SCALING), allocate=self.allocate, config=config, splits=splits,
         )  # fmt: skip
 
     def dense(self) -> torch.Tensor:
@@ -181,10 +181,13 @@ def attention(heads: int, batch: int, context: int, configs: bool, device: torch
     """One row: microseconds over packed and over bf16 latents, and how far both are apart."""
     inputs, rows = Inputs(heads, batch, context, device), 16 if heads <= 16 else 32 if heads <= 32 else 64
     chosen = latent_config(heads, inputs.packed.layout, target(device))
-    launches = {repr(config): config for config in ([chosen, *CONFIGS[rows]] if configs else [chosen])}
-    name, packed_us, times = best(
-        {text: functools.partial(inputs.attend, config) for text, config in launches.items()}, 60
-    )
+    calls: dict[str, Callable[[], Any]] = {f"{chosen}": functools.partial(inputs.attend, chosen)}
+    if configs:
+        calls |= {f"{config}": functools.partial(inputs.attend, config) for config in CONFIGS[rows]}
+        tiles = batch * -(-heads // chosen.block_rows)
+        for splits in (66 // tiles, 132 // tiles, 264 // tiles):
+            calls[f"{chosen}, {splits} splits"] = functools.partial(inputs.attend, chosen, max(1, splits))
+    name, packed_us, times = best(calls, 60)
     for text, us in times.items() if configs else ():
         print(f"  {us:7.1f} us  {text}", flush=True)
     states = inputs.dense()

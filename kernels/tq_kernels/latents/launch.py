@@ -65,6 +65,13 @@ def latent_config(rows: int, layout: BlockLayout, on: Target) -> LatentConfig:
     return LatentConfig(64, 64, 4, 8, 2)
 
 
+def latent_constants(layout: BlockLayout, causal: bool, mask: int, config: LatentConfig, on: Target) -> tuple[Any, ...]:
+    """Constants of `attend_latents_split` on this target, in order."""
+    chunks = max(config.chunks, 4 if layout.key_bits < 4 else 1)
+    tiles = (config.block_rows, config.tile, chunks, config.stages, on.asm)
+    return (layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles)
+
+
 @on_its_device
 def attend_latents(
     latent: torch.Tensor,
@@ -100,10 +107,11 @@ def attend_latents(
     batch, query_heads, queries, value_dim = rotary.shape
     key_dim, rows, on = latent.shape[2], query_heads * queries, target(latent.device)
     config = config or latent_config(rows, packed.layout, on)
-    bits, count, row_tiles = packed.layout.bits, batch * rows, -(-rows // config.block_rows)
+    count, row_tiles = batch * rows, -(-rows // config.block_rows)
     if splits is None:
+        # A program has two blocks at least: more partial results take longer to merge than another block takes.
         resident = on.multiprocessors * config.programs_per_multiprocessor
-        splits = prefix_splits(row_tiles * batch, max(1, packed.capacity), resident)
+        splits = prefix_splits(row_tiles * batch, max(1, packed.capacity // 2), resident)
     slots = splits + -(-(sinks[0].shape[2] + ring[0].shape[2]) // config.tile)
     operands = count * (key_dim + value_dim) // 2
     sizes = [operands, operands, slots * count * key_dim, slots * count, count]
@@ -121,8 +129,8 @@ def attend_latents(
         num_warps=1,
     )
     kind, strides = mask_layout(mask)
-    constants = (*dims, *bits, options.causal and mask is None and queries > 1, kind)
-    constants += (config.block_rows, config.tile, max(config.chunks, 4 if bits[0] < 4 else 1), config.stages, on.asm)
+    causal = options.causal and mask is None and queries > 1
+    constants = latent_constants(packed.layout, causal, kind, config, on)
     limits: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers is not None:
         limits["maxnreg"] = config.registers
@@ -141,7 +149,7 @@ def attend_latents(
         (constants, config, ring[0].dtype, mask is None, index),
         **limits,
     )
-    block_s = min(triton.next_power_of_2(splits), 8192 // key_dim)
+    block_s = min(triton.next_power_of_2(splits), 16384 // key_dim)
     constants = (key_dim, config.tile, block_s, 8)
     MERGE(
         (rows, batch, 1),
@@ -149,6 +157,6 @@ def attend_latents(
         (rows, queries, count, splits, *out.stride()[:2]),
         constants,
         (constants, out.dtype, index),
-        num_warps=4,
+        num_warps=8,
     )
     return out

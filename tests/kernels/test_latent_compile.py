@@ -1,0 +1,60 @@
+"""The kernel of attention over latents compiles for every NVIDIA card from Ampere on, and its loop over packed blocks
+spills nothing where it was tuned. Needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tq_kernels.latents.launch import latent_config, takes_latents
+from tq_kernels.layout import BlockLayout
+
+from examples.measure.compile.builds import build_latents
+from examples.measure.compile.sass import SHARED, loops, target_of
+from tests.kernels.test_decode_compile import BITS
+from tests.support.helpers import slow
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.limits import HOLD
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+
+def packed_loop(compiled: Any) -> Any:
+    """The shorter loop with products: that over packed blocks, which unpack more than dense rows are converted."""
+    found = [loop for loop in loops(compiled) if loop["HGMMA"] + loop["HMMA"] > 8]
+    return min(found, key=lambda loop: loop.total())
+
+
+@pytest.mark.parametrize("rows", [16, 20, 128])
+def test_the_loop_over_blocks_spills_nothing_on_sm_90(rows: int) -> None:
+    compiled = build_latents(90, BITS["4bit_nc"], rows=rows)
+    loop, config = packed_loop(compiled), latent_config(rows, BlockLayout(512, 64, 4, 4), target_of(90))
+    assert compiled.metadata.shared <= SHARED[90] * 1024 // config.programs_per_multiprocessor - 1024
+    # Latents reach products by matrix loads, or from shared memory: no fragment is assembled by hand.
+    assert loop["HGMMA"] > 0 if rows > 32 else loop["LDSM"] > 40
+    assert not (HOLD and loop["STL"] + loop["LDL"] > 4)
+    assert not (HOLD and loop.total() > {16: 800, 20: 1000, 128: 1300}[rows])
+
+
+@pytest.mark.parametrize(
+    ("arch", "preset", "options"),
+    [
+        (80, "4bit_nc", dict(rows=20)),
+        (86, "3bit_nc", dict(rows=16)),
+        (90, "2bit_nc", dict(rows=16, mask=1)),
+        slow(90, "k8v4", dict(rows=64, mask=2)),
+        slow(89, "4bit_nc", dict(rows=20, dtype="fp16")),
+        slow(100, "4bit_nc", dict(rows=128)),
+        slow(90, "4bit_nc", dict(rows=40, dim=256, rotary=32, dtype="fp32")),
+    ],
+    ids=str,
+)
+def test_compiles_for(arch: int, preset: str, options: dict[str, Any]) -> None:
+    compiled = build_latents(arch, BITS[preset], **options)
+    assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+
+
+@pytest.mark.parametrize(("layout", "taken"), [((512, 64, 4, 4), False), ((512, 64, 3, 3), False)])
+def test_a_cpu_has_no_kernels(layout: tuple[int, ...], taken: bool) -> None:
+    assert takes_latents(BlockLayout(*layout), torch.device("cpu")) == taken
