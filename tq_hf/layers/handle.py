@@ -2,7 +2,7 @@
 
 transformers passes only tensors to attention. So `TurboQuantLayer.update` puts a `Handle` on the keys and values that
 it returns, and `turboquant_attention` calls `resolve` to read the packed store. A tensor that the model computes from
-the keys (an up-projection of latents, repeated heads, a copy on another device) has no handle; attention then reads the
+the keys (repeated heads, a copy on another device) has no handle; attention then reads the
 tensor itself.
 
 Where attention will resolve the handle, dense states are not needed, and the tensors are *lazy*. A lazy tensor has the
