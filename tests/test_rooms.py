@@ -87,7 +87,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 4200,  # options by request; metrics; capturing, compiling and tracing beside steps; linear layers
+        "batching": 4220,  # options by request; metrics; capturing, compiling and tracing beside steps; linear layers
         "graph_decoding": 1230,  # stop strings, with the tokenizer that generate() drops; drafts, over windows too
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1630,  # rollback of uneven layers, on the device too; rings of sliding layers; assigned keys
