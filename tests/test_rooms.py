@@ -100,7 +100,7 @@ BUDGETS = {
         "memory": 105,
         "balance": 125,  # kernels of a probe are compiled together
         "config": 210,
-        "compat": 590,  # names of transformers that each way stands on; the padding that a mask is made for
+        "compat": 600,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
         "__init__": 60,
     },
 }

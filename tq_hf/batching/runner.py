@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer, s
 from transformers.utils import logging
 
 from ..balance import POSITIONS
-from ..compat import capture_failure, ending_failed_capture, outside_inference_mode
+from ..compat import capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
 from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
@@ -227,6 +227,7 @@ class TurboQuantModelRunner(ModelRunner):
 
     def take_over(self, graphs_are_requested: bool) -> None:
         """Complete a runner of transformers' that was turned into one of this class."""
+        trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
         # transformers has compiled its own step, which chooses by one set of options for all.
         self.do_sample = False
