@@ -444,6 +444,23 @@ def start(record: dict[str, Any]) -> str:
     return table(header, rows) + f"\n{record['model']}. {note(record)}{source(record)}"
 
 
+def soak(record: dict[str, Any]) -> str:
+    """Counts of a soak, memory that is left allocated, and answers that are right."""
+    columns = {
+        "requests": "requests",
+        "tokens": "tokens",
+        "aborted": "aborted",
+        "refused": "refused",
+        "sleeps": "sleeps",
+    }
+    (row,) = record["rows"]
+    right = f"{row['equal']:,} of {row['compared']:,}"
+    header = [*columns, "memory grown", "pages left", "answers of another", "short answers equal"]
+    cells = [f"{row[name]:,}" for name in columns]
+    cells += [f"{row['mib_grown']:.3f} MiB", str(row["pages_after_bursts"]), str(row["of another"]), right]
+    return table(header, [cells]) + f"\n{record['model']}, {row['seconds']:.0f} s. {note(record)}{source(record)}"
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
     "assisted": assisted,
@@ -466,6 +483,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "replicas": replicas,
     "ruler": ruler,
     "serve": serve,
+    "soak": soak,
     "start": start,
     "trellis": trellis,
     "vllm": serve,
