@@ -12,12 +12,14 @@ from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from pkgutil import resolve_name
+from threading import get_ident
 from types import FrameType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from torch.fx._symbolic_trace import _Patcher
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import candidate_generator
@@ -272,6 +274,27 @@ def capture_failure(error: RuntimeError) -> str:
     ended; that one is skipped."""
     before = error.__context__ if "previous error during capture" in str(error) else None
     return str(before or error).partition("\n")[0]
+
+
+@lru_cache
+def trace_apart() -> None:
+    """Let torch.fx trace without effect on other threads, from now on.
+
+    While `Tracer.trace` runs, torch 2.9 to 2.13 replaces `torch.nn.Module.__call__` by a function that reports each
+    call to the tracer, and a model that another thread calls raises "module is not installed as a submodule".
+    """
+    patch_method = _Patcher.patch_method
+
+    def patch_in_thread(self: Any, cls: type, name: str, new_fn: Callable, deduplicate: bool = True) -> None:
+        tracing, original = get_ident(), getattr(cls, name)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (new_fn if get_ident() == tracing else original)(*args, **kwargs)
+
+        patch_method(self, cls, name, call, deduplicate)
+
+    _Patcher.patch_method = patch_in_thread  # type: ignore[method-assign]
 
 
 def current_raw_stream(device: int) -> int:

@@ -143,6 +143,32 @@ def test_answers_come_while_a_step_is_traced(family: str, pause: Any) -> None:
         assert compiler.graphs == graphs > 0 and compiler.calls > 0
 
 
+def test_answers_come_while_a_thread_traces_with_fx() -> None:
+    """As inductor does with small functions: torch.fx replaces the call of all modules meanwhile."""
+    (prompt,), at, go, graphs = prompts([40]), threading.Event(), threading.Event(), list[Any]()
+
+    class Traced(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = torch.nn.ReLU()
+
+        def forward(self, x: Any) -> Any:
+            at.set()
+            assert go.wait(60)
+            return self.part(x)
+
+    with Session(model_of()) as session:
+        (before,) = session.run([prompt], greedy(NEW))
+        thread = threading.Thread(target=lambda: graphs.append(torch.fx.symbolic_trace(Traced())))
+        thread.start()
+        try:
+            assert at.wait(60) and session.run([prompt], greedy(NEW)) == [before]
+        finally:
+            go.set()
+            thread.join()
+    assert [node.op for node in graphs[0].graph.nodes] == ["placeholder", "call_module", "output"]
+
+
 def test_steps_of_a_model_that_changes_itself_wait_while_it_is_traced(pause: Any) -> None:
     """Frequencies of its rotary embeddings depend on lengths: a trace would replace those that a step is to read."""
     model, (prompt,), compiler = model_of(), prompts([40]), Compiler()

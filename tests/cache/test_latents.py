@@ -70,10 +70,10 @@ def test_what_is_held_is_the_latent(name, room):
     for layer, other in zip(cache.layers, plain.layers, strict=True):
         assert layer.keys.shape == other.keys.shape == (1, 1, 772, LATENT)
         assert layer.values.shape == other.values.shape == (1, 1, 772, ROTARY)
-    footprint, layout = cache.memory_footprint(), cache.config.layout(LATENT, ROTARY)
-    assert layout.slot_bytes == (LATENT + ROTARY) // 2 + 4
+    footprint, layout = cache.memory_footprint(), cache.config.of_latents().layout(LATENT, ROTARY)
+    assert layout.slot_bytes == LATENT // 2 + ROTARY + 4
     blocks = 5 if room is None else (room - 4 - 128) // BLOCK
-    assert footprint.packed == LAYERS * blocks * BLOCK * (LATENT + ROTARY) // 2
+    assert footprint.packed == LAYERS * blocks * BLOCK * (LATENT // 2 + ROTARY)
     assert footprint.bf16_equivalent == LAYERS * 772 * (LATENT + ROTARY) * 2
     assert footprint.total == sum(storages_reachable_from(cache).values())
 

@@ -22,7 +22,7 @@ from tests.support.kernel_cases import (
 )
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
-from tq_hf.config import PRESETS
+from tq_hf.config import PRESETS, TurboQuantConfig
 
 BASE = Case(Hq=5, Dk=64, Dv=16)
 """Latents as keys and rotary keys as values of one KV head."""
@@ -46,9 +46,13 @@ CASES = [
 ]
 
 
-def call(case: Case) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Inputs, rotary queries `[B, Hq, S, Dr]`, and the expected means of latents `[B, S, Hq, R]`."""
-    inputs = make_inputs(case, DEVICE)
+def call(case: Case, of_latents: bool = True) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Inputs, rotary queries `[B, Hq, S, Dr]`, and the expected means of latents `[B, S, Hq, R]`. Rotary keys have the
+    bits of latent layers, or those of the preset's values."""
+    with pytest.MonkeyPatch.context() as patch:
+        if of_latents:
+            patch.setattr(TurboQuantConfig, "from_preset", lambda name: PRESETS[name].of_latents())
+        inputs = make_inputs(case, DEVICE)
     generator = torch.Generator().manual_seed(1)
     rotary = torch.randn(case.B, case.S, case.Hq, case.Dv, generator=generator) / case.value_scale
     rotary = rotary.to(DEVICE, case.dtype).transpose(1, 2)
@@ -114,6 +118,14 @@ test_all_cases_in_the_interpreter = child(__file__)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_fp64(case: Case) -> None:
     inputs, rotary, expected = call(case)
+    assert relative_rms(run(case, inputs, rotary), expected) <= TOLERANCE[case.dtype]
+
+
+@runs_kernels
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rotary_keys_of_fewer_bits_agree_with_fp64(preset: str) -> None:
+    case = BASE.with_(preset=preset, Dv=64, mask="padding", B=2)
+    inputs, rotary, expected = call(case, of_latents=False)
     assert relative_rms(run(case, inputs, rotary), expected) <= TOLERANCE[case.dtype]
 
 

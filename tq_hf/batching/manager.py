@@ -48,15 +48,19 @@ class StepAbandoned(Exception):
 
 
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
-    """transformers' batch processor, able to continue after a failed step."""
+    """transformers' batch processor, able to continue after a failed step.
 
-    def __init__(self, *args: Any, graphs_are_requested: bool, **kwargs: Any) -> None:
+    `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which torch keeps.
+    """
+
+    def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         runner: Any = self.model_runner
         runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
         runner.take_over(graphs_are_requested)
-        cache, offloading = cast(TurboQuantPagedCache, self.cache), cast(Any, self.offloading_manager)
-        if cache.states is not None:
+        io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
+        io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
+        if cast(TurboQuantPagedCache, self.cache).states is not None:
             offloading.__class__ = StateOffloading  # likewise
         self._wait_for_device()
 
@@ -203,7 +207,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
-        self.config, self.balance = config, balance
+        self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
         self._cancelled: set[str] = set()
         """Ids of cancelled requests, cleared when the engine is idle."""
         self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
@@ -416,8 +420,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             )
         if self.batch_processor is None:
             return 0
-        if isinstance(runner := self.batch_processor.model_runner, TurboQuantModelRunner):
-            runner.cancel()
+        if isinstance(self.batch_processor.model_runner, TurboQuantModelRunner):
+            self.batch_processor.model_runner.cancel()
         pool = self.batch_processor.cache.cache_tensor
         freed, on_cuda, device = pool.nbytes, pool.is_cuda, pool.device
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
@@ -553,6 +557,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
             graphs_are_requested=self._graphs_are_requested,
+            streams=self._streams,
         )
 
     def _generation_step(self) -> None:

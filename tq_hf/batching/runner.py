@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer, s
 from transformers.utils import logging
 
 from ..balance import POSITIONS
-from ..compat import capture_failure, ending_failed_capture, outside_inference_mode
+from ..compat import capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
 from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
@@ -104,6 +105,12 @@ def compile_config_of(level: int) -> CompileConfig | None:
     return CompileConfig(mode=mode, fullgraph=False, dynamic=level <= 2)
 
 
+@functools.cache
+def compiling_stream(device: torch.device) -> torch.cuda.Stream:
+    """Stream of steps that are compiled in the background: one, as torch keeps a workspace of cuBLAS for each."""
+    return torch.cuda.Stream(device)
+
+
 class BackgroundCompile(threading.Thread):
     """Thread that compiles the step of requests with one token each, while an engine runs the same step uncompiled.
 
@@ -158,7 +165,7 @@ class BackgroundCompile(threading.Thread):
     def run(self) -> None:
         assert self.step is not None and self.then is not None
         rehearsal.active, device, step, then = True, self.device, self.step, self.then
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = compiling_stream(device) if device.type == "cuda" else None
         try:
             if stream is not None:
                 stream.wait_stream(torch.cuda.default_stream(device))  # of the copies
@@ -220,6 +227,7 @@ class TurboQuantModelRunner(ModelRunner):
 
     def take_over(self, graphs_are_requested: bool) -> None:
         """Complete a runner of transformers' that was turned into one of this class."""
+        trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
         # transformers has compiled its own step, which chooses by one set of options for all.
         self.do_sample = False

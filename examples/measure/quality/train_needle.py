@@ -9,6 +9,7 @@ greedy recall that fails visibly when the cache is damaged. One GPU and a few mi
 
 ``needle-10m`` and ``needle-10m-bias`` have 10 million parameters and are what ``evaluate.py`` measures presets
 on: the one with normalised queries and keys, as Qwen3 has them, the other with biases on its projections, as Qwen2.
+``needle-latents`` has latent attention, as DeepSeek-V3, for ``latents.py``.
 
 Training data: the Python sources of the standard library (PSF License Version 2), less the modules that
 ``needle/filler.txt`` was made from, and of accelerate and transformers (Apache License 2.0), numpy and torch (BSD
@@ -40,6 +41,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GenerationConfig,
     LlamaConfig,
     PreTrainedModel,
@@ -93,8 +95,21 @@ MODELS = {
     ),
     "needle-10m": Qwen3Config(**_QWEN_SIZES, num_attention_heads=6, num_key_value_heads=2, head_dim=128),
     "needle-10m-bias": Qwen2Config(**_QWEN_SIZES, num_attention_heads=12, num_key_value_heads=4, head_dim=64),
+    "needle-latents": DeepseekV3Config(
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=5,
+        first_k_dense_replace=5,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        q_lora_rank=None,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+    ),
 }
-"""Shapes: 3.9, 10.0 and 10.0 million parameters."""
+"""Shapes: 3.9, 10.0, 10.0 and 8.7 million parameters."""
 
 
 def build_model(name: str) -> PreTrainedModel:

@@ -472,6 +472,38 @@ def latents(record: dict[str, Any]) -> str:
     return f"{text}{note(record)}{source(record)}"
 
 
+def rotary(record: dict[str, Any]) -> str:
+    """KL by the bits of latents and rotary keys, or of keys and values."""
+    rows = []
+    for row in record["rows"]:
+        kl, (low, high) = row["kl"], row["kl_95"]
+        cells = [
+            f"{row['key_bits']} / {row['value_bits']}",
+            f"{row['ratio']:.2f}×",
+            f"{kl:.2g} ({low:.2g} to {high:.2g})",
+        ]
+        rows.append([row["model"], *cells, f"{row['top1']:.1%}", f"{row['recall']:.1%}"])
+    header = ["model", "bits", "compression", "KL, nats (95%)", "top-1", "facts"]
+    return table(header, rows) + f"\n{record['model']}. {note(record)}{source(record)}"
+
+
+def soak(record: dict[str, Any]) -> str:
+    """Counts of a soak, memory that is left allocated, and answers that are right."""
+    columns = {
+        "requests": "requests",
+        "tokens": "tokens",
+        "aborted": "aborted",
+        "refused": "refused",
+        "sleeps": "sleeps",
+    }
+    (row,) = record["rows"]
+    right = f"{row['equal']:,} of {row['compared']:,}"
+    header = [*columns, "memory grown", "pages left", "answers of another", "short answers equal"]
+    cells = [f"{row[name]:,}" for name in columns]
+    cells += [f"{row['mib_grown']:.3f} MiB", str(row["pages_after_bursts"]), str(row["of another"]), right]
+    return table(header, [cells]) + f"\n{record['model']}, {row['seconds']:.0f} s. {note(record)}{source(record)}"
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
     "assisted": assisted,
@@ -493,8 +525,10 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quality": quality,
     "real": real,
     "replicas": replicas,
+    "rotary": rotary,
     "ruler": ruler,
     "serve": serve,
+    "soak": soak,
     "start": start,
     "trellis": trellis,
     "vllm": serve,

@@ -130,7 +130,7 @@ class Inputs:
     """Packed latents of B sequences, and queries of as many heads."""
 
     def __init__(self, heads: int, batch: int, context: int, device: torch.device) -> None:
-        self.config = TurboQuantConfig.from_preset(PRESET)
+        self.config = TurboQuantConfig.from_preset(PRESET).of_latents()
         blocks = (context - SINKS - RESIDUAL) // 128
         self.packed = random_blocks(self.config.layout(LATENT, ROTARY), batch, 1, blocks, device)
         self.tokens = SINKS + 128 * blocks + RESIDUAL

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import resource
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from examples.measure.speed.bench_generate import LLAMA_8B
+from examples.provenance import provenance
 from tq_hf import TurboQuantBatching
 
 FIRST = 6
@@ -166,10 +169,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--requests", type=int, default=64, help="requests of a burst")
     parser.add_argument("--longest", type=int, default=2000, help="tokens of the longest prompts")
+    parser.add_argument("--output", type=Path, help="JSON file")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = provenance(device, "random Llama of 2 layers in float32")
     found = Soak(small_model(device), arguments.requests, arguments.longest).run(arguments.seconds)
     print(found)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps({**record, "rows": [found]}, indent=2) + "\n", encoding="utf-8")
     flat = found["mib_grown"] < 1 and found["pages_after_bursts"] == 0
     right = not found["of another"] and found["equal"] >= 0.98 * found["compared"]
     print(f"memory {'flat' if flat else 'NOT FLAT'}, answers {'right' if right else 'WRONG'}")
