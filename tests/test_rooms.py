@@ -97,7 +97,7 @@ BUDGETS = {
         "ops": 2510,  # attention over latents; wide heads, dequantized one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 845,  # the order of padded rows; blocks of pages that stay dense; counts say what they are
-        "cache": 490,  # bits of latent layers; one cache for both attentions of an encoder-decoder is refused; padding of a call
+        "cache": 490,  # bits of latent layers; one cache for both attentions of an encoder-decoder; padding of a call
         "attention": 340,  # packed latents; lost gradients; masks beside empty room, of padded rows
         "memory": 105,
         "balance": 125,  # kernels of a probe are compiled together
