@@ -54,14 +54,12 @@ class LatentRows(NamedTuple):
     Args:
         latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
         rotary: Chunks [BR, DV / chunks] fp16 for rotary keys.
-        gain: [BR] factor from products to logits in base 2.
         mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
         stride_t: Stride of the mask over tokens.
     """
 
     latent: Any
     rotary: Any
-    gain: Any
     mask: Any
     stride_t: Any
 
@@ -73,20 +71,23 @@ def rotary_chunks(bits):
 
 
 @triton.jit
-def _load_rows(rows, at, inside, gain, mask, stride_t, C: tl.constexpr):
+def _load_chunks(at, inside, CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Load rows of DIM elements at pointers `at` [M] as chunks [M, DIM / CHUNKS] fp16; 0 where not `inside` [M]."""
+    chunks = ()
+    column = tl.arange(0, DIM // CHUNKS)[None, :]
+    for chunk in tl.static_range(CHUNKS):
+        start = chunk_start(chunk, CHUNKS, DIM, BITS)
+        chunks += (tl.load(at[:, None] + (start + column), mask=inside[:, None], other=0.0).to(tl.float16),)
+    return chunks
+
+
+@triton.jit
+def _load_rows(rows, at, inside, mask, stride_t, C: tl.constexpr):
     """Load fp16 rows `at` [BR] of `rows`."""
-    start = rows + at.to(tl.int64)[:, None] * (C.DK + C.DV)
-    latent, rotary = (), ()
-    d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
-    for chunk in tl.static_range(C.CHUNKS):
-        column = chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d
-        latent += (tl.load(start + column, mask=inside[:, None], other=0.0),)
-    PARTS: tl.constexpr = rotary_chunks(C.VALUE_BITS)
-    d = tl.arange(0, C.DV // PARTS)[None, :]
-    for chunk in tl.static_range(PARTS):
-        column = C.DK + chunk_start(chunk, PARTS, C.DV, C.VALUE_BITS) + d
-        rotary += (tl.load(start + column, mask=inside[:, None], other=0.0),)
-    return LatentRows(latent, rotary, gain, mask, stride_t)
+    start = rows + at.to(tl.int64) * (C.DK + C.DV)
+    latent = _load_chunks(start, inside, C.CHUNKS, C.DK, C.KEY_BITS)
+    rotary = _load_chunks(start + C.DK, inside, rotary_chunks(C.VALUE_BITS), C.DV, C.VALUE_BITS)
+    return LatentRows(latent, rotary, mask, stride_t)
 
 
 @triton.jit
@@ -128,23 +129,6 @@ def _packed_tile(key_words, value_words, scales, means, token, C: tl.constexpr):
         for plane in tl.static_range(4):
             v += (scaled(planes[plane], value_scales[plane], None, C.ASM),)
         rotary += (_as_operand(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM),)
-    return latents, rotary
-
-
-@triton.jit
-def _dense_tile(key_at, value_at, exists, C: tl.constexpr):
-    """`_packed_tile` of dense rows at pointers `key_at` and `value_at` [TILE]."""
-    latents, rotary = (), ()
-    d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
-    for chunk in tl.static_range(C.CHUNKS):
-        column = chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d
-        latents += (tl.load(key_at[:, None] + column, mask=exists[:, None], other=0.0).to(tl.float16),)
-    PARTS: tl.constexpr = rotary_chunks(C.VALUE_BITS)
-    d = tl.arange(0, C.DV // PARTS)[None, :]
-    for chunk in tl.static_range(PARTS):
-        column = chunk_start(chunk, PARTS, C.DV, C.VALUE_BITS) + d
-        keys = tl.load(value_at[:, None] + column, mask=exists[:, None], other=0.0).to(tl.float16)
-        rotary += (tl.trans(keys),)
     return latents, rotary
 
 
@@ -257,7 +241,7 @@ def attend_latents_split(
     if MASK == 2:
         mask_at = mask_at + query.to(tl.int64) * mask_s
 
-    packed = _load_rows(rotated, row, inside, gain, mask_at, mask_t, C)
+    packed = _load_rows(rotated, row, inside, mask_at, mask_t, C)
     state = _empty(C)
     for step in tl.range(first, last, num_stages=STAGES):
         block = tl.cast(step, tl.int32) // STEPS
@@ -288,14 +272,17 @@ def attend_latents_split(
     for tile in tl.range(split, (tokens + TILE - 1) // TILE, splits, num_stages=1):
         t = tile * TILE + tl.arange(0, TILE)
         exists = t < tokens
-        newest = _load_rows(plain, row, inside, gain, mask_at, mask_t, C)
+        newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
         slot = start + t - sink_count  # the residual is a ring
         slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
         sink = t < sink_count
         held_sink, held = batch * sink_b + t, batch * residual_b + slot
         key_at = tl.where(sink, sink_keys + held_sink * DK, residual_keys + held * DK)
         value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
-        latents, rotary = _dense_tile(key_at, value_at, exists, C)
+        latents, rotary = _load_chunks(key_at, exists, CHUNKS, DK, KEY_BITS), ()
+        keys = _load_chunks(value_at, exists, rotary_chunks(VALUE_BITS), DV, VALUE_BITS)
+        for chunk in tl.static_range(rotary_chunks(VALUE_BITS)):
+            rotary += (tl.trans(keys[chunk]),)
         x = _products(newest, latents, rotary, C)
         seen = exists[None, :]
         if CAUSAL:
