@@ -67,8 +67,10 @@ def turboquant_attention(
             f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
-    latents, view = pending.pop() if torch.compiler.is_dynamo_compiling() and pending else None, None
-    if latents is None:
+    latents, view = None, None
+    if torch.compiler.is_dynamo_compiling() and pending and getattr(key, "_handle", None) is None:
+        latents = pending.pop()
+    else:
         view, key, value = resolve(key, value, module, query, attention_mask)
         latents = key._expansion.handle if isinstance(key, ExpandedStates) else None
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal

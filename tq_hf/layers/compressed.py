@@ -278,8 +278,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if not self.reads_packed or not (self.is_untouched or self.expands):
             return self.dense(view)
         handle = Handle(self, view)
-        if self.expands:
-            pending.append(handle)
+        pending[:] = [handle] if self.expands else []
         return placeholders(handle, self._nan)
 
     def _may_read_packed(self) -> bool:

@@ -19,7 +19,7 @@ gradients go through `as_subclass`, because `detach` would cut them off from the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,8 +85,8 @@ class Handle:
     """Whether the model computed with the states."""
     written = False
     """Whether the model wrote to the states. Attention then reads the states, not the store."""
-    expansion: Expansion | None = None
-    """Recorded operations on the states."""
+    _expansion: Callable[[], Expansion | None] = staticmethod(lambda: None)
+    """Recorded operations on the states: a weak reference, because these refer to the handle."""
     sources: tuple[torch.Tensor, ...] = ()
     """Tensors that the states depend on and that get no gradients: see `without_backward`."""
 
@@ -123,7 +123,8 @@ class Handle:
 
     def recorder(self, func: Any, states: LazyStates, *arguments: Any) -> Expansion | None:
         """`Expansion` that records an operation on lazy states, if any: a linear layer on latents begins one."""
-        if self.expansion is None:
+        expansion = self._expansion()
+        if expansion is None:
             if func is not torch.nn.functional.linear or states._index or self.shape(0)[1] > 1 or self.touched:
                 return None
             long = self.view.counts is not None and self.view.new is not None
@@ -133,8 +134,9 @@ class Handle:
                 like = states.as_subclass(torch.Tensor)
                 if autocast_dtype(like) is not None:
                     return None
-            self.expansion = Expansion(self, like, LazyStates)
-        return self.expansion if self.expansion.records(func, *arguments) else None
+            expansion = Expansion(self, like, LazyStates)
+            self._expansion = weakref.ref(expansion)
+        return expansion if expansion.records(func, *arguments) else None
 
     def states(self) -> KeyValue:
         """Dense keys and values, computed at the first call. Records that the model computes with them."""
