@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tq_kernels.latents.launch import latent_config, takes_latents
+from tq_kernels.latents import launch
+from tq_kernels.latents.launch import latent_config
 from tq_kernels.layout import BlockLayout
 
 from examples.measure.compile.builds import build_latents
@@ -28,8 +29,8 @@ def packed_loop(compiled: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [16, 20, 128])
 def test_the_loop_over_blocks_spills_nothing_on_sm_90(rows: int) -> None:
-    compiled = build_latents(90, BITS["4bit_nc"], rows=rows)
-    loop, config = packed_loop(compiled), latent_config(rows, BlockLayout(512, 64, 4, 4), target_of(90))
+    compiled = build_latents(90, (4, 8), rows=rows)
+    loop, config = packed_loop(compiled), latent_config(rows, BlockLayout(512, 64, 4, 8), target_of(90))
     assert compiled.metadata.shared <= SHARED[90] * 1024 // config.programs_per_multiprocessor - 1024
     # Latents reach products by matrix loads, or from shared memory: no fragment is assembled by hand.
     assert loop["HGMMA"] > 0 if rows > 32 else loop["LDSM"] > 40
@@ -51,10 +52,15 @@ def test_the_loop_over_blocks_spills_nothing_on_sm_90(rows: int) -> None:
     ids=str,
 )
 def test_compiles_for(arch: int, preset: str, options: dict[str, Any]) -> None:
-    compiled = build_latents(arch, BITS[preset], **options)
+    compiled = build_latents(arch, (BITS[preset][0], 8), **options)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
 
 
-@pytest.mark.parametrize(("layout", "taken"), [((512, 64, 4, 4), False), ((512, 64, 3, 3), False)])
-def test_a_cpu_has_no_kernels(layout: tuple[int, ...], taken: bool) -> None:
-    assert takes_latents(BlockLayout(*layout), torch.device("cpu")) == taken
+def test_cards_and_sizes_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(arch: int | str, *sizes: int) -> bool:
+        monkeypatch.setattr(launch, "target", lambda device: target_of(arch))
+        return launch.takes_latents(BlockLayout(*sizes), torch.device("cpu"))
+
+    assert taken(80, 512, 64, 4, 8) and taken(90, 256, 32, 2, 4)
+    assert not any(taken(arch, 512, 64, 4, 8) for arch in (75, "gfx942"))
+    assert not any(taken(90, *sizes) for sizes in ((512, 64, 4, 3), (384, 64, 4, 8), (1024, 64, 4, 8), (512, 8, 4, 8)))

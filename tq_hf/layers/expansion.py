@@ -40,7 +40,7 @@ pending: list[Any] = []
 class Result(NamedTuple):
     """Argument of a recorded operation: the result of another one."""
 
-    number: int
+    place: int
 
 
 class Expansion:
@@ -60,26 +60,15 @@ class Expansion:
 
     def records(self, func: Any, *arguments: Any) -> bool:
         """Whether to record an operation: none has run, and no argument is of another handle."""
-        others = []
-
-        def look(states: Any) -> Any:
-            if isinstance(states, (ExpandedStates, self.lazy)):
-                handle = states._expansion.handle if isinstance(states, ExpandedStates) else states._handle
-                others.extend([handle] if handle is not self.handle else [])
-            return states
-
-        if self._results or func.__name__ not in RECORDED:
-            return False
-        replaced(arguments, torch.Tensor, look)
-        return not others
+        own: list[bool] = []
+        replaced(arguments, torch.Tensor, lambda x: own.append(getattr(x, "_handle", self.handle) is self.handle) or x)  # type: ignore[func-returns-value]
+        return not self._results and func.__name__ in RECORDED and all(own)
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation. Returns its results, meta tensors."""
 
         def numbered(states: Any) -> Any:
-            if isinstance(states, (ExpandedStates, self.lazy)):
-                return Result(states._number if isinstance(states, ExpandedStates) else states._index)
-            return states
+            return Result(states._index) if isinstance(states, (ExpandedStates, self.lazy)) else states
 
         def on_meta(states: Any) -> Any:
             if isinstance(states, self.lazy):
@@ -89,25 +78,24 @@ class Expansion:
         self.operations.append((func, *(replaced(x, torch.Tensor, numbered) for x in (args, kwargs))))
         with as_plain_tensors():
             out = func(*replaced(args, torch.Tensor, on_meta), **replaced(kwargs, torch.Tensor, on_meta))
-            if isinstance(out, (tuple, list)):
-                return type(out)(map(self._numbered, out))
-            return self._numbered(out)
+            several = isinstance(out, (tuple, list))
+            return type(out)(map(self._numbered, out)) if several else self._numbered(out)
 
     def _numbered(self, states: torch.Tensor) -> torch.Tensor:
         result = states.as_subclass(ExpandedStates)
-        result._expansion, result._number = self, self.size
+        result._expansion, result._handle, result._index = self, self.handle, self.size
         self.size += 1
         return result
 
-    def result(self, number: int) -> torch.Tensor:
+    def result(self, index: int) -> torch.Tensor:
         """A result. All operations run at the first call."""
         if not self._results:
             results = self._results = list(self.handle.states())
             for func, *arguments in self.operations:
-                args, kwargs = (replaced(x, Result, lambda result: results[result.number]) for x in arguments)
+                args, kwargs = (replaced(x, Result, lambda result: results[result.place]) for x in arguments)
                 out = func(*args, **kwargs)
                 results.extend(out if isinstance(out, (tuple, list)) else (out,))
-        result: torch.Tensor = self._results[number]
+        result: torch.Tensor = self._results[index]
         return result
 
     def signature(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
@@ -115,7 +103,7 @@ class Expansion:
         own = [isinstance(states, ExpandedStates) and states._expansion is self for states in (keys, values)]
         if not all(own):
             return ()
-        return (*(func for func, *_ in self.operations), keys._number, values._number)  # type: ignore[attr-defined]
+        return (*(func for func, *_ in self.operations), keys._index, values._index)  # type: ignore[attr-defined]
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -130,7 +118,8 @@ class ExpandedStates(torch.Tensor):
     """Result of a recorded operation; see the module."""
 
     _expansion: Expansion
-    _number: int
+    _handle: Any
+    _index: int
 
     @classmethod
     def __torch_function__(
@@ -150,7 +139,7 @@ class ExpandedStates(torch.Tensor):
 
 def real(value: Any) -> Any:
     """Replace expanded states by the tensors they stand for in an argument of an operation, nested or not."""
-    return replaced(value, ExpandedStates, lambda states: states._expansion.result(states._number))
+    return replaced(value, ExpandedStates, lambda states: states._expansion.result(states._index))
 
 
 def expanded(weight: torch.Tensor, query: torch.Size, states: KeyValue) -> KeyValue:

@@ -81,7 +81,7 @@ def compilers() -> dict[str, Callable[[Any, str, int], Any]]:
         ),
         "dense": lambda arch, preset, dim: builds.build_dense(arch, dim=dim, mask=2, softcap=True, split=True),
         "prompt": lambda arch, preset, dim: builds.build_prompt(arch, dim=dim),
-        "latents": lambda arch, preset, dim: builds.build_latents(arch, bits_of(preset), mask=1),
+        "latents": lambda arch, preset, dim: builds.build_latents(arch, (bits_of(preset)[0], 8), mask=1),
         "reorder": lambda arch, preset, dim: builds.build_reorder(arch),
         "sampling": lambda arch, preset, dim: builds.build_sampling(arch)[0],
         "paged split": lambda arch, preset, dim: builds.build_paged_split(arch, preset, dim)[0],

@@ -53,7 +53,7 @@ class LatentRows(NamedTuple):
 
     Args:
         latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
-        rotary: Chunks [BR, DV / chunks] fp16 for rotary keys.
+        rotary: [BR, DV] fp16 for rotary keys.
         mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
         stride_t: Stride of the mask over tokens.
     """
@@ -62,12 +62,6 @@ class LatentRows(NamedTuple):
     rotary: Any
     mask: Any
     stride_t: Any
-
-
-@triton.constexpr_function
-def rotary_chunks(bits):
-    """Number of chunks of rotary keys: quarters at 2 and 3 bits."""
-    return 1 if bits >= 4 else 4
 
 
 @triton.jit
@@ -86,8 +80,8 @@ def _load_rows(rows, at, inside, mask, stride_t, C: tl.constexpr):
     """Load fp16 rows `at` [BR] of `rows`."""
     start = rows + at.to(tl.int64) * (C.DK + C.DV)
     latent = _load_chunks(start, inside, C.CHUNKS, C.DK, C.KEY_BITS)
-    rotary = _load_chunks(start + C.DK, inside, rotary_chunks(C.VALUE_BITS), C.DV, C.VALUE_BITS)
-    return LatentRows(latent, rotary, mask, stride_t)
+    rotary = _load_chunks(start + C.DK, inside, 1, C.DV, 8)
+    return LatentRows(latent, rotary[0], mask, stride_t)
 
 
 @triton.jit
@@ -105,14 +99,14 @@ def _packed_tile(key_words, value_words, scales, means, token, C: tl.constexpr):
     """Unpack tokens `token` [TILE / 4] of the four planes of a block, whose parts begin at these pointers.
 
     Returns:
-        Chunks of latents [TILE, DK / CHUNKS] and of rotary keys [DV / chunks, TILE], fp16, plane after plane.
+        Chunks of latents [TILE, DK / CHUNKS], and rotary keys [DV, TILE], fp16, plane after plane.
     """
     key_scales, value_scales = (), ()
     for plane in tl.static_range(4):
         key_scale, value_scale = unpack_scales(tl.load(scales + 32 * plane + token))
         key_scales += (key_scale[:, None],)
         value_scales += (value_scale[None, :],)
-    latents, rotary = (), ()
+    latents = ()
     d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
     for chunk in tl.static_range(C.CHUNKS):
         mean = tl.load(means + chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d)
@@ -121,15 +115,12 @@ def _packed_tile(key_words, value_words, scales, means, token, C: tl.constexpr):
         for plane in tl.static_range(4):
             k += (scaled(planes[plane], key_scales[plane], mean, C.ASM),)
         latents += (_as_operand(stack(stack(k[0], k[1]), stack(k[2], k[3])), C.ASM),)
-    PARTS: tl.constexpr = rotary_chunks(C.VALUE_BITS)
-    d = tl.arange(0, C.DV // PARTS)[:, None]
-    for chunk in tl.static_range(PARTS):
-        planes = load_levels(value_words, d, token[None, :], None, chunk, PARTS, C.DV, C.VALUE_BITS, True, False, C.ASM)
-        v = ()
-        for plane in tl.static_range(4):
-            v += (scaled(planes[plane], value_scales[plane], None, C.ASM),)
-        rotary += (_as_operand(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM),)
-    return latents, rotary
+    d = tl.arange(0, C.DV)[:, None]
+    planes = load_levels(value_words, d, token[None, :], None, 0, 1, C.DV, C.VALUE_BITS, True, False, C.ASM)
+    v = ()
+    for plane in tl.static_range(4):
+        v += (scaled(planes[plane], value_scales[plane], None, C.ASM),)
+    return latents, _as_operand(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM)
 
 
 @triton.jit
@@ -138,9 +129,7 @@ def _products(rows: LatentRows, latents, rotary, C: tl.constexpr):
     x = tl.zeros([C.BLOCK_R, C.TILE], tl.float32)
     for chunk in tl.static_range(C.CHUNKS):
         x = tl.dot(rows.latent[chunk], tl.trans(latents[chunk]), x)
-    for chunk in tl.static_range(rotary_chunks(C.VALUE_BITS)):
-        x = tl.dot(rows.rotary[chunk], rotary[chunk], x)
-    return x
+    return tl.dot(rows.rotary, rotary, x)
 
 
 @triton.jit
@@ -279,11 +268,8 @@ def attend_latents_split(
         held_sink, held = batch * sink_b + t, batch * residual_b + slot
         key_at = tl.where(sink, sink_keys + held_sink * DK, residual_keys + held * DK)
         value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
-        latents, rotary = _load_chunks(key_at, exists, CHUNKS, DK, KEY_BITS), ()
-        keys = _load_chunks(value_at, exists, rotary_chunks(VALUE_BITS), DV, VALUE_BITS)
-        for chunk in tl.static_range(rotary_chunks(VALUE_BITS)):
-            rotary += (tl.trans(keys[chunk]),)
-        x = _products(newest, latents, rotary, C)
+        latents = _load_chunks(key_at, exists, CHUNKS, DK, KEY_BITS)
+        x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, DV, 8)[0]), C)
         seen = exists[None, :]
         if CAUSAL:
             seen = seen & (t[None, :] <= (tokens - queries + query)[:, None])

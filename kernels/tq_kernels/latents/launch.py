@@ -45,12 +45,11 @@ class LatentConfig:
 
 def takes_latents(layout: BlockLayout, device: torch.device) -> bool:
     """Whether the kernels take latents (keys) and rotary keys (values) of these sizes on this device: powers of two,
-    on NVIDIA from Ampere on."""
-    on, (latent, rotary) = target(device), (layout.key_dim, layout.value_dim)
+    rotary keys of 4 or 8 bits, on NVIDIA from Ampere on."""
+    (latent, rotary), on = (layout.key_dim, layout.value_dim), target(device)
     powers = latent & (latent - 1) == 0 and rotary & (rotary - 1) == 0
-    least = 16 if layout.value_bits >= 4 else 64  # the depth of a product, in quarters at 2 and 3 bits
-    able = on.asm >= AMPERE.value or interpreted()
-    return able and powers and 64 <= latent <= 512 and least <= rotary <= 128
+    fits = powers and 64 <= latent <= 512 and 16 <= rotary <= 128 and layout.value_bits >= 4
+    return fits and (on.asm >= AMPERE.value or interpreted())
 
 
 @lru_cache
