@@ -99,7 +99,7 @@ BUDGETS = {
         "attention": 310,  # lost gradients; masks of the user's own beside empty room; masks of padded rows
         "memory": 105,
         "balance": 125,  # kernels of a probe are compiled together
-        "config": 210,
+        "config": 220,  # bits of rotary keys
         "compat": 600,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
         "__init__": 60,
     },
