@@ -95,7 +95,7 @@ BUDGETS = {
         "ops": 2355,  # wide heads over a history, one dequantized at a time; tokens to sample; a launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 845,  # the order of padded rows; blocks of pages that stay dense; counts say what they are
-        "cache": 485,  # one cache for both attentions of an encoder-decoder is refused; padding of a call
+        "cache": 490,  # one cache for both attentions of an encoder-decoder is refused; padding of a call
         "attention": 310,  # lost gradients; masks of the user's own beside empty room; masks of padded rows
         "memory": 105,
         "balance": 125,  # kernels of a probe are compiled together
