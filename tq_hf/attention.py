@@ -12,9 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
-from .layers.expansion import ExpandedStates, expanded, pending, real
+from .layers.expansion import ExpandedStates, pending, real
 from .layers.handle import LazyStates, resolve, without_backward
 from .ops import dispatch
+from .ops.latent_pages import expand
 from .stores import graph_ops
 from .tensors.layer import DeviceCounts, View, check_room
 from .tensors.sinks import SinkOrder
@@ -90,7 +91,7 @@ def turboquant_attention(
         if attention_mask is not None and not attention_mask.shape[-1]:
             attention_mask = graph_ops.causal_mask(view, query.shape[2])
         made = isinstance(key, ExpandedStates)
-        key, value = real((key, value)) if made else expanded(weight, query.shape, graph_ops.dense(view))
+        key, value = real((key, value)) if made else expand(weight, query.shape, graph_ops.dense(view))
         view = None
     if view is not None and view.counts is not None:
         # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.

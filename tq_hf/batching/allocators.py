@@ -25,17 +25,21 @@ from typing import Any, NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
+from tq_kernels.layout import BlockLayout
 from tq_kernels.types import ChannelScales
 from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
+    FULL_ATTENTION,
     SLIDING_ATTENTION,
     CachePool,
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
+from ..compat import layer_config
 from ..config import TurboQuantConfig
 from ..tensors.pages import LayerPages, LayerWindows, window_page
 from .geometry import TableShape, listed
@@ -95,6 +99,42 @@ def page_owners(config: PreTrainedConfig) -> dict[int, int]:
     return dict(sorted((layer, min(layer, owner)) for owner, layers in last.items() for layer in layers))
 
 
+class CachedHeads(NamedTuple):
+    """KV heads that a layer caches.
+
+    Args:
+        number: Number of heads.
+        key_dim, value_dim: Number of channels of a key and of a value.
+    """
+
+    number: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> CachedHeads:
+        """Heads of a layer by its config. Latents are the keys of one head, and rotary keys its values."""
+        if holds_latents(config):
+            return cls(1, config.kv_lora_rank, config.qk_rope_head_dim)
+        return cls(find_num_key_value_heads(config), find_head_dim(config), find_head_dim(config))
+
+
+def holds_latents(config: PreTrainedConfig) -> bool:
+    """Whether a layer caches latents and rotary keys (MLA)."""
+    return bool(getattr(config, "kv_lora_rank", None))
+
+
+def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig) -> BlockLayout:
+    """Sizes of a block of any full-attention layer of a decoder."""
+    config = layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0])
+    return _of_kind(tq_config, config).layout(*CachedHeads.of(config)[1:])
+
+
+def _of_kind(tq_config: TurboQuantConfig, config: PreTrainedConfig) -> TurboQuantConfig:
+    """Encoding of the blocks of a layer with `config`."""
+    return tq_config.of_latents() if holds_latents(config) else tq_config
+
+
 class _PoolAllocator(FullAttentionCacheAllocator):
     """Allocator of pages in the pool of both kinds of layers. Only the attention `turboquant_paged` reads the pool."""
 
@@ -140,22 +180,25 @@ class TurboQuantAllocator(_PoolAllocator):
     """
 
     def __init__(self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], **options: Any) -> None:
-        self.tq_config = tq_config
+        config: PreTrainedConfig = options["config"]
+        self.tq_config = _of_kind(tq_config, config)
         self.channel_scales = channel_scales
+        self.heads = CachedHeads.of(config)
+        self.layout = self.tq_config.layout(*self.heads[1:])
         super().__init__(**options)
-        by_layer = tq_config.by_layer(number_of_layers(options["config"]))
+        by_layer = tq_config.by_layer(number_of_layers(config))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
-        self.row_bytes = 2 * BLOCK_TOKENS * self.head_dim * self.cache_dtype.itemsize * self.num_key_value_heads
+        self.row_bytes = BLOCK_TOKENS * sum(self.heads[1:]) * self.cache_dtype.itemsize * self.num_key_value_heads
         """Bytes of the rows of one block in a layer that is not compressed."""
         # Kernels measure the distance between pages in packed blocks.
-        unit = tq_config.layout(self.head_dim).block_bytes
+        unit = self.layout.block_bytes
         rows = -(-self.row_bytes // unit) * unit
         self.layer_bytes = [rows if layer in self.dense else self.bytes_per_page for layer in self.layer_indices]
         # transformers takes a block to be a page of one layer.
         self.bytes_per_block = self.bytes_per_page = sum(self.layer_bytes)
         self.pages_per_block, self.tokens_per_block = 1, self.tokens_per_page
-        self.shape = TableShape.of(tq_config, self.head_dim, self.cache_dtype)
+        self.shape = TableShape.of(tq_config, self.layout, self.cache_dtype)
         """Columns of a block table."""
         self.prefix_blocks: dict[str, int] = {}
         """Number of shared blocks that a request began with, by request id."""
@@ -167,7 +210,7 @@ class TurboQuantAllocator(_PoolAllocator):
         self, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int
     ) -> int:
         """Bytes of one packed block in all heads of a layer."""
-        return num_key_value_heads * self.tq_config.layout(head_dim).block_bytes
+        return num_key_value_heads * self.layout.block_bytes
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
@@ -178,10 +221,10 @@ class TurboQuantAllocator(_PoolAllocator):
         for layer, states in zip(self.layer_indices, layers, strict=True):
             if layer in self.dense:
                 page = states[:, : self.row_bytes].unflatten(1, (self.num_key_value_heads, -1))
-                self.pages[layer] = LayerPages.dense(page, self.tq_config, self.head_dim, self.cache_dtype)
+                self.pages[layer] = LayerPages.dense(page, self.tq_config, self.layout, self.cache_dtype)
                 continue
             page = states.unflatten(1, (self.num_key_value_heads, -1))
-            view = LayerPages.of_pool(page[:, None], 0, self.tq_config, self.head_dim, self.cache_dtype)
+            view = LayerPages.of_pool(page[:, None], 0, self.tq_config, self.layout, self.cache_dtype)
             scales = self.channel_scales.get(layer)
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
 

@@ -60,14 +60,14 @@ def turboquant_paged_attention(
     Args:
         module: Attention module.
         query: `[1, Hq, T, D]`, the new tokens of all requests in sequence.
-        key, value: `[1, Hkv, T, D]`.
+        key, value: `[1, Hkv, T, D]`; with latents keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` of the new tokens.
         attention_mask, dropout: Not supported. The lengths of requests are the mask.
         scaling: Factor of the logits, by default `D ** -0.5`.
         **kwargs: Arguments of the engine, with the `TurboQuantPagedCache` under `PAGES`, and the model's fields of
             `AttentionOptions` (without `position_bias`).
 
     Returns:
-        Attention output `[1, T, Hq, D]`, and `None`.
+        Attention output `[1, T, Hq, D]` (with latents `[1, T, Hq, Dv]`), and `None`.
 
     Raises:
         ValueError: The call is not a step of continuous batching, or the model needs an option that pages do not
@@ -84,6 +84,9 @@ def turboquant_paged_attention(
         )
     options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
     layer: Any = module.layer_idx
+    if cache.holds_latents:
+        weight: Any = module.kv_b_proj.weight
+        return _attend_latents(cache, layer, weight, query, (key, value), kwargs, options), None
     if torch.compiler.is_dynamo_compiling() and kwargs["block_table"] is not None:
         tensors = [query, key, value, kwargs["block_table"], kwargs["cu_seq_lens_q"]]
         tensors.append(kwargs["cu_seq_lens_k"]["full_attention"])
@@ -94,6 +97,11 @@ def turboquant_paged_attention(
 @torch.compiler.disable
 def _attend(cache: TurboQuantPagedCache, *arguments: Any) -> torch.Tensor:
     return cache.attend(*arguments)
+
+
+@torch.compiler.disable
+def _attend_latents(cache: TurboQuantPagedCache, *arguments: Any) -> torch.Tensor:
+    return cache.attend_latents(*arguments)
 
 
 class Rehearsal(threading.local):

@@ -11,22 +11,32 @@ from weakref import WeakValueDictionary
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
-from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
-from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
+from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 
 from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
+from ..ops.latent_pages import latent_step
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
 from ..ops.workspace import Scratch, Workspace
-from .allocators import StateAllocator, StateSizes, TurboQuantAllocator, WindowAllocator, page_owners, paged_layers
-from .checks import check_positions
+from .allocators import (
+    CachedHeads,
+    StateAllocator,
+    StateSizes,
+    TurboQuantAllocator,
+    WindowAllocator,
+    holds_latents,
+    page_owners,
+    paged_layers,
+)
+from .checks import INSTEAD, check_positions
 from .geometry import StateStep, sequences_of, states_of, windows_of
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
@@ -113,6 +123,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         requests: WorkloadHints | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, like.dtype, like.device
+        self.holds_latents = holds_latents(config)
         # Take the first free number: a step that was compiled for an earlier cache is used again.
         self.number = next(number for number in count() if number not in CACHES)
         CACHES[self.number] = self
@@ -148,6 +159,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._window_step: WindowStep | None = None
         self._state_step: StateStep | None = None
         self._latest_layer = 0
+        self._latents: dict[int, KeyValue] = {}
+        """Latents and rotary keys of the new tokens, by layer, between `update` and attention."""
         self.before_layer: Callable[[], None] = lambda: None
         """Function called before each layer of a step. An exception of it fails the step."""
 
@@ -165,7 +178,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         kinds: dict[str, dict[str, Any]] = {}
         for kind, layers in paged_layers(self.config).items():
             of_layer = layer_config(self.config, layers[0])
-            heads = find_num_key_value_heads(of_layer)
+            heads = CachedHeads.of(of_layer).number
             if heads % divided:
                 raise ValueError(f"{heads} KV heads cannot be divided among {divided} GPUs.")
             own = [layer for layer in layers if self.owners[layer] == layer]
@@ -227,9 +240,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         # transformers captures steps of 1, 2, 4, ... requests, up to this number.
         most = options.max_requests_per_batch or 1024
         heads, of_full = allocator.num_key_value_heads, self.kind_configs[FULL_ATTENTION]
-        groups = of_full.num_attention_heads // find_num_key_value_heads(of_full)
+        groups = of_full.num_attention_heads // CachedHeads.of(of_full).number
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        pages: Any = ((heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like)
+        pages: Any = ((heads * groups, heads), allocator.tq_config, allocator.layout, like)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
         reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
         blocks = options.num_blocks
@@ -319,12 +332,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return {FULL_ATTENTION: new} if new else {}
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys and values of a layer unchanged: `attend` stores them.
+        """Return the new keys and values of a layer unchanged: `attend` stores them. Latents and rotary keys, which the
+        model expands next, are kept for `attend_latents`.
 
-        Models call this method from transformers 5.24 on.
+        Models call this method from transformers 5.24 on, models with latents in all versions.
         """
+        if self.holds_latents:
+            self._latents[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
@@ -365,25 +381,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
         Raises:
             ValueError: The states do not have the heads, channels or dtype of the pages, or a layer attends twice.
         """
-        self.before_layer()
-        if layer_idx == self._latest_layer != 0:
-            raise ValueError(
-                f"Layer {layer_idx} attends twice in a step, and pages hold one set of values per layer. Use "
-                "`generate()` with a `TurboQuantCache`."
-            )
-        self._latest_layer = layer_idx
+        self._begin_layer(layer_idx)
         owner = self.owners[layer_idx]
         own = self.allocator if owner in self.allocator.pages else self.windows
         assert own is not None
         store = layer_idx == self.last_readers[owner]
-        expected = (own.num_key_value_heads, own.head_dim)
         for states in (key, value):
-            if (states.shape[1], states.shape[3]) != expected or states.dtype != self.dtype:
-                raise ValueError(
-                    f"Layer {layer_idx} caches {list(states.shape)} {states.dtype}; pages were made for {expected[0]} "
-                    f"heads of {expected[1]} channels in {self.dtype}. Keys and values must be alike in all layers of "
-                    "a kind and in the model's dtype."
-                )
+            self._check(layer_idx, states, own.num_key_value_heads, own.head_dim)
         first = layer_idx == own.layer_indices[0]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if isinstance(own, WindowAllocator):
@@ -396,3 +400,59 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self._sequences = sequences_of(kwargs, self.allocator.shape)
         pages = self.allocator.pages[owner]
         return paged_step(query, key, value, pages, self._sequences, options, self.scratch, store=store)[None]
+
+    def attend_latents(
+        self,
+        layer_idx: int,
+        weight: torch.Tensor,
+        query: torch.Tensor,
+        expanded: KeyValue,
+        kwargs: dict[str, Any],
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Store the new tokens of a layer with latents and compute their attention.
+
+        Args:
+            layer_idx: Index of the layer.
+            weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
+            query: `[1, Hq, T, Dk]`.
+            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of its latents.
+            kwargs: Arguments that the engine passes to attention functions.
+            options: Options of attention.
+
+        Returns:
+            `[1, T, Hq, Dv]`.
+
+        Raises:
+            ValueError: The layer has not updated the cache, its states do not have the widths or dtype of the pages, or
+                it attends twice.
+        """
+        self._begin_layer(layer_idx)
+        new = self._latents.pop(layer_idx, None)
+        if new is None:
+            raise ValueError(f"Layer {layer_idx} attends without an update of the cache. {INSTEAD}")
+        for states, width in zip(new, self.allocator.heads[1:], strict=True):
+            self._check(layer_idx, states, 1, width)
+        if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
+            self._sequences = sequences_of(kwargs, self.allocator.shape)
+        pages = self.allocator.pages[layer_idx]
+        return latent_step(query, expanded, new, weight, pages, self._sequences, options)
+
+    def _begin_layer(self, layer_idx: int) -> None:
+        """Note that a layer attends. Raises `ValueError` if it did last."""
+        self.before_layer()
+        if layer_idx == self._latest_layer != 0:
+            raise ValueError(
+                f"Layer {layer_idx} attends twice in a step, and pages hold one set of values per layer. Use "
+                "`generate()` with a `TurboQuantCache`."
+            )
+        self._latest_layer = layer_idx
+
+    def _check(self, layer_idx: int, states: torch.Tensor, heads: int, width: int) -> None:
+        """Raise `ValueError` if new states `[1, Hkv, T, D]` do not fit the pages."""
+        if (states.shape[1], states.shape[3]) != (heads, width) or states.dtype != self.dtype:
+            raise ValueError(
+                f"Layer {layer_idx} caches {list(states.shape)} {states.dtype}; pages were made for {heads} heads of "
+                f"{width} channels in {self.dtype}. Keys and values must be alike in all layers of a kind and in the "
+                "model's dtype."
+            )

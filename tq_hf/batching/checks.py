@@ -11,6 +11,7 @@ from inspect import getsource, signature
 from textwrap import dedent
 from typing import Any, NamedTuple
 
+import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
@@ -22,8 +23,9 @@ from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig, config_of
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
+from ..layers.expansion import agrees
 from ..ops.dispatch import widest_paged_head
-from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, page_owners, paged_layers
+from .allocators import LINEAR, WITHOUT_CACHE, holds_latents, linear_layers, page_owners, paged_layers
 
 logger = logging.get_logger(__name__)
 
@@ -62,7 +64,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
     if any(getattr(layer, "kv_lora_rank", None) for layer in layer_configs(decoder)):
-        raise ValueError(f"{name} has latent attention (MLA), which pages cannot hold yet. {INSTEAD}")
+        _check_latents(model, name)
     found, linear = set(getattr(decoder, "layer_types", None) or []), linear_layers(decoder)
     if kinds := sorted(found - {FULL_ATTENTION, SLIDING_ATTENTION, *LINEAR, *WITHOUT_CACHE}):
         raise ValueError(
@@ -210,6 +212,34 @@ def _check_heads(model: Any, name: str) -> None:
             )
 
 
+@torch.no_grad()
+def _check_latents(model: Any, name: str) -> None:
+    """Raise `ValueError` if pages cannot hold the latents of a model (MLA)."""
+    decoder = model.config.get_text_config()
+    refused = f"{name} has latent attention (MLA) that pages cannot hold"
+    if linear_layers(decoder):
+        raise ValueError(f"{refused}: it has linear layers, too. {INSTEAD}")
+    if (model.tp_size or 1) > 1:
+        raise ValueError(f"{refused}: its heads are divided among GPUs, and all of them read one latent. {INSTEAD}")
+    modules = [module for module in model.get_decoder().modules() if _attends(module)]
+    if sorted(module.layer_idx for module in modules) != list(range(decoder.num_hidden_layers)):
+        raise ValueError(f"{refused}: it needs one attention layer per layer. {INSTEAD}")
+    widths = (decoder.kv_lora_rank, decoder.qk_rope_head_dim)
+    if any((m.kv_lora_rank, m.qk_rope_head_dim) != widths for m in modules):
+        raise ValueError(f"{refused}: its layers have latents of several widths. {INSTEAD}")
+    if any(hasattr(module, "indexer") for module in modules):
+        raise ValueError(f"{refused}: an indexer chooses tokens. {INSTEAD}")
+    generator = torch.Generator().manual_seed(0)
+    for module in modules:
+        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        states = [torch.randn(1, 1, 8, width, generator=generator).to(model.device, model.dtype) for width in widths]
+        if not hasattr(module, "expand_kv") or not agrees(weight, states, module.expand_kv(*states)):
+            raise ValueError(
+                f"{refused}: keys and values of layer {module.layer_idx} are not its latents times the weight of "
+                f"`kv_b_proj`. {INSTEAD}"
+            )
+
+
 def _class_without_kwargs(model: Any) -> str | None:
     """Name a class whose `forward` drops `**kwargs` on the way to attention (as StableLM's layers do).
 
@@ -317,6 +347,12 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
             "by `skip_layers`) cannot be captured: torch computes them, and reads lengths on the host. Leave it out."
         )
     decoder = model.config.get_text_config()
+    if holds_latents(decoder) and (any(config.cuda_graph_booleans) or config.default_compile_level):
+        raise ValueError(
+            f"`use_cuda_graph` is {config.use_cuda_graph!r} and `default_compile_level` {config.default_compile_level}, "
+            "and steps that read pages of latents (MLA) are neither captured nor compiled: torch computes them, and "
+            "reads lengths on the host. Leave both out."
+        )
     if config.cuda_graph_booleans[0] and (SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder)):
         raise ValueError(
             f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows or "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
+from tq_kernels.layout import BlockLayout
 from tq_kernels.types import Sequences
 
 from ..config import TurboQuantConfig
@@ -39,9 +40,8 @@ class TableShape(NamedTuple):
     page_rows: int
 
     @classmethod
-    def of(cls, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype) -> TableShape:
-        """Shape for heads of `head_dim` channels and states of `dtype`."""
-        layout = config.layout(head_dim)
+    def of(cls, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> TableShape:
+        """Shape for blocks of `layout` and states of `dtype`."""
         rings, rows = ring_pages(config, layout, dtype), rows_per_page(layout, dtype)
         return cls(config.sink_tokens, config.residual_length, rings, rows)
 

@@ -9,20 +9,19 @@ from typing import Any, cast
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
-from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..balance import Balance
-from ..compat import attention_of_parts, layer_config, layer_types_known, outside_inference_mode, restore_attention
+from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
 from ..config import TurboQuantConfig
 from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
-from .allocators import LINEAR, WITHOUT_CACHE, paged_layers
+from .allocators import LINEAR, WITHOUT_CACHE, holds_latents, packed_layout
 from .attention import NAME
 from .cache import TurboQuantPagedCache
 from .checks import check_model, number_of_positions, paged_options
@@ -161,11 +160,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         self._wait_for_device()
 
 
-def _packed_width(decoder: PreTrainedConfig) -> int:
-    """Number of channels per head in full-attention layers, equal in all of them."""
-    return find_head_dim(layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0]))
-
-
 class TurboQuantBatchingManager(ContinuousBatchingManager):
     """Manager that generates answers to many requests, with cached tokens in packed pages.
 
@@ -226,12 +220,17 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._linear = LinearLayers(model)
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
-        layout = config.layout(_packed_width(model.config.get_text_config()))
-        kernels = on_cuda and not dense and supports_paged_decode(states, layout)
+        layout, latents = packed_layout(config, decoder := model.config.get_text_config()), holds_latents(decoder)
+        kernels = on_cuda and not dense and not latents and supports_paged_decode(states, layout)
         if on_cuda and dense:
             logger.warning_once(
                 f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
                 "these layers, request by request, and steps are not captured in CUDA graphs."
+            )
+        if on_cuda and latents:
+            logger.warning_once(
+                "No kernel reads pages of latents (MLA): torch computes their attention, request by request, and steps "
+                "are not captured in CUDA graphs."
             )
         if on_cuda and options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
             raise ValueError(
@@ -293,7 +292,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
         longest = min(longest, hinted or longest)
-        return TableShape.of(self.config, _packed_width(decoder), self.model.dtype).width(longest)
+        return TableShape.of(self.config, packed_layout(self.config, decoder), self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the model's attention to `turboquant_paged`."""

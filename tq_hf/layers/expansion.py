@@ -142,27 +142,18 @@ def real(value: Any) -> Any:
     return replaced(value, ExpandedStates, lambda states: states._expansion.result(states._index))
 
 
-def expanded(weight: torch.Tensor, query: torch.Size, states: KeyValue) -> KeyValue:
-    """Keys `[B, Hq, T, Dk]` and values `[B, Hq, T, Dv]` that `weight` makes of latents `[B, 1, T, R]` and rotary keys
-    `[B, 1, T, Dr]`, for queries `[B, Hq, S, Dk]` of size `query`."""
-    (latents, rotary), heads = states, query[1]
-    made = latents @ weight.unflatten(0, (heads, -1)).mT
-    content = query[3] - rotary.shape[3]
-    return torch.cat([made[..., :content], rotary.expand(-1, heads, -1, -1)], -1), made[..., content:]
-
-
 def is_known(module: torch.nn.Module, keys: ExpandedStates, values: torch.Tensor) -> bool:
     """Whether `Expansion.weight` explains these keys and values. Numbers of a module's first prompt are compared;
     the operations then run."""
     expansion = keys._expansion
     signature = expansion.signature(keys, values)
     if module not in known and expansion.handle.view.counts is None:
-        agree = bool(signature) and _agrees(expansion.weight, expansion.handle.states(), (real(keys), real(values)))
+        agree = bool(signature) and agrees(expansion.weight, expansion.handle.states(), (real(keys), real(values)))
         known[module] = signature if agree else ()
     return bool(signature) and known.get(module) == signature
 
 
-def _agrees(weight: torch.Tensor | None, states: KeyValue, expanded: KeyValue) -> bool:
+def agrees(weight: torch.Tensor | None, states: KeyValue, expanded: KeyValue) -> bool:
     """Whether keys `[B, Hq, T, Dk]` and values `[B, Hq, T, Dv]` are `weight` times latents `[B, 1, T, R]`, keys beside
     rotary keys `[B, 1, T, Dr]`."""
     latents, rotary, keys, values = (part[:, :, -COMPARED_TOKENS:] for part in (*states, *expanded))

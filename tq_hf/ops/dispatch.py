@@ -445,7 +445,7 @@ def paged_step(
         queries, new = _states_of(request, query, key, value)
         out[request.tokens] = _attend_request(queries, new, pages, request, options)
         if store:
-            _store_request(pages, request, new)
+            store_request(pages, request, new)
     return out
 
 
@@ -474,7 +474,7 @@ def _attend_request(
     return out[0].transpose(0, 1)
 
 
-def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue) -> None:
+def store_request(pages: LayerPages, request: reference.Request, new: KeyValue) -> None:
     """Encode the blocks that `new` keys and values `[1, Hkv, n, D]` complete, and write rows to ring and sink page."""
     sinks, ring = pages.tensors.sinks, pages.tensors.ring_rows
     past, length = request.past, request.past + new[0].shape[2]

@@ -15,6 +15,9 @@ The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head'
 value words | scales | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
 rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
 
+Latents (MLA) are keys of one head, and rotary keys are their values, which are narrower. Their rows are
+`[1, rows_per_page, Dk + Dv]`: a row holds both.
+
 A layer that is not compressed (`skip_layers`) has the same table: its part of a block's page is the rows of all 128
 tokens (a whole number of blocks in bytes), and its ring and sinks are as those of other layers. All pages are shared,
 copied and offloaded in the same way.
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +54,13 @@ def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:
     return min(BLOCK_TOKENS, 1 << fit.bit_length() - 1)
 
 
+def _rows_shape(rows: int, layout: BlockLayout) -> tuple[int, int, int]:
+    """Shape of rows of keys and values: one behind the other, or in one row if they differ in width."""
+    if layout.key_dim == layout.value_dim:
+        return 2, rows, layout.key_dim
+    return 1, rows, layout.key_dim + layout.value_dim
+
+
 def ring_pages(config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> int:
     """Number of pages of a ring: for `residual_length` tokens and an open block, the new token included."""
     return -(-(config.residual_length + BLOCK_TOKENS) // rows_per_page(layout, dtype))
@@ -63,7 +74,8 @@ class LayerPages:
         config: Configuration of the blocks.
         layout: Sizes of a block.
         tensors: The pages, as packed blocks and as dense rows.
-        blocks: Blocks as keys and values, `[pages, Hkv, 2, 128, D]`, if the layer is not compressed.
+        blocks: Blocks as keys and values, `[pages, Hkv, 2, 128, D]` (of latents `[pages, 1, 1, 128, Dk + Dv]`), if the
+            layer is not compressed.
     """
 
     config: TurboQuantConfig
@@ -75,7 +87,7 @@ class LayerPages:
 
     @classmethod
     def of_pool(
-        cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype
+        cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
     ) -> LayerPages:
         """Make the view of one layer of a pool, with channel scales of one.
 
@@ -83,18 +95,18 @@ class LayerPages:
             pool: `[pages, layers, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks.
             index: Index of the layer.
             config: Configuration of the blocks.
-            head_dim: Number of channels of a key and of a value, D.
+            layout: Sizes of a block.
             dtype: Dtype of the model.
         """
-        layout, page = config.layout(head_dim), pool[:, index]
+        page = pool[:, index]
         assert page.stride(0) % layout.block_bytes == 0
         sizes = (4 * layout.key_words, 4 * layout.value_words, 4 * layout.tokens, layout.mean_bytes)
         key_words, value_words, scales, means = page.split(sizes, -1)
-        rows = rows_per_page(layout, dtype)
-        dense = page[..., : 2 * rows * head_dim * dtype.itemsize].view(dtype).unflatten(-1, (2, rows, head_dim))
+        shape = _rows_shape(rows_per_page(layout, dtype), layout)
+        dense = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
         words = (key_words.view(torch.int32), value_words.view(torch.int32))
         key_means = means.view(torch.float16)
-        ones = ChannelScales.allocate(1, page.shape[1], head_dim, head_dim, pool.device)
+        ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, pool.device)
         factors = (ones.keys[0], ones.values[0])
         ring = ring_pages(config, layout, dtype)
         tensors = Pages(
@@ -103,25 +115,24 @@ class LayerPages:
         return cls(config, layout, tensors)
 
     @classmethod
-    def dense(cls, page: torch.Tensor, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype) -> LayerPages:
+    def dense(cls, page: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> LayerPages:
         """Make the view of a layer that is not compressed. Its blocks are rows; rings and sinks are as in other layers.
 
         Args:
-            page: `[pages, Hkv, 128 * 2 * D * bytes of a number]` uint8.
+            page: `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]` uint8.
             config: Configuration of other layers' blocks.
-            head_dim: Number of channels of a key and of a value, D.
+            layout: Sizes of these blocks.
             dtype: Dtype of the model.
         """
-        layout = config.layout(head_dim)
-        states, rows = page.view(dtype), rows_per_page(layout, dtype)
-        dense = states[..., : 2 * rows * head_dim].unflatten(-1, (2, rows, head_dim))
-        ones = ChannelScales.allocate(1, page.shape[1], head_dim, head_dim, page.device)
+        states, shape = page.view(dtype), _rows_shape(rows_per_page(layout, dtype), layout)
+        dense = states[..., : prod(shape)].unflatten(-1, shape)
+        ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, page.device)
         empty = page.new_empty(0).view(torch.int32)
         ring = ring_pages(config, layout, dtype)
         scales = (ones.keys[0], ones.values[0])
         words = (empty, empty, empty, empty.view(torch.float16))
         tensors = Pages(*words, dense, *scales, *layout.bits, config.sink_tokens, ring)
-        return cls(config, layout, tensors, states.unflatten(-1, (2, BLOCK_TOKENS, head_dim)))
+        return cls(config, layout, tensors, states.unflatten(-1, _rows_shape(BLOCK_TOKENS, layout)))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
         """This view with other channel scales, `[1, Hkv, D]` on any device.
@@ -159,29 +170,35 @@ class LayerPages:
     def block_rows(self, pages: torch.Tensor) -> KeyValue:
         """Keys and values `[1, Hkv, n * 128, D]` of the blocks in `pages` `[n]` of a layer that is not compressed."""
         assert self.blocks is not None
-        held = self.blocks[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None]
-        return held[0], held[1]
+        return self._read(self.blocks[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None])
 
     def write_block_rows(self, pages: torch.Tensor, states: KeyValue) -> None:
         """Write keys and values `[1, Hkv, n * 128, D]` to the blocks in `pages` `[n]`."""
         assert self.blocks is not None
-        rows = [x[0].unflatten(1, (len(pages), BLOCK_TOKENS)) for x in states]
-        self.blocks[pages] = torch.stack(rows).permute(2, 1, 0, 3, 4)
+        self.blocks[pages] = self._as_rows(states).unflatten(2, (len(pages), BLOCK_TOKENS)).permute(2, 1, 0, 3, 4)
 
     def ring(self, pages: torch.Tensor) -> KeyValue:
         """A copy of the ring in `pages` `[ring_pages]`: keys and values `[1, Hkv, ring_rows, D]`."""
-        held = self.tensors.rows[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None]
-        return held[0], held[1]
+        return self._read(self.tensors.rows[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None])
 
     def sinks(self, page: torch.Tensor, count: int) -> KeyValue:
         """A copy of the first `count` rows of the sink page `[1]`: keys and values `[1, Hkv, count, D]`."""
-        held = self.tensors.rows[page][..., :count, :]
-        return held[:, :, 0], held[:, :, 1]
+        return self._read(self.tensors.rows[page][..., :count, :].movedim(2, 0))
 
     def write_rows(self, pages: torch.Tensor, row: torch.Tensor, states: KeyValue) -> None:
         """Write keys and values `[1, Hkv, n, D]` to rows `row` `[n]`, counted through all of `pages`."""
         place = (pages[row // self.tensors.page_rows], slice(None), slice(None), row % self.tensors.page_rows)
-        self.tensors.rows[place] = torch.stack([x[0] for x in states]).permute(2, 1, 0, 3)
+        self.tensors.rows[place] = self._as_rows(states).permute(2, 1, 0, 3)
+
+    def _read(self, rows: torch.Tensor) -> KeyValue:
+        """Keys and values `[..., D]` of rows `[2, ..., D]`, or of rows of latents `[1, ..., Dk + Dv]`."""
+        if len(rows) == 2:
+            return rows[0], rows[1]
+        return rows[0, ..., : self.layout.key_dim], rows[0, ..., self.layout.key_dim :]
+
+    def _as_rows(self, states: KeyValue) -> torch.Tensor:
+        """Rows `[2, Hkv, n, D]` of keys and values `[1, Hkv, n, D]`; of latents `[1, 1, n, Dk + Dv]`."""
+        return torch.stack([x[0] for x in states]) if self.tensors.rows.shape[2] == 2 else torch.cat(states, -1)
 
 
 def window_page(unit: int, row_bytes: int, window: int) -> tuple[int, int]:

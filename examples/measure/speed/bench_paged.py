@@ -84,11 +84,11 @@ def over_pages(count: int, length: int) -> str:
     times = []
     for options in (dict(residual_length=0, sink_tokens=0), {}):
         config = TurboQuantConfig.from_preset("4bit_nc", **options)
-        layout, shape = config.layout(dim), TableShape.of(config, dim, BF16)
+        layout, shape = config.layout(dim), TableShape.of(config, config.layout(dim), BF16)
         width = shape.width(length + 1)
         # Any bytes but NaN: the same small words and scales everywhere.
         pool = torch.full((count * width, 1, heads, layout.block_bytes), 17, dtype=torch.uint8, device=DEVICE)
-        pages = LayerPages.of_pool(pool, 0, config, dim, BF16)
+        pages = LayerPages.of_pool(pool, 0, config, layout, BF16)
         sequences = sequences_of(length, width, count, config.num_blocks(length))
         step = partial(paged_step, *tokens_of(count, query_heads, heads, dim), pages, sequences)
         times.append(microseconds(partial(step, AttentionOptions(dim**-0.5))))

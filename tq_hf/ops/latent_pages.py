@@ -1,0 +1,78 @@
+"""Steps over pages of latents (MLA), in torch, request by request.
+
+A request's few new queries absorb the up-projection and attend to its latents. Many new queries attend to keys and
+values of its heads, which the up-projection makes of all latents: absorbed, each query would compute with `R` channels
+per head instead of `Dk`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from tq_kernels.types import AttentionOptions, KeyValue, Sequences
+
+from ..tensors.pages import LayerPages
+from . import dispatch, reference
+from .cpu import attention as cpu_attention
+
+ABSORBED_TOKENS = 16
+"""Most new tokens of a request whose queries absorb the up-projection, as in steps of a `TurboQuantCache`."""
+
+
+@torch.compiler.disable
+def latent_step(
+    query: torch.Tensor,
+    expanded: KeyValue,
+    new: KeyValue,
+    weight: torch.Tensor,
+    pages: LayerPages,
+    sequences: Sequences,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attend from every request's new tokens to its pages and to the new tokens; then store the new tokens.
+
+    Args:
+        query: `[1, Hq, T, Dk]`, T tokens of all requests.
+        expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of `new`.
+        new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
+        weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
+        pages: The layer's view of the pool, written in place.
+        sequences: Lengths and block tables of the requests.
+        options: Causal and without biases.
+
+    Returns:
+        `[1, T, Hq, Dv]` in the query's dtype, 0 for padding tokens.
+    """
+    out = query.new_zeros(1, query.shape[2], query.shape[1], expanded[1].shape[3])
+    for request in reference.requests(sequences, pages.tensors):
+        part = request.tokens
+        latents, rotary, keys, values = (x[:, :, part] for x in (*new, *expanded))
+        queries, states = query[:, :, part], (keys, values)
+        if not request.past and cpu_attention.supports_sdpa(options):
+            # Read a whole prompt as generate() does.
+            found = scaled_dot_product_attention(queries, *states, is_causal=True, scale=options.scaling)
+            out[:, part] = found.transpose(1, 2)
+        elif pages.blocks is None and request.past and queries.shape[2] <= ABSORBED_TOKENS:
+            view = reference.view_of(pages, request, (latents, rotary))
+            out[:, part] = dispatch.attend_absorbed(queries, weight, view, None, options)
+        else:
+            held = _held(pages, request, (latents, rotary))
+            out[:, part] = dispatch.attend_dense(queries, *expand(weight, query.shape, held), None, options)
+        dispatch.store_request(pages, request, (latents, rotary))
+    return out
+
+
+def _held(pages: LayerPages, request: reference.Request, new: KeyValue) -> KeyValue:
+    """Latents `[1, 1, past + n, R]` and rotary keys `[1, 1, past + n, Dr]` of a request, `new` ones included."""
+    if pages.blocks is not None:
+        return reference.rows_of(pages, request, new)
+    return dispatch.dense(reference.view_of(pages, request, new))
+
+
+def expand(weight: torch.Tensor, query: torch.Size, states: KeyValue) -> KeyValue:
+    """Keys `[B, Hq, T, Dk]` and values `[B, Hq, T, Dv]` that `weight` makes of latents `[B, 1, T, R]` and rotary keys
+    `[B, 1, T, Dr]`, for queries `[B, Hq, S, Dk]` of size `query`."""
+    (latents, rotary), heads = states, query[1]
+    made = latents @ weight.unflatten(0, (heads, -1)).mT
+    content = query[3] - rotary.shape[3]
+    return torch.cat([made[..., :content], rotary.expand(-1, heads, -1, -1)], -1), made[..., content:]
