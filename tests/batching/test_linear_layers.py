@@ -279,7 +279,6 @@ def test_the_model_takes_no_other_call_while_it_serves() -> None:
         ("minimax", "linear layers .* do not ask a cache for their states"),
         ("falcon_h1", "layers of the kind hybrid"),
         ("lara_mini", "sliding windows and linear layers"),
-        ("kimi_linear", "latent attention"),
     ],
 )
 def test_linear_layers_of_other_kinds_are_refused(family: str, words: str) -> None:

@@ -30,18 +30,8 @@ def batching() -> TurboQuantBatching:
     return TurboQuantBatching(model_of(), balance=False)
 
 
-def test_models_with_latent_attention_are_refused() -> None:
-    with pytest.raises(ValueError, match="latent attention.*TurboQuantCache"):
-        TurboQuantBatching(build("deepseek_v3"))
-
-
 @pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("bart", "takes no positions"),
-        ("hrm_text", "2 attention layers for 16 cache layers"),
-        ("dots3_note_text", "latent attention"),  # of other ranks in other layers
-    ],
+    ("family", "words"), [("bart", "takes no positions"), ("hrm_text", "2 attention layers for 16 cache layers")]
 )
 def test_models_that_batches_would_answer_wrongly_are_refused_at_the_start(family: str, words: str) -> None:
     if family not in CONFIG_MAPPING:

@@ -117,7 +117,8 @@ class Oracle:
         cache = self.cache(residual_length=0)
         self.model(torch.tensor([prompt[: self.config.sink_tokens + 128 * blocks]]), **as_input(cache))
         for store in (layer.store for layer in cache.layers if getattr(layer, "store", None) is not None):
-            store.config, store._rows_of_due = self.config, 128 + self.config.residual_length
+            residual = self.config.residual_length
+            store.config, store._rows_of_due = replace(store.config, residual_length=residual), 128 + residual
         return cache
 
     def after_prefix(self, prompt: Tokens, new: int, prefix: int) -> Tokens:

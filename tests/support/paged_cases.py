@@ -89,7 +89,8 @@ class Inputs:
 
     @property
     def pages(self) -> LayerPages:
-        pages = LayerPages.of_pool(self.pool, 1, self.step.config, self.step.config.layout(self.step.D), self.step.dtype)
+        config = self.step.config
+        pages = LayerPages.of_pool(self.pool, 1, config, config.layout(self.step.D), self.step.dtype)
         return pages.with_channel_scales(self.channel_scales)
 
     def to(self, device: torch.device) -> Inputs:

@@ -85,8 +85,8 @@ def turboquant_paged_attention(
     options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
     layer: Any = module.layer_idx
     if cache.holds_latents:
-        weight: Any = module.kv_b_proj.weight
-        return _attend_latents(cache, layer, weight, query, (key, value), kwargs, options), None
+        up: Any = module.kv_b_proj
+        return _attend_latents(cache, layer, up.weight, query, (key, value), kwargs, options), None
     if torch.compiler.is_dynamo_compiling() and kwargs["block_table"] is not None:
         tensors = [query, key, value, kwargs["block_table"], kwargs["cu_seq_lens_q"]]
         tensors.append(kwargs["cu_seq_lens_k"]["full_attention"])

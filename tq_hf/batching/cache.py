@@ -21,9 +21,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 
 from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig
-from ..ops import dispatch
+from ..ops import dispatch, latent_pages
 from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
-from ..ops.latent_pages import latent_step
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
 from ..ops.workspace import Scratch, Workspace
 from .allocators import (
@@ -59,6 +58,8 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # heads of the attention output
         self.scratch_bytes = 0
         """Bytes of scratch, independent of the number of tokens of a step."""
+        self.expanded_bytes = 0
+        """Bytes of queries, and of keys and values expanded from latents, of a new token."""
         self.state_sizes = StateSizes({})
         self.state_sectors = 0
         """Number of sectors for states, in addition to the `num_blocks` of the user."""
@@ -76,7 +77,7 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
     @property
     def bytes_per_batch_token(self) -> int:
         """Bytes of a new token outside of its page. Linear layers are added: theirs may be the largest activations."""
-        return super().bytes_per_batch_token + self.state_sizes.token_bytes
+        return super().bytes_per_batch_token + self.state_sizes.token_bytes + self.expanded_bytes
 
     @property
     def bytes_per_cache_sector(self) -> int:
@@ -244,12 +245,20 @@ class TurboQuantPagedCache(PagedAttentionCache):
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         pages: Any = ((heads * groups, heads), allocator.tq_config, allocator.layout, like)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
-        reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
+        reserved = 0 if self.holds_latents else step_scratch_bytes(tokens, min(most, tokens), *pages)
         blocks = options.num_blocks
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
         lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
         longest = min(filter(None, lengths), default=0)
-        self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
+        if self.holds_latents:
+            states = like.new_empty(0, allocator.layout.key_dim), like.new_empty(0, allocator.layout.value_dim)
+            self.memory.scratch_bytes = latent_pages.scratch_bytes(longest, states)
+            # Queries, keys (and their parts) and values of all heads.
+            widths = 3 * (of_full.qk_nope_head_dim + of_full.qk_rope_head_dim) + 2 * of_full.v_head_dim
+            self.memory.expanded_bytes = self.dtype.itemsize * of_full.num_attention_heads * widths
+        else:
+            fixed = decode_scratch_bytes(most, *pages) + prompt_buffer_bytes(longest, *pages)
+            self.memory.scratch_bytes = fixed + reserved
         self.memory.state_sizes = self.state_sizes
         if self.states is not None and blocks is not None:
             self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))
@@ -436,7 +445,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
         pages = self.allocator.pages[layer_idx]
-        return latent_step(query, expanded, new, weight, pages, self._sequences, options)
+        return latent_pages.latent_step(query, expanded, new, weight, pages, self._sequences, options)
 
     def _begin_layer(self, layer_idx: int) -> None:
         """Note that a layer attends. Raises `ValueError` if it did last."""

@@ -64,7 +64,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
     if any(getattr(layer, "kv_lora_rank", None) for layer in layer_configs(decoder)):
-        _check_latents(model, name)
+        _check_latents(model)
     found, linear = set(getattr(decoder, "layer_types", None) or []), linear_layers(decoder)
     if kinds := sorted(found - {FULL_ATTENTION, SLIDING_ATTENTION, *LINEAR, *WITHOUT_CACHE}):
         raise ValueError(
@@ -212,31 +212,46 @@ def _check_heads(model: Any, name: str) -> None:
             )
 
 
-@torch.no_grad()
-def _check_latents(model: Any, name: str) -> None:
+def _check_latents(model: Any) -> None:
     """Raise `ValueError` if pages cannot hold the latents of a model (MLA)."""
-    decoder = model.config.get_text_config()
-    refused = f"{name} has latent attention (MLA) that pages cannot hold"
-    if linear_layers(decoder):
-        raise ValueError(f"{refused}: it has linear layers, too. {INSTEAD}")
-    if (model.tp_size or 1) > 1:
-        raise ValueError(f"{refused}: its heads are divided among GPUs, and all of them read one latent. {INSTEAD}")
-    modules = [module for module in model.get_decoder().modules() if _attends(module)]
-    if sorted(module.layer_idx for module in modules) != list(range(decoder.num_hidden_layers)):
-        raise ValueError(f"{refused}: it needs one attention layer per layer. {INSTEAD}")
-    widths = (decoder.kv_lora_rank, decoder.qk_rope_head_dim)
-    if any((m.kv_lora_rank, m.qk_rope_head_dim) != widths for m in modules):
-        raise ValueError(f"{refused}: its layers have latents of several widths. {INSTEAD}")
+    decoder, modules = model.config.get_text_config(), _attention_modules(model)
+    refused = f"{type(model).__name__} has latent attention (MLA) that pages cannot hold"
     if any(hasattr(module, "indexer") for module in modules):
         raise ValueError(f"{refused}: an indexer chooses tokens. {INSTEAD}")
-    generator = torch.Generator().manual_seed(0)
-    for module in modules:
-        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
-        states = [torch.randn(1, 1, 8, width, generator=generator).to(model.device, model.dtype) for width in widths]
-        if not hasattr(module, "expand_kv") or not agrees(weight, states, module.expand_kv(*states)):
+    found = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in layer_configs(decoder)}
+    if len(found) > 1:
+        raise ValueError(f"{refused}: its layers have latents of several widths. {INSTEAD}")
+    if linear_layers(decoder) or paged_layers(decoder).keys() != {FULL_ATTENTION}:
+        raise ValueError(f"{refused}: it has linear layers or sliding windows, too. {INSTEAD}")
+    if (model.tp_size or 1) > 1:
+        raise ValueError(f"{refused}: its heads are divided among GPUs, and all of them read one latent. {INSTEAD}")
+    if sorted(module.layer_idx for module in modules) != list(range(decoder.num_hidden_layers)):
+        raise ValueError(f"{refused}: it needs one attention layer per layer. {INSTEAD}")
+    check_expansion(model)
+
+
+def _attention_modules(model: Any) -> list[Any]:
+    return [module for module in model.get_decoder().modules() if _attends(module)]
+
+
+@torch.no_grad()
+def check_expansion(model: Any) -> None:
+    """Raise `ValueError` if the keys and values of a layer are not its latents times the weight of `kv_b_proj`, as with
+    an adapter, a bias or quantized weights. A model without latents passes."""
+    decoder, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
+    for module in _attention_modules(model) if holds_latents(decoder) else ():
+        weight: Any = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        known = hasattr(module, "expand_kv") and isinstance(weight, torch.Tensor)
+        if known:
+            rank = decoder.kv_lora_rank
+            tokens = torch.randn(1, 1, 8, rank + decoder.qk_rope_head_dim, generator=generator)
+            tokens = tokens.to(weight.device, model.dtype)
+            states = tokens[..., :rank], tokens[..., rank:]
+            known = agrees(weight, states, module.expand_kv(*states))
+        if not known:
             raise ValueError(
-                f"{refused}: keys and values of layer {module.layer_idx} are not its latents times the weight of "
-                f"`kv_b_proj`. {INSTEAD}"
+                f"Keys and values of layer {module.layer_idx} of {type(model).__name__} are not its latents times the "
+                f"weight of `kv_b_proj`, as pages of latent attention (MLA) need. Merge adapters. {INSTEAD}"
             )
 
 
@@ -347,11 +362,11 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
             "by `skip_layers`) cannot be captured: torch computes them, and reads lengths on the host. Leave it out."
         )
     decoder = model.config.get_text_config()
-    if holds_latents(decoder) and (any(config.cuda_graph_booleans) or config.default_compile_level):
+    compiles = config.default_compile_level or config.decode_compile_config is not None
+    if holds_latents(decoder) and (compiles or any(config.cuda_graph_booleans)):
         raise ValueError(
-            f"`use_cuda_graph` is {config.use_cuda_graph!r} and `default_compile_level` {config.default_compile_level}, "
-            "and steps that read pages of latents (MLA) are neither captured nor compiled: torch computes them, and "
-            "reads lengths on the host. Leave both out."
+            "Steps that read pages of latents (MLA) are neither captured nor compiled: torch computes them, and reads "
+            "lengths on the host. Leave out `use_cuda_graph`, `default_compile_level` and `decode_compile_config`."
         )
     if config.cuda_graph_booleans[0] and (SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder)):
         raise ValueError(

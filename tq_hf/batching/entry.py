@@ -39,9 +39,11 @@ class TurboQuantBatching(ContinuousMixin):
     packed. Pages hold full attention (packed), and sliding windows or the states of linear layers (dense). "Many
     requests at once" in `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
 
-    Not supported: beams, latent attention (MLA), presets per layer, encoder-decoders, sliding windows beside linear
-    layers. A model with sliding or linear layers shares no prefixes. A prompt longer than the model's positions fails
-    with a sentence as its `error`; an answer ends with the last position.
+    Pages hold latents (MLA) packed; torch attends to them, request by request, without CUDA graphs.
+
+    Not supported: beams, latents beside linear or sliding layers or an indexer, presets per layer, encoder-decoders,
+    sliding windows beside linear layers. A model with sliding or linear layers shares no prefixes. A prompt longer than
+    the model's positions fails with a sentence as its `error`; an answer ends with the last position.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT).

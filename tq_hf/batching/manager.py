@@ -24,7 +24,7 @@ from ..saving import fingerprint
 from .allocators import LINEAR, WITHOUT_CACHE, holds_latents, packed_layout
 from .attention import NAME
 from .cache import TurboQuantPagedCache
-from .checks import check_model, number_of_positions, paged_options
+from .checks import check_expansion, check_model, number_of_positions, paged_options
 from .geometry import TableShape
 from .linear import LinearLayers, StateOffloading
 from .options import RequestOptions, options_of, with_defaults, with_options
@@ -506,6 +506,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
+        check_expansion(self.model)  # an adapter may have come while the manager slept
         options, keeps = self.continuous_batching_config, getattr(self.model, "_supports_logits_to_keep", None)
         decoder = self.model.config.get_text_config()
         cache = TurboQuantPagedCache(

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer, s
 from transformers.utils import logging
 
 from ..balance import POSITIONS
-from ..compat import as_input, capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
+from ..compat import CACHE_NAME, capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
 from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
@@ -394,7 +394,7 @@ class TurboQuantModelRunner(ModelRunner):
         self._take_compiled()
         batch_data[PAGES] = self.cache
         if self.cache.holds_latents:
-            batch_data.update(as_input(self.cache))  # the engine's `cache` is not the model's before 5.24
+            batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
         batch_data.pop("is_causal", None)
         host, device = self._buffers()

@@ -7,6 +7,8 @@ per head instead of `Dk`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, KeyValue, Sequences
@@ -17,6 +19,8 @@ from .cpu import attention as cpu_attention
 
 ABSORBED_TOKENS = 16
 """Most new tokens of a request whose queries absorb the up-projection, as in steps of a `TurboQuantCache`."""
+EXPANDED_BYTES = 256 << 20
+"""Most bytes of keys and values that are expanded at a time, some heads of one request. One head may take more."""
 
 
 @torch.compiler.disable
@@ -57,9 +61,22 @@ def latent_step(
             out[:, part] = dispatch.attend_absorbed(queries, weight, view, None, options)
         else:
             held = _held(pages, request, (latents, rotary))
-            out[:, part] = dispatch.attend_dense(queries, *expand(weight, query.shape, held), None, options)
+            for heads, some in _by_heads(weight, query, held):
+                states, few = expand(some, queries[:, heads].shape, held), options
+                if options.s_aux is not None:
+                    few = options._replace(s_aux=options.s_aux[heads])
+                out[:, part, heads] = dispatch.attend_dense(queries[:, heads], *states, None, few)
         dispatch.store_request(pages, request, (latents, rotary))
     return out
+
+
+def _by_heads(weight: torch.Tensor, query: torch.Tensor, held: KeyValue) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some heads of `query` `[1, Hq, T, Dk]`, and the part of `weight` that expands states `held` for them."""
+    up = weight.unflatten(0, (query.shape[1], -1))
+    size = held[0].shape[2] * (up.shape[1] + query.shape[3]) * query.element_size()
+    for start in range(0, len(up), step := max(1, EXPANDED_BYTES // size)):
+        heads = slice(start, start + step)
+        yield heads, up[heads].flatten(0, 1)
 
 
 def _held(pages: LayerPages, request: reference.Request, new: KeyValue) -> KeyValue:
@@ -67,6 +84,12 @@ def _held(pages: LayerPages, request: reference.Request, new: KeyValue) -> KeyVa
     if pages.blocks is not None:
         return reference.rows_of(pages, request, new)
     return dispatch.dense(reference.view_of(pages, request, new))
+
+
+def scratch_bytes(longest: int, states: KeyValue) -> int:
+    """Bytes of a step outside of its new tokens: copies of a request of `longest` tokens as packed and as dense states
+    of the widths and dtype of `states`, and what is expanded of them."""
+    return EXPANDED_BYTES + 4 * longest * sum(x.shape[-1] * x.element_size() for x in states)
 
 
 def expand(weight: torch.Tensor, query: torch.Size, states: KeyValue) -> KeyValue:
