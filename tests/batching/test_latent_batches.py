@@ -178,6 +178,12 @@ def test_steps_are_neither_captured_nor_compiled(model: PreTrainedModel, changes
         batching.init_continuous_batching(greedy(2), options(**changes))
 
 
+def test_a_server_compiles_no_steps_of_latents(model: PreTrainedModel) -> None:
+    serve = pytest.importorskip("tq_hf.tools.serve")
+    for each, level in ((model, 0), (model_of(), 1)):
+        assert serve.default_level(SimpleNamespace(device=torch.device("cuda"), config=each.config)) == level
+
+
 @pytest.mark.parametrize(
     ("family", "words"),
     [
