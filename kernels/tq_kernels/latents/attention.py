@@ -32,7 +32,6 @@ from ..decode.rotate import hadamard, signs
 from ..format import TOKENS
 from ..prefix.tiles import hcat, opaque, scaled, stack
 
-
 DENSE = tl.constexpr(3)
 """Steps over packed blocks that take as long as a tile of dense tokens, which is not copied ahead."""
 
