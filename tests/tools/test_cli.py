@@ -26,9 +26,9 @@ TEMPLATE = (
 )
 
 
-def saved_model(name: str, folder: Path) -> Path:
-    """A folder with a tiny random chat model of one token a character."""
-    model = build(name)
+def saved_model(name: str, folder: Path, **changes: int) -> Path:
+    """A folder with a tiny random chat model of one token a character; `changes` are those of its config."""
+    model = build(name, **changes)
     model.save_pretrained(folder)
     backend = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
