@@ -6,14 +6,13 @@ Without a GPU the operations of a step are recorded and done again, see `recorde
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import product
 
 import pytest
 import torch
 from transformers import DynamicCache, MistralConfig
 
 from tests.cache.test_assisted import drafts, noisy
-from tests.support.helpers import compile_config, slow
+from tests.support.helpers import compile_config, every_pair
 from tests.support.recorded_graph import RecordedGraph, record_graphs
 from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, random_weights
 from tq_hf import TurboQuantCache, graph_decoding
@@ -84,12 +83,6 @@ def assert_same_windows(cache, other) -> None:
             close = 1e-2 if mine.keys.is_cuda else 1e-4
             torch.testing.assert_close(mine.keys[:, :, rows], theirs.keys[:, :, rows], atol=close, rtol=close)
             torch.testing.assert_close(mine.values[:, :, rows], theirs.values[:, :, rows], atol=close, rtol=close)
-
-
-def every_pair(*columns: tuple) -> list:
-    """All cells of a table. Half of them are quick, which have every pair of values of two columns."""
-    cells = [list(zip(*cell, strict=True)) for cell in product(*map(enumerate, columns))]
-    return [case if sum(places) % 2 == 0 else slow(*case) for places, case in cells]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.helpers import assert_unchanged, snapshot
+from tests.support.helpers import assert_unchanged, every_pair, snapshot
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
 from tests.support.tiny_models import CONFIGS, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
@@ -27,9 +27,9 @@ from tq_hf.saving.cache_file import load_cache, save_cache
 NEEDLE = Path(__file__).resolve().parents[2] / "examples" / "needle"
 
 
-@pytest.mark.parametrize("max_cache_len", [None, 512], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("attention", ["turboquant", "dense"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "attention", "max_cache_len"), every_pair(tuple(CONFIGS), ("turboquant", "dense"), (None, 512))
+)
 def test_a_loaded_cache_continues_with_identical_logits(tmp_path, name, attention, max_cache_len):
     attention = dense_attention(name) if attention == "dense" else attention
     model, cache = filled(name, attention=attention, max_cache_len=max_cache_len)
