@@ -10,8 +10,8 @@ with the queries u = W_k^T q, computed before, and outputs multiplied by W_v, af
 Packed latents are rotated by R and packed rotary keys by another rotation: `rotate_latent_queries` rotates queries,
 `merge_latents` rotates outputs back. Sinks and residual are dense and meet plain queries.
 
-Tokens and channels are M, query rows N of the products: a tile [tokens, R] of latents is the first operand of the one,
-transposed the first of the other. Hopper's products then need no 64 rows to fill.
+Query rows are M of both products: rows [rows, R] times a tile of latents [R, tokens], then weights [rows, tokens] times
+the same tile [tokens, R].
 
 Rows are r = head * S + query. Partial results are in slots of all rows: slot i < splits of the packed part's program i,
 slot splits + j of the j-th tile of dense tokens.
@@ -31,9 +31,6 @@ from ..decode.reduce import Partials, ReduceShape, merge_row
 from ..decode.rotate import hadamard, signs
 from ..format import TOKENS
 from ..prefix.tiles import hcat, opaque, scaled, stack
-
-DENSE = tl.constexpr(3)
-"""Steps over packed blocks that take as long as a tile of dense tokens, which is not copied ahead."""
 
 
 class LatentShape(NamedTuple):
@@ -127,25 +124,12 @@ def _packed_tile(key_words, value_words, scales, means, token, C: tl.constexpr):
 
 
 @triton.jit
-def _sum(x, y, ASM: tl.constexpr):
-    """x + y, float32. The compiler would make of `x + tl.dot(a, b)` a product that starts from x."""
-    if ASM >= AMPERE:
-        return tl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-    else:
-        return x + y
-
-
-@triton.jit
 def _products(rows: LatentRows, latents, rotary, C: tl.constexpr):
     """Products [BR, TILE] of rows and tokens."""
-    x = tl.dot(rows.rotary, rotary)
+    x = tl.zeros([C.BLOCK_R, C.TILE], tl.float32)
     for chunk in tl.static_range(C.CHUNKS):
-        if C.BLOCK_R < 64:
-            # A warp has few tiles of x, and the products of one would wait for one another: sums of their own.
-            x = _sum(x, tl.dot(rows.latent[chunk], tl.trans(latents[chunk])), C.ASM)
-        else:
-            x = tl.dot(rows.latent[chunk], tl.trans(latents[chunk]), x)
-    return x
+        x = tl.dot(rows.latent[chunk], tl.trans(latents[chunk]), x)
+    return tl.dot(rows.rotary, rotary, x)
 
 
 @triton.jit
@@ -165,9 +149,7 @@ def _empty(C: tl.constexpr):
     output = ()
     for _ in tl.static_range(C.CHUNKS):
         output += (tl.zeros([C.BLOCK_R, C.DK // C.CHUNKS], tl.float32),)
-    return SoftmaxState(
-        tl.full([C.BLOCK_R], -float("inf"), tl.float32), tl.zeros([C.BLOCK_R, C.TILE], tl.float32), output
-    )
+    return SoftmaxState(tl.full([C.BLOCK_R], -float("inf"), tl.float32), tl.zeros([C.BLOCK_R], tl.float32), output)
 
 
 @triton.jit
@@ -175,7 +157,7 @@ def _updated(state: SoftmaxState, x, latents, gain, MASKED: tl.constexpr, C: tl.
     """Update the state with products x [BR, TILE] and the chunks of these tokens' latents."""
     maximum, shift, decay = rescaled(state.maximum, tl.max(x, 1), gain, MASKED)
     p = weights(x, shift, gain)
-    total = state.total * decay[:, None] + p
+    total = state.total * decay + tl.sum(p, 1)
     output, p = (), p.to(tl.float16)
     for chunk in tl.static_range(C.CHUNKS):
         output += (tl.dot(p, latents[chunk], state.output[chunk] * decay[:, None]),)
@@ -185,9 +167,8 @@ def _updated(state: SoftmaxState, x, latents, gain, MASKED: tl.constexpr, C: tl.
 @triton.jit
 def _store(state: SoftmaxState, gain, lse, partial, row, inside, C: tl.constexpr):
     """Store a normalised partial result; `lse` and `partial` point to a slot, `row` [BR] are rows of it."""
-    total = tl.sum(state.total, 1)
-    tl.store(lse + row, log2_sum(finite(state.maximum) * gain, total), mask=inside)
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    tl.store(lse + row, log2_sum(finite(state.maximum) * gain, state.total), mask=inside)
+    inverse = 1.0 / tl.where(state.total > 0, state.total, 1.0)
     d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
     for chunk in tl.static_range(C.CHUNKS):
         at = partial + row.to(tl.int64)[:, None] * C.DK + (chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d)
@@ -238,13 +219,8 @@ def attend_latents_split(
     STEPS: tl.constexpr = TOKENS // TILE
     batch, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
-    # Equal shares of tiles of dense tokens, which take DENSE steps each, and then of steps over blocks.
-    tokens = sink_count + residual_count
-    dense_tiles = (tokens + TILE - 1) // TILE
-    units = dense_tiles * DENSE + blocks * STEPS
-    start = units // splits * split + units % splits * split // splits
-    end = units // splits * (split + 1) + units % splits * (split + 1) // splits
-    first, last = (tl.maximum(start - dense_tiles * DENSE, 0), tl.maximum(end - dense_tiles * DENSE, 0))
+    first = ((blocks * STEPS) // splits) * split + ((blocks * STEPS) % splits) * split // splits
+    last = ((blocks * STEPS) // splits) * (split + 1) + ((blocks * STEPS) % splits) * (split + 1) // splits
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = r < rows
     row = tl.program_id(1) * rows + r
@@ -276,16 +252,17 @@ def attend_latents_split(
     row = tl.program_id(1) * rows + r
     _store(state, gain, lse + split.to(tl.int64) * count, partial + split.to(tl.int64) * count * DK, row, inside, C)
 
+    # Tiles of dense tokens go to the programs in turn.
     query = r % queries
     if MASK == 2:
         mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
-    ring_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-    last_tile = tl.minimum((end + DENSE - 1) // DENSE, dense_tiles)
-    for tile in tl.range((start + DENSE - 1) // DENSE, last_tile, num_stages=1):
+    tokens = sink_count + residual_count
+    start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+    for tile in tl.range(split, (tokens + TILE - 1) // TILE, splits, num_stages=1):
         t = tile * TILE + tl.arange(0, TILE)
         exists = t < tokens
         newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
-        slot = ring_start + t - sink_count  # the residual is a ring
+        slot = start + t - sink_count  # the residual is a ring
         slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
         sink = t < sink_count
         held_sink, held = batch * sink_b + t, batch * residual_b + slot
