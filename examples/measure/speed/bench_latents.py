@@ -49,14 +49,15 @@ BF16 = torch.bfloat16
 
 CONFIGS = {
     16: [
+        LatentConfig(16, 64, 8, 4, 2, None, 2),
         LatentConfig(16, 64, 4, 8, 2),
         LatentConfig(16, 64, 4, 8, 3),
         LatentConfig(16, 128, 4, 8, 2),
-        LatentConfig(16, 32, 4, 4, 2, 168, 3),
     ],
     32: [
+        LatentConfig(32, 32, 4, 4, 2, None, 2),
+        LatentConfig(32, 64, 8, 4, 2),
         LatentConfig(32, 64, 4, 8, 3),
-        LatentConfig(32, 128, 4, 8, 1),
         LatentConfig(64, 64, 4, 8, 3),
         LatentConfig(16, 64, 4, 8, 2, 128, 2),
     ],
