@@ -45,6 +45,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def left_out_of_later_searches():
+    """Likewise what a file leaves: after one that compiles, tests of engines took twice their time."""
+    yield
+    pytest_collection_finish()
+
+
 @pytest.fixture(autouse=True)
 def no_gradients():
     """Generation records none, and steps then take other paths; a test that means gradients turns them on."""

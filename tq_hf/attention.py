@@ -82,7 +82,8 @@ def turboquant_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     if latents is not None:
-        source: Any = key._expansion if isinstance(key, ExpandedStates) else module.kv_b_proj
+        recorded: Any = getattr(key, "_expansion", None)
+        source: Any = module.kv_b_proj if recorded is None else recorded
         view, weight = latents.view, source.weight
         if not dropout and module.__dict__.get("masked_key_indices") is None:
             out = _attend_absorbed(weight, query, view, attention_mask, options)
@@ -90,8 +91,7 @@ def turboquant_attention(
                 return out, None
         if attention_mask is not None and not attention_mask.shape[-1]:
             attention_mask = graph_ops.causal_mask(view, query.shape[2])
-        made = isinstance(key, ExpandedStates)
-        key, value = real((key, value)) if made else expand(weight, query.shape, graph_ops.dense(view))
+        key, value = real((key, value)) if recorded else expand(weight, query.shape, graph_ops.dense(view))
         view = None
     if view is not None and view.counts is not None:
         # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.

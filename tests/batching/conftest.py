@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,14 @@ from transformers.generation.continuous_batching import continuous_api, input_ou
 
 from tests.support.batching_cases import Stream
 from tq_hf.batching import runner
+
+
+@pytest.fixture(autouse=True)
+def left_out_of_later_searches() -> Iterator[None]:
+    """Leave what a test made out of every later search for garbage, of which each end of an engine is one."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.support.batching_cases import Session, agreement, greedy, mixed, model_of, options, prompts
 from tq_hf import TurboQuantBatching
@@ -50,38 +50,6 @@ def test_a_shared_prefix_is_read_from_the_pages_of_another(model: PreTrainedMode
         assert session.run([prefix + second], greedy(30)) == [
             session.oracle.after_prefix(prefix + second, 30, 4 + 2 * 128)
         ]
-
-
-@pytest.mark.parametrize("sharing", [True, False])
-def test_forks_go_on_where_their_parent_was(model: PreTrainedModel, sharing: bool) -> None:
-    (prompt,) = prompts([300])
-    generation = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1)
-    with session_of(model, dict(skip_layers=(0,)), allow_block_sharing=sharing) as session:
-        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 8, [299])] * 3
-        assert session.pages_in_use() == 0
-
-
-def test_requests_that_are_preempted_finish_and_others_are_undisturbed(model: PreTrainedModel) -> None:
-    inputs, small = prompts([100] * 6, seed=3), dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0)
-    with session_of(model, dict(skip_layers=(0,)), allow_block_sharing=False, **small) as session:
-        session.run(inputs[:1], greedy(1))
-        resets = session.recorded_waiting()
-        found = session.run(inputs, greedy(36))
-        counts = {name: resets.count(name) - 1 for name in resets}
-        assert sum(counts.values()) > 0
-        for name, out, prompt in zip(sorted(counts), found, inputs, strict=True):
-            assert len(out) == 36 and (counts[name] > 0 or out == session.oracle.generate(prompt, 36))
-
-
-def test_requests_come_back_from_the_cpu_with_their_dense_blocks(
-    model: PreTrainedModel, offloaded: list[set[str]]
-) -> None:
-    inputs = prompts([100] * 6, seed=3)
-    small = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.05)
-    with session_of(model, dict(skip_layers=(0,)), **small) as session:
-        found = session.run(inputs, greedy(60))
-        assert any(offloaded), "some were offloaded"
-        assert found == [session.oracle.generate(prompt, 60) for prompt in inputs]
 
 
 def test_a_dense_layer_takes_a_page_of_rows_and_the_others_packed_ones(model: PreTrainedModel) -> None:

@@ -23,7 +23,6 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from tests.support.batching_cases import (
     Oracle,
     Session,
-    Steps,
     Stream,
     Tokens,
     answers,
@@ -322,25 +321,6 @@ def test_scratch_is_what_was_reserved_and_a_step_beyond_it_fails_its_requests_on
         assert session.cache.memory.scratch_bytes == held
 
 
-@pytest.mark.usefixtures("padded")
-def test_padding_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, steps = prompts([5, 127, 128, 300, 47]), Steps(monkeypatch)
-    with Session(model_of(), max_requests_per_batch=8, q_padding_interval_size=64) as session:
-        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
-        assert session.pages_in_use() == 0
-    assert all(len(new) == 8 for kind, _, new in steps.seen if kind == "lists")
-    assert any(0 in new for kind, _, new in steps.seen if kind == "table")
-
-
-def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> None:
-    inputs = prompts([5, 127, 128, 300, 47])
-    with Session(model_of(), **asynchronous) as session:
-        found = session.run(inputs, greedy(10))
-        assert session.manager.batch_processor.use_async_batching
-        assert found == [session.oracle.generate(prompt, 10) for prompt in inputs]
-        assert session.pages_in_use() == 0
-
-
 def test_a_session_begins_when_inputs_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are reset on another stream than the engine's, which would overtake it."""
     events: list[str] = []
@@ -407,23 +387,6 @@ def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypat
         assert "a bit fell over" in [result.error for result in results.values()]
         assert session.pages_in_use() == 0
         assert session.run(inputs, greedy(12)) == expected
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
-def test_pages_offloaded_to_the_cpu_come_back_as_they_were(
-    offloaded: list[set[str]], ahead: bool, request: pytest.FixtureRequest
-) -> None:
-    """Five requests of 17 pages for rings and sinks, and a block when they have 132 tokens, in 88 pages: all answers
-    are those of undisturbed requests, since nothing is read again. An asynchronous engine, as GPUs have, may offload a
-    request whose next token is being computed, and computes it again."""
-    inputs = prompts([100] * 6, seed=3)
-    more = request.getfixturevalue("asynchronous") if ahead else {}
-    options = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) | more
-    with Session(model_of(), **options) as session:
-        found = session.run(inputs, greedy(36))
-        assert any(offloaded)
-        assert found == [session.oracle.generate(prompt, 36) for prompt in inputs]
-        assert session.pages_in_use() == 0
 
 
 def test_two_requests_of_one_id_are_both_answered(batching: TurboQuantBatching) -> None:

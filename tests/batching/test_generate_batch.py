@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from transformers import GenerationConfig
 
 from tests.support.batching_cases import Session, Steps, greedy, model_of, prompts
 
@@ -31,13 +30,6 @@ def test_answers_are_those_of_generate(preset: str, changes: dict[str, int], mon
     assert model.config._attn_implementation == before
 
 
-def test_without_block_tables_answers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, steps = prompts([5, 120, 300]), Steps(monkeypatch)
-    with Session(model_of(), max_blocks_per_request=0) as session:
-        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
-    assert steps.kinds() == {"lists"}
-
-
 def test_a_request_that_outgrows_its_block_table_goes_on_with_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,), steps = prompts([120]), Steps(monkeypatch)
     # A ring of float32 rows at head_dim 32 is 16 pages. With that of the sinks and the count, but without a column for
@@ -45,13 +37,6 @@ def test_a_request_that_outgrows_its_block_table_goes_on_with_lists(monkeypatch:
     with Session(model_of(), max_blocks_per_request=18) as session:
         assert session.run([prompt], greedy(15)) == [session.oracle.generate(prompt, 15)]
     assert [kind for kind, _, _ in steps.seen] == ["lists"] + ["table"] * 11 + ["lists"] * 3
-
-
-@pytest.mark.parametrize("length", [100, 129, 257, 300])
-def test_a_prompt_in_chunks_reads_as_one_that_generate_is_given_in_chunks(length: int) -> None:
-    (prompt,) = prompts([length])
-    with Session(model_of(), max_batch_tokens=100) as session:
-        assert session.run([prompt], greedy(6)) == [session.oracle.chunked(prompt, 6, [100] * ((length - 1) // 100))]
 
 
 def test_a_shared_prefix_is_read_from_the_pages_of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,35 +52,3 @@ def test_a_shared_prefix_is_read_from_the_pages_of_another_request(monkeypatch: 
     with Session(model_of(), allow_block_sharing=False) as session:
         session.run([first], greedy(2))
         assert session.run(shared, greedy(6)) == [session.oracle.generate(prompt, 6) for prompt in shared]
-
-
-@pytest.mark.parametrize("sharing", [True, False])
-@pytest.mark.parametrize("length", [300, 129, 40])
-def test_forks_go_on_where_their_parent_was(length: int, sharing: bool) -> None:
-    (prompt,) = prompts([length])
-    generation = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1)
-    with Session(model_of(), allow_block_sharing=sharing) as session:
-        found = session.run([prompt], generation)
-        assert found == [session.oracle.chunked(prompt, 8, [length - 1])] * 3
-        assert session.pages_in_use() == 0
-
-
-def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() -> None:
-    """A soft reset reads generated tokens again, as prompt and so exactly; what was not reset is undisturbed.
-
-    Of 88 pages five requests take 85 for rings and sinks, and five blocks are complete when they have 132 tokens.
-    """
-    inputs = prompts([100] * 6, seed=3)
-    with Session(
-        model_of(), num_blocks=88, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False
-    ) as session:
-        session.run(inputs[:1], greedy(1))
-        resets = session.recorded_waiting()
-        found = session.run(inputs, greedy(36))
-        assert session.pages_in_use() == 0
-        counts = {name: resets.count(name) - 1 for name in resets}
-        assert sum(counts.values()) > 0
-        undisturbed = [session.oracle.generate(prompt, 36) for prompt in inputs]
-        for name, out, expected in zip(sorted(counts), found, undisturbed, strict=True):
-            assert len(out) == 36
-            assert out == expected or counts[name] > 0

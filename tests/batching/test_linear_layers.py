@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.batching_cases import Log, Session, Steps, greedy, model_of, options, prompts
+from tests.support.batching_cases import Log, Session, Steps, greedy, hybrid, options, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.compat import as_input
 
 LENGTHS = [1, 5, 120, 128, 129, 300, 5]
 FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe", "bamba", "granitemoehybrid", "nemotron_h"]
-
-
-def hybrid(**changes: Any) -> PreTrainedModel:
-    """A random Qwen3-Next of a linear, a full and a linear layer."""
-    kinds = ["linear_attention", "full_attention", "linear_attention"]
-    return model_of("qwen3_next", **(dict(num_hidden_layers=3, layer_types=kinds) | changes))
 
 
 def pages_that_nobody_writes(session: Session) -> torch.Tensor:
@@ -65,41 +59,6 @@ def test_the_kinds_of_layers_are_those_of_the_model() -> None:
         assert held == {("conv", 0): (128, 4), ("recurrent", 0): (4, 16, 16)}
 
 
-def test_without_block_tables_answers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, steps = prompts([5, 120, 300]), Steps(monkeypatch)
-    with Session(hybrid(), max_blocks_per_request=0) as session:
-        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
-    assert steps.kinds() == {"lists"}
-
-
-@pytest.mark.parametrize("length", [96, 129, 257, 300])
-def test_a_prompt_in_chunks_reads_as_one_that_generate_is_given_in_chunks(length: int) -> None:
-    (prompt,) = prompts([length])
-    with Session(hybrid(), max_batch_tokens=95) as session:
-        assert session.run([prompt], greedy(6)) == [session.oracle.chunked(prompt, 6, [95] * ((length - 1) // 95))]
-
-
-def test_chunks_and_answers_in_the_same_steps() -> None:
-    """While a prompt is read in chunks, other requests have one new token in a step."""
-    inputs = prompts([30, 60, 700])
-    with Session(hybrid(), max_batch_tokens=100) as session:
-        found = session.run(inputs, greedy(30))
-        assert found[0] == session.oracle.generate(inputs[0], 30)
-        # The long prompt has what the others leave: 10 of the first 100 tokens, then 98 a step.
-        assert found[2] == session.oracle.chunked(inputs[2], 30, [10, *[98] * 7])
-
-
-@pytest.mark.parametrize("sharing", [True, False])
-@pytest.mark.parametrize("length", [300, 129, 40, 1])
-def test_forks_go_on_where_their_parent_was(length: int, sharing: bool) -> None:
-    (prompt,) = prompts([length])
-    generation = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1)
-    with Session(hybrid(), allow_block_sharing=sharing) as session:
-        session.run(prompts([60] * 4), greedy(2))  # pages hold states of others
-        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 8, [length - 1])] * 3
-        assert session.pages_in_use() == 0
-
-
 def test_forks_of_asynchronous_batches_go_on_where_their_parent_was(asynchronous: dict[str, Any]) -> None:
     (prompt,) = prompts([129])
     generation = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1)
@@ -126,15 +85,6 @@ def test_each_fork_has_states_of_its_own() -> None:
             assert each.logprobs == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_prompt_that_was_answered_before_is_read_again_whole() -> None:
-    """A prefix in packed pages is of use only with the states at its end."""
-    (prompt,) = prompts([300])
-    with Session(hybrid()) as session:
-        assert session.run([prompt], greedy(6)) == session.run([prompt], greedy(6))
-        assert session.run([prompt], greedy(6)) == [session.oracle.generate(prompt, 6)]
-        assert session.cache.number_shared == 0
-
-
 PREEMPTED = prompts([100] * 6, seed=3)
 """Six requests of 17 pages for rings and sinks and a sector for states, which want a page more at 132 tokens."""
 
@@ -142,27 +92,6 @@ PREEMPTED = prompts([100] * 6, seed=3)
 def small_pool(**changes: Any) -> Session:
     """Room for five of `PREEMPTED` with 131 tokens, and for four with more."""
     return Session(hybrid(), num_blocks=86, max_batch_tokens=700, safety_margin=0.0, **changes)
-
-
-def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() -> None:
-    with small_pool() as session:
-        session.run(PREEMPTED[:1], greedy(1))
-        resets = session.recorded_waiting()
-        found = session.run(PREEMPTED, greedy(40))
-        assert session.pages_in_use() == 0
-        counts = {name: resets.count(name) - 1 for name in resets}
-        assert 0 < sum(count > 0 for count in counts.values()) < len(PREEMPTED)
-        for name, out, prompt in zip(sorted(counts), found, PREEMPTED, strict=True):
-            assert len(out) == 40
-            assert out == session.oracle.generate(prompt, 40) or counts[name] > 0
-
-
-def test_states_offloaded_to_the_cpu_come_back_as_they_were(offloaded: list[set[str]]) -> None:
-    with small_pool(cpu_offload_space=0.01) as session:
-        found = session.run(PREEMPTED, greedy(40))
-        assert any(offloaded)
-        assert found == [session.oracle.generate(prompt, 40) for prompt in PREEMPTED]
-        assert session.pages_in_use() == 0
 
 
 def test_a_request_preempted_while_its_token_is_computed_reads_no_token_twice(
@@ -203,22 +132,6 @@ def test_memory_has_room_for_the_states_of_all_requests() -> None:
         cache = manager.batch_processor.cache
         length = min(8192, model.config.max_position_embeddings)
         assert cache.num_sectors >= 16 * cache._sectors_of(length) and cache._sectors_of(length) > 1 + length // 256
-
-
-@pytest.mark.usefixtures("padded")
-def test_padding_changes_no_answer() -> None:
-    inputs = prompts([5, 95, 128, 300, 1])
-    with Session(hybrid(), max_requests_per_batch=8, q_padding_interval_size=64) as session:
-        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
-        assert session.pages_in_use() == 0
-        assert pages_that_nobody_writes(session).count_nonzero() == 0
-
-
-def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> None:
-    inputs = prompts([5, 95, 128, 300, 1])
-    with Session(hybrid(), **asynchronous) as session:
-        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
-        assert session.pages_in_use() == 0
 
 
 @pytest.mark.parametrize("blocks", [86, None])

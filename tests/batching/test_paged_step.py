@@ -9,7 +9,7 @@ import torch
 from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
 
-from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, states
+from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, every_pair, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
@@ -96,9 +96,9 @@ def test_a_step_attends_to_packed_blocks_ring_rows_and_new_tokens(dim: int, bits
             torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("residual", [0, 40, 128, 200])
-@pytest.mark.parametrize("sinks", [0, 1, 4, 8])
-@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "residual", "capped"), every_pair((0, 1, 4, 8), (0, 40, 128, 200), (False, True)), ids=str
+)
 def test_sinks_and_the_newest_tokens_are_read_as_rows(sinks: int, residual: int, capped: bool) -> None:
     options = {"softcap": 2.0, "s_aux": torch.linspace(-1, 1, QUERY_HEADS)} if capped else {}
     grow = [[1, 100, 3, 127], [2, 100, 126, 1], [126, 2, 5, 7], *[[1, 1, 1, 1]] * 3, [1, 300, 260, 2], [1, 1, 9, 1]]

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, T5Config, T5F
 import tq_hf
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching import checks, entry, manager
@@ -70,7 +70,8 @@ def test_layers_that_find_the_states_of_others_in_the_cache_are_refused(monkeypa
     ids=["widths", "heads"],
 )
 def test_layers_of_a_kind_whose_heads_differ_are_refused_at_the_start(change: tuple[str, int], words: str) -> None:
-    model = build("gemma4")
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = random_weights(gemma4_config(num_hidden_layers=4, layer_types=kinds))
     name, size = change
     *path, field = name.split(".")
     setattr(reduce(getattr, path, model.model.layers[3].self_attn), field, size)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, MistralConfig
 
 from tests.cache.test_assisted import drafts, noisy
-from tests.support.helpers import compile_config
+from tests.support.helpers import compile_config, every_pair
 from tests.support.recorded_graph import RecordedGraph, record_graphs
 from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, random_weights
 from tq_hf import TurboQuantCache, graph_decoding
@@ -30,12 +30,12 @@ WAYS = pytest.mark.parametrize("way", ["lookup", "assistant"])
 
 
 @lru_cache
-def models(name: str, window: int, device: str = "cpu"):
+def models(name: str, window: int, device: str = "cpu", **changes: int):
     """A model with sliding layers and an assistant, some of whose drafts are right."""
     if name == "mistral":
         model = random_weights(MistralConfig(**_SIZES, sliding_window=window))
     else:
-        model = build(name, sliding_window=window)
+        model = build(name, sliding_window=window, **changes)
     model = model.to(device)
     assistant = noisy(model, 0.03)
     for each in (model, assistant):
@@ -86,11 +86,12 @@ def assert_same_windows(cache, other) -> None:
             torch.testing.assert_close(mine.values[:, :, rows], theirs.values[:, :, rows], atol=close, rtol=close)
 
 
-@WAYS
+@pytest.mark.parametrize(
+    ("name", "tokens", "way"),
+    every_pair(("mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"), (90, 140), ("lookup", "assistant")),
+)
 @pytest.mark.parametrize("pads", [0, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tokens", [90, 140], ids=["fills", "slides"])
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"])
-def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, pads, way) -> None:
+def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, way, pads) -> None:
     model, assistant = models(name, 96, device)
     ids = prompt(model, tokens)
     expected, plain = conversation(model, ids, pads=pads)
@@ -101,11 +102,12 @@ def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, pa
     assert graph is not None and (not isinstance(graph, RecordedGraph) or graph.replays > 1)
 
 
-@WAYS
-@pytest.mark.parametrize("number", [1, 15])
-@pytest.mark.parametrize(("window", "tokens"), [(3, 2), (3, 30), (24, 21), (24, 60)])
-def test_windows_may_be_smaller_than_a_step(device, window, tokens, number, way) -> None:
+@pytest.mark.parametrize(
+    ("size", "number", "way"), every_pair(((3, 2), (3, 30), (24, 21), (24, 60)), (1, 15), ("lookup", "assistant"))
+)
+def test_windows_may_be_smaller_than_a_step(device, size, number, way) -> None:
     """Then a step overwrites more rows than the window has, and its first queries do not see its first rows."""
+    window, tokens = size
     model, assistant = models("gemma3", window, device)
     ids = prompt(model, tokens)
     expected, plain = conversation(model, ids, pads=tokens // 20)
@@ -194,7 +196,7 @@ def test_only_drafts_make_windows_larger() -> None:
 @pytest.mark.parametrize("tokens", [21, 60])
 def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> None:
     """The first layers have its tokens, the others do not; and rows beyond the window are kept for that crop."""
-    model, assistant = models("gemma3", 24)
+    model, assistant = models("gemma3", 24, num_hidden_layers=3)
     ids, options = prompt(model, tokens), drafts((model, assistant), way)
     expected, plain = conversation(model, ids, turns=1)
     cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from tests.support.helpers import assert_same, llama_config, states
+from tests.support.helpers import assert_same, every_pair, llama_config, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
@@ -49,10 +49,10 @@ def test_beside_sliding_layers_a_first_call_may_be_of_no_tokens(limit):
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [41, 41]
 
 
-@pytest.mark.parametrize("skipped", [(), (0,), (1,)])
-@pytest.mark.parametrize("limit", [None, 600])
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("config", [llama_config(vocab_size=VOCAB), SLIDING], ids=["llama", "sliding"])
+@pytest.mark.parametrize(
+    ("config", "attention", "limit", "skipped"),
+    every_pair((llama_config(vocab_size=VOCAB), SLIDING), ("turboquant", "sdpa"), (None, 600), ((), (0,), (1,))),
+)
 def test_a_model_on_the_meta_device_runs(config, attention, limit, skipped):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

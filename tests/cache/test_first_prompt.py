@@ -23,7 +23,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield lines
 
 
-def scaled(keys: float = 1.0, values: float = 1.0, layer: int = 2) -> Any:
+def scaled(keys: float = 1.0, values: float = 1.0, layer: int = 1) -> Any:
     """A Llama one layer of which has keys and values so many times as large, and computes the same."""
     model = build("llama")
     attention = model.model.layers[layer].self_attn
@@ -55,7 +55,7 @@ def test_scales_beyond_fp16_are_reported_once_unless_balance_holds_them(sizes, w
     run(model, cache)
     (line,) = log
     assert (
-        line.startswith(f"{what} of layer 2 have an RMS of") and "skip_layers=(2,)" in line and "balance=True" in line
+        line.startswith(f"{what} of layer 1 have an RMS of") and "skip_layers=(1,)" in line and "balance=True" in line
     )
 
 
@@ -63,15 +63,15 @@ def test_what_balance_cannot_hold_is_reported_too(log):
     model = scaled(1e12)
     run(model, TurboQuantCache(model.config))
     (line,) = log
-    assert line.startswith("Keys of layer 2") and "balance=True" not in line
+    assert line.startswith("Keys of layer 1") and "balance=True" not in line
 
 
 def test_every_layer_beyond_is_named_in_one_sentence(log):
     model = scaled(values=1e6, layer=0)
-    model.model.layers[2].load_state_dict(scaled(keys=1e-8).model.layers[2].state_dict())
+    model.model.layers[1].load_state_dict(scaled(keys=1e-8).model.layers[1].state_dict())
     run(model, TurboQuantCache(model.config, balance=False))
     (line,) = log
-    assert line.startswith("Values of layer 0") and "skip_layers=(0, 2)" in line
+    assert line.startswith("Values of layer 0") and "skip_layers=(0, 1)" in line
 
 
 def test_short_prompts_are_not_balanced_and_are_reported(log):

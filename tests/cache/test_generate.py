@@ -245,7 +245,7 @@ def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
 
 
 @pytest.mark.parametrize("scenario", [greedy, left_padded, chunked_left_padded, multi_turn, beam, assisted])
-@pytest.mark.parametrize("skip_layers", [(0,), (1, -1)], ids=["first", "others"])
+@pytest.mark.parametrize("skip_layers", [(0,), (-1,)], ids=["first", "last"])
 def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scenario, skip_layers):
     model = model_named("llama")
     model.set_attn_implementation("sdpa")
@@ -261,7 +261,7 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
     model.set_attn_implementation("turboquant")
     logits = []
     for room in (None, 400):
-        cache = TurboQuantCache(model.config, max_cache_len=room, skip_layers=(0, 2), **EVERYTHING_PACKED)
+        cache = TurboQuantCache(model.config, max_cache_len=room, skip_layers=(0,), **EVERYTHING_PACKED)
         with torch.no_grad():
             model(prompts(2, 300)["input_ids"], **as_input(cache))
             with pytest.raises(ValueError, match="negative"):
@@ -287,7 +287,7 @@ def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_l
         model(prompts(1, held)["input_ids"], **as_input(cache))
         with pytest.raises(ValueError, match=f"{more} tokens to the {held} in this cache exceeds its `max_cache_len`"):
             model(prompts(1, more)["input_ids"], **as_input(cache))
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [held] * 4
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [held] * 2
 
 
 def test_linear_layers_keep_the_stock_class_and_sliding_ones_its_place():

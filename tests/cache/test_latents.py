@@ -306,6 +306,20 @@ def test_a_step_does_not_expand_the_history():
     assert bytes_of_a_step("turboquant") < bytes_of_a_step("sdpa") - expanded
 
 
+def test_a_cache_from_a_file_is_read_packed(tmp_path, absorbed):
+    model = build("deepseek_v3")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config)
+    with torch.no_grad():
+        continued(model, cache, 420, 1)
+        cache.save(tmp_path / "cache", model)
+        expected = continued(model, cache, 1)
+        loaded = TurboQuantCache.load(tmp_path / "cache", model)
+        absorbed.clear()
+        assert torch.equal(continued(model, loaded, 1), expected)
+    assert len(absorbed) == LAYERS
+
+
 def test_what_was_recorded_is_freed_without_the_garbage_collector():
     model = build("deepseek_v3")
     model.set_attn_implementation("turboquant")

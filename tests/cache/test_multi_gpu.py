@@ -54,7 +54,7 @@ def everything(model: PreTrainedModel, **options: Any) -> dict[str, list]:
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
 def test_layers_offloaded_to_disk_give_the_same_tokens_and_files(tmp_path, options):
-    plain, offloaded = build("llama"), build("llama")
+    plain, offloaded = (build("llama", num_hidden_layers=4) for _ in range(2))
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
     places |= dict.fromkeys(("model.layers.3", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     dispatch_model(offloaded, places, main_device="cpu", offload_dir=str(tmp_path / "weights"), force_hooks=True)

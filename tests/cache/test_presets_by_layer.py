@@ -19,8 +19,9 @@ from tq_hf.layers.dense import GrowingLayer, PreallocatedLayer
 from tq_hf.tensors.layer import config_from, config_text
 
 MIXED: dict[int, str | None] = {0: "k8v4", 2: "2bit_nc", -1: None}
+LAYERS = 4
 NAMES = ["k8v4", "3bit_nc", "2bit_nc", None]
-"""What the layers of a model of four have with `MIXED` beside "3bit_nc"."""
+"""What these layers of a model have with `MIXED` beside "3bit_nc"."""
 
 
 def mixed(**options: Any) -> TurboQuantConfig:
@@ -80,7 +81,7 @@ def test_a_layers_preset_must_be_one(preset):
 )
 def test_what_a_layer_cannot_be_is_a_sentence(options, says):
     with pytest.raises(ValueError, match=says):
-        TurboQuantCache(model_named("llama").config, **options)
+        TurboQuantCache(model_named("llama", num_hidden_layers=LAYERS).config, **options)
 
 
 def test_a_layer_named_twice_with_one_meaning_is_that():
@@ -101,7 +102,7 @@ def test_a_layer_that_is_never_compressed_takes_no_preset():
 @pytest.mark.parametrize("room", [None, 400], ids=["growing", "preallocated"])
 def test_a_layer_holds_what_a_cache_of_its_preset_alone_holds(room):
     """Bit for bit, after a prompt and steps, whatever the layers beside it have."""
-    config = model_named("llama").config
+    config = model_named("llama", num_hidden_layers=LAYERS).config
     cache = TurboQuantCache(config, mixed(residual_length=0), max_cache_len=room)
     assert type(cache.layers[3]) is (GrowingLayer if room is None else PreallocatedLayer)
     for index, name in enumerate(NAMES[:3]):
@@ -139,7 +140,7 @@ def assembled(model: Any, room: int | None) -> TurboQuantCache:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
     torch._dynamo.reset()
-    model = build("llama").to(device)
+    model = build("llama", num_hidden_layers=LAYERS).to(device)
     model.set_attn_implementation("turboquant")
     ids = tokens(2, 300).to(device)
     outputs = []
@@ -155,7 +156,7 @@ def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
 
 @pytest.mark.parametrize("room", [None, 512], ids=["growing", "preallocated"])
 def test_a_saved_cache_comes_back_with_its_presets(tmp_path, room):
-    model, cache = filled("llama", length=389, preset=mixed(), max_cache_len=room)
+    model, cache = filled("llama", length=389, layers=LAYERS, preset=mixed(), max_cache_len=room)
     cache.save(tmp_path / "c.safetensors")
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, mixed())
     assert loaded.config == cache.config
@@ -166,7 +167,7 @@ def test_a_saved_cache_comes_back_with_its_presets(tmp_path, room):
 
 
 def test_a_file_of_other_presets_by_layer_is_refused_by_what_it_has(tmp_path):
-    model, cache = filled("llama", length=140, preset=mixed())
+    model, cache = filled("llama", length=140, layers=LAYERS, preset=mixed())
     cache.save(tmp_path / "c.safetensors")
     for preset in ("3bit_nc", TurboQuantConfig.from_preset("3bit_nc", layers=MIXED | {0: "4bit_nc"})):
         with pytest.raises(
@@ -176,7 +177,7 @@ def test_a_file_of_other_presets_by_layer_is_refused_by_what_it_has(tmp_path):
 
 
 def test_an_empty_cache_is_pickled_and_says_what_it_is():
-    model = model_named("llama")
+    model = model_named("llama", num_hidden_layers=LAYERS)
     cache = TurboQuantCache(model.config, mixed())
     assert repr(cache) == "TurboQuantCache(3bit_nc, other presets in 2 of 4 layers, 0 tokens, empty)"
     assert pickle.loads(pickle.dumps(cache)).config == cache.config

@@ -15,6 +15,7 @@ from filelock import FileLock
 from transformers import PreTrainedModel
 
 from examples.measure.quality.stress import rescaled
+from tests.support.tensor_parallel_worker import ANSWERED, NEW_TOKENS
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.compat import as_input
@@ -71,11 +72,11 @@ def found(folder) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text(encoding="utf-8")) for rank in RANKS]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ANSWERED)
 def test_tokens_are_those_of_one_process_on_every_rank(found, preset):
     for rank in RANKS:
         tokens, expected = found[rank]["tokens"][preset]
-        assert len(tokens[0]) == 24 and len({*tokens[0], *tokens[1]}) > 20, "too uniform to tell a wrong cache"
+        assert len(tokens[0]) == NEW_TOKENS and len({*tokens[0], *tokens[1]}) > 14, "too uniform to tell a wrong cache"
         assert tokens == expected
 
 

@@ -123,7 +123,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 def test_room_under_flash_attention_is_what_its_pages_take_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = bench_serve.PagedAttentionMemoryHandler
     monkeypatch.setattr(handler, "get_available_memory", lambda self: 2**30)
-    model = build("llama")
+    model = build("llama", num_hidden_layers=4)
     options = ContinuousBatchingConfig(max_batch_tokens=256, max_memory_percent=0.9, max_requests_per_batch=8)
     token = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, channels, bytes
     room = bench_serve.flash_room(model, options)

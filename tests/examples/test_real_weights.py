@@ -6,7 +6,7 @@ skipped. Documents are read into plain caches once. All but their last tokens ar
 residual, and the last tokens are read through the packed cache in one call.
 
 The rotation is fixed (`seed`); KL then moves by less than a hundredth between machines, as in `test_quality.py`. Limits
-are a quarter above what was measured, the standard deviation over five rotations (13 to 33% by preset).
+are a quarter above what was measured, the standard deviation over five rotations (5 to 22% by preset).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tests.support.helpers import slow
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
 
-DOCUMENTS = 3
+DOCUMENTS = 2
 HISTORY = 4 + 5 * 128
 """Sinks and whole blocks: nothing but the sinks stays exact."""
 SCORED = 124
 
 LIMITS = {
-    "k8v4": (0.0022, 0.97),
-    "4bit_nc": (0.0081, 0.96),
-    "3.5bit_nc": (0.0099, 0.96),
-    "k3v4_nc": (0.0161, 0.955),
-    "3bit_nc": (0.0196, 0.96),
-    "2.5bit_nc": (0.0359, 0.94),
-    "2bit_nc": (0.0947, 0.88),
+    "k8v4": (0.0021, 0.97),
+    "4bit_nc": (0.0071, 0.96),
+    "3.5bit_nc": (0.0091, 0.96),
+    "k3v4_nc": (0.0169, 0.955),
+    "3bit_nc": (0.0201, 0.96),
+    "2.5bit_nc": (0.0389, 0.94),
+    "2bit_nc": (0.1031, 0.88),
 }
 """Most KL from the plain cache (nats, mean of a token), and least share of tokens with the same likeliest one."""
 

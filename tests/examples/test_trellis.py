@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -106,6 +108,14 @@ def test_codes_of_presets_are_nearly_the_best(bits: int, name: str) -> None:
         assert best < (x - level).square().mean().item() < (1.035 if bits == 2 else 1.012) * best
 
 
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "and.b32": operator.and_,
+    "xor.b32": operator.xor,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr.u32": operator.rshift,
+}
+
+
 def executed(program: Program, registers: dict[str, int]) -> list[int]:
     """What a prototype stores, its PTX interpreted."""
     stored = []
@@ -127,9 +137,7 @@ def executed(program: Program, registers: dict[str, int]) -> list[int]:
         elif name == "shf.l.wrap.b32":
             result = (x[0] << x[2] | x[0] >> 32 - x[2]) & 0xFFFFFFFF
         else:
-            a, b = x
-            operation = {"and.b32": a & b, "xor.b32": a ^ b, "shl.b32": a << b & 0xFFFFFFFF, "shr.u32": a >> b}
-            result = operation[name]
+            result = OPERATIONS[name](*x)
         registers[out] = result
     return stored
 

@@ -3,12 +3,14 @@ spills nothing where it was tuned. Needs no GPU."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tq_kernels.latents import launch
-from tq_kernels.latents.launch import latent_config
+from tq_kernels.latents.launch import fitted, latent_config
 from tq_kernels.layout import BlockLayout
 
 from examples.measure.compile.builds import build_latents
@@ -64,3 +66,24 @@ def test_cards_and_sizes_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert taken(80, 512, 64, 4, 8) and taken(90, 256, 32, 2, 4)
     assert not any(taken(arch, 512, 64, 4, 8) for arch in (75, "gfx942"))
     assert not any(taken(90, *sizes) for sizes in ((512, 64, 4, 3), (384, 64, 4, 8), (1024, 64, 4, 8), (512, 8, 4, 8)))
+
+
+@pytest.mark.parametrize("preset", ["4bit_nc", "3bit_nc", "k8v4"])
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 16), (64, 64), (256, 32), (512, 64)])
+@pytest.mark.parametrize("tile", [32, 64])
+def test_a_thread_unpacks_both_halves_of_a_word(preset: str, dim: int, rotary: int, tile: int) -> None:
+    """A thread with one half gets numbers of nothing for the other: on an H200 results were wrong then."""
+    layout = BlockLayout(dim, rotary, BITS[preset][0], 8)
+    config = fitted(replace(latent_config(16, layout, target_of(90)), tile=tile), layout)
+    for channels in (dim // config.chunks, rotary):
+        assert tile // 4 * channels >= 2 * 32 * config.warps
+    assert config.warps & (config.warps - 1) == 0 and config.chunks % (4 if layout.key_bits < 4 else 1) == 0
+
+
+@pytest.mark.parametrize("bits", [(4, 8), (2, 8)])
+def test_compiled_tiles_are_unpacked_in_pairs(bits: tuple[int, int]) -> None:
+    compiled = build_latents(90, bits, dim=64, rotary=16, rows=5)
+    tiles = re.findall(r"elementwise_inline_asm .*packed_element = 2.* : tensor<(\d+)x(\d+)xi16", compiled.asm["ttgir"])
+    assert tiles
+    threads = 32 * compiled.metadata.num_warps
+    assert min(int(rows) * int(columns) for rows, columns in tiles) >= 2 * threads

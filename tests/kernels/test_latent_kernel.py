@@ -14,13 +14,14 @@ from tests.support.kernel_cases import (
     DEVICE,
     Case,
     child,
+    gpu,
     kernel_rotations,
     make_inputs,
     oracle,
     relative_rms,
     runs_kernels,
 )
-from tq_hf import TurboQuantCache
+from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.config import PRESETS, TurboQuantConfig
 
@@ -149,12 +150,9 @@ def test_rows_that_attend_to_nothing_are_zero() -> None:
     assert (run(case, inputs, rotary)[1] == 0).all()
 
 
-@runs_kernels
-@pytest.mark.parametrize("room", [None, 512], ids=["growing", "preallocated"])
-def test_a_model_reads_packed_latents(room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_model() -> Any:
+    """A model with latents that the kernels take, in float32."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config
-
-    from tq_hf.ops.triton import blocks
 
     config = DeepseekV3Config(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, first_k_dense_replace=1,
@@ -166,11 +164,27 @@ def test_a_model_reads_packed_latents(room: int | None, monkeypatch: pytest.Monk
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each launch of the kernels from now on."""
+    from tq_hf.ops.triton import blocks
+
+    found: list[int] = []
+    attend = blocks.attend_latents
+    monkeypatch.setattr(blocks, "attend_latents", lambda *arguments: (found.append(1), attend(*arguments))[1])
+    return found
+
+
+@runs_kernels
+@pytest.mark.parametrize("room", [None, 512], ids=["growing", "preallocated"])
+def test_a_model_reads_packed_latents(room: int | None, calls: list[int]) -> None:
+    model = small_model()
     ids = torch.randint(3, 64, (2, 400)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :21] = 0
-    calls, attend = [], blocks.attend_latents
-    monkeypatch.setattr(blocks, "attend_latents", lambda *arguments: (calls.append(1), attend(*arguments))[1])
 
     def logits(attention: str) -> torch.Tensor:
         model.set_attn_implementation(attention)
@@ -185,3 +199,21 @@ def test_a_model_reads_packed_latents(room: int | None, monkeypatch: pytest.Monk
     assert not calls
     assert relative_rms(logits("turboquant"), expected.cpu().double()) < 2e-3
     assert len(calls) == 3
+
+
+@gpu
+def test_a_captured_step_reads_packed_latents(calls: list[int]) -> None:
+    model = small_model()
+    ids = torch.randint(3, 64, (2, 390)).to(DEVICE)
+    options = dict(max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+
+    def generated(attention: str) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model.config, max_cache_len=512)
+        return model.generate(ids, **as_input(cache), custom_generate=graph_decoding, **options)
+
+    expected = generated("sdpa")
+    assert not calls
+    found = generated("turboquant")
+    assert 0 < len(calls) < 23  # replayed steps launch nothing
+    assert (found == expected).float().mean() > 0.99

@@ -126,8 +126,9 @@ def test_chunked_and_unchunked_logits_agree_with_an_unbounded_residual(name):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_assisted_greedy_is_greedy(preset, seeds):
     """Where a block is encoded between proposing and checking, the two read different states of the same token: the
-    only difference there may be. The residual here is long enough that what is read is packed either way."""
-    model = build("llama")
+    only difference there may be. The residual here is long enough that what is read is packed either way, but for
+    drafts that come with the prompt: of this model none is right."""
+    model = build("llama", num_hidden_layers=4)
     model.set_attn_implementation("turboquant")
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)

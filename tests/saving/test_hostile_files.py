@@ -28,7 +28,7 @@ from tq_hf.saving.cache_file import VERSION
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, bytes, torch.Tensor]:
     """A model, the bytes of a file, and the logits after it."""
-    model, cache = filled("gemma3", length=260)
+    model, cache = filled("gemma3", length=260, layers=4)
     path = tmp_path_factory.mktemp("saved") / "c.safetensors"
     cache.save(path)
     return model, path.read_bytes(), run(model, cache, tokens(2, 1))
@@ -302,7 +302,7 @@ def test_a_hostile_file_is_refused(tmp_path, saved, kind):
     refused(tmp_path, model, make(content), says)
 
 
-@pytest.mark.parametrize("skip_layers", [(), range(4)], ids=["compressed", "dense"])
+@pytest.mark.parametrize("skip_layers", [(), range(2)], ids=["compressed", "dense"])
 def test_room_that_no_memory_has_is_refused(tmp_path, skip_layers):
     model, cache = filled("llama", length=140, max_cache_len=256, skip_layers=skip_layers)
     cache.save(tmp_path / "c.safetensors")

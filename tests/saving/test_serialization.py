@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.helpers import assert_unchanged, snapshot
+from tests.support.helpers import assert_unchanged, every_pair, snapshot
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
 from tests.support.tiny_models import CONFIGS, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
@@ -27,9 +27,9 @@ from tq_hf.saving.cache_file import load_cache, save_cache
 NEEDLE = Path(__file__).resolve().parents[2] / "examples" / "needle"
 
 
-@pytest.mark.parametrize("max_cache_len", [None, 512], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("attention", ["turboquant", "dense"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "attention", "max_cache_len"), every_pair(tuple(CONFIGS), ("turboquant", "dense"), (None, 512))
+)
 def test_a_loaded_cache_continues_with_identical_logits(tmp_path, name, attention, max_cache_len):
     attention = dense_attention(name) if attention == "dense" else attention
     model, cache = filled(name, attention=attention, max_cache_len=max_cache_len)
@@ -39,14 +39,14 @@ def test_a_loaded_cache_continues_with_identical_logits(tmp_path, name, attentio
     assert int(loaded.get_seq_length()) == 300 and loaded.config == cache.config
     for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
         if isinstance(ours, TurboQuantLayer):
-            assert ours.reads_packed == theirs.reads_packed
+            assert (ours.reads_packed, ours.is_untouched) == (theirs.reads_packed, theirs.is_untouched)
     # Less where transformers keeps a part of a larger tensor.
     assert loaded.memory_footprint().total <= cache.memory_footprint().total
     assert loaded.memory_footprint().packed == cache.memory_footprint().packed > 0
     assert_continue_alike(model, cache, loaded, (1, 1, 9, 1) if max_cache_len is None else (1, 1, 1))
 
 
-@pytest.mark.parametrize("skip_layers", [(0, -1), range(4)], ids=["some", "all"])
+@pytest.mark.parametrize("skip_layers", [(0,), range(2)], ids=["some", "all"])
 def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_layers):
     model, cache = filled("llama", max_cache_len=512, skip_layers=skip_layers)
     cache.save(tmp_path / "c.safetensors", model)
@@ -73,7 +73,7 @@ def test_generate_goes_on_from_a_loaded_cache(tmp_path, name):
         {"preset": "2.5bit_nc"},
         {"preset": "k8v4", "residual_length": 0, "sink_tokens": 0},
         {"residual_length": 10**6, "balance": False},
-        {"skip_layers": (0, -1)},
+        {"skip_layers": (0,)},
         {"seed": 2**40},
     ],
     ids=lambda options: ",".join(options),
@@ -206,7 +206,7 @@ def test_a_file_holds_what_is_used_and_no_reserve(tmp_path):
     layout = cache.config.layout(32)
     per_layer = 2 * 2 * (1 * layout.block_bytes + (300 - 128) * 2 * 32 * 4)
     size = (tmp_path / "c.safetensors").stat().st_size
-    assert 4 * per_layer <= size <= 4 * per_layer + 16384
+    assert 2 * per_layer <= size <= 2 * per_layer + 16384
     assert all(tensor.numel() for tensor in load_file(tmp_path / "c.safetensors").values())
 
 
@@ -256,7 +256,7 @@ def test_a_fingerprint_depends_on_weights_and_not_on_attention():
         model.set_attn_implementation(attention)
         prints.append(fingerprint.identify(model))
     assert prints[0] == prints[1] == prints[2] == fingerprint.identify(build("llama"))
-    for parameter in ("layers.2.self_attn.k_proj", "layers.0.mlp.up_proj", "embed_tokens"):
+    for parameter in ("layers.1.self_attn.k_proj", "layers.0.mlp.up_proj", "embed_tokens"):
         changed = build("llama")
         changed.model.get_submodule(parameter).weight.data.mul_(1.001)
         assert fingerprint.identify(changed)["weights"] != prints[0]["weights"], parameter
@@ -296,7 +296,7 @@ def _with_other_rope(model: Any) -> Any:
     [
         (lambda model: build("llama", seed=2), "another model of the same shape"),
         (lambda model: build("qwen3"), "another model: its `model_type`"),
-        (_shallower, "another model: its `num_hidden_layers` is 4, and this model's is 3"),
+        (_shallower, "another model: its `num_hidden_layers` is 2, and this model's is 3"),
         (_with_other_rope, "another model: its `rope_parameters`"),
         (_retyped, r"made by a model in torch.float32.*dtype=torch.float32"),
     ],
@@ -333,7 +333,7 @@ def test_the_file_opens_with_safetensors_itself(tmp_path):
     store = cache.layers[1].store
     assert torch.equal(tensors["layers.1.key_words"], store.blocks.key_words[:, :, : store.counts.blocks])
     assert torch.equal(tensors["layers.0.keys"], cache.layers[0].keys)
-    assert all(isinstance(cache.layers[i], TurboQuantLayer) == (f"layers.{i}.scales" in tensors) for i in range(4))
+    assert all(isinstance(cache.layers[i], TurboQuantLayer) == (f"layers.{i}.scales" in tensors) for i in range(2))
 
 
 def test_a_baseline_cache_is_not_a_turboquant_cache():

@@ -35,6 +35,12 @@ def mixed(name: str, **changes: Any) -> PreTrainedModel:
     return model_of(name, **(layers | changes))
 
 
+def hybrid(**changes: Any) -> PreTrainedModel:
+    """A random Qwen3-Next of a linear, a full and a linear layer."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    return model_of("qwen3_next", **(dict(num_hidden_layers=3, layer_types=kinds) | changes))
+
+
 def gemma4(**changes: Any) -> PreTrainedModel:
     """A random model with the heads of Gemma 4 26B-A4B: 16 of queries, 8 of 256 channels of keys and values in sliding
     windows, 2 of 512 in full attention, whose values are made of what its keys are."""

@@ -6,6 +6,7 @@ import gc
 import types
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ BLOCK = BlockLayout.tokens
 def slow(*values: Any) -> Any:
     """A case that takes long, and whose parts other cases have."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def every_pair(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Half of the rows of a table of three columns or more, in which any two values of two columns still meet."""
+    rows = [list(zip(*cells, strict=True)) for cells in product(*map(enumerate, columns))]
+    return [values for places, values in rows if sum(places) % 2 == 0]
 
 
 def compile_config(backend: str = "eager", *, fullgraph: bool = True) -> CompileConfig:

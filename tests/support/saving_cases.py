@@ -25,9 +25,11 @@ def run(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(ids, **as_input(cache)).logits
 
 
-def filled(name: str, length: int = 300, batch: int = 2, attention: str = "turboquant", **options: Any) -> Any:
-    """A model and a cache that holds a prompt and one more token."""
-    model = model_named(name)
+def filled(
+    name: str, length: int = 300, batch: int = 2, attention: str = "turboquant", layers: int = 0, **options: Any
+) -> Any:
+    """A model and a cache that holds a prompt and one more token; `layers` are those of the model, 0 as they are."""
+    model = model_named(name, **(dict(num_hidden_layers=layers) if layers else {}))
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, model=model, **options)
     run(model, cache, tokens(batch, length - 1))

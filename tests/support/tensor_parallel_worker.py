@@ -25,8 +25,10 @@ from tests.support.tiny_models import VOCAB
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.compat import as_input
 
-PROMPT_TOKENS, NEW_TOKENS = 246, 24
+PROMPT_TOKENS, NEW_TOKENS = 246, 16
 """A block ends at 258 tokens."""
+ANSWERED = ("k8v4", "4bit_nc")
+"""Presets that a step reads each in its way: keys of 8 bits and codes. Of all presets the packed bits are compared."""
 OPTIONS = dict(residual_length=0, sink_tokens=2)
 
 
@@ -118,14 +120,14 @@ def main() -> None:
 
     # Each rank does a share of the one-process runs.
     expected = {}
-    for preset in list(PRESETS)[rank::size]:
+    for preset in ANSWERED[rank::size]:
         cache = TurboQuantCache(alone.config, preset, **OPTIONS)
         expected[preset] = (generate(alone, cache), bytes_held(cache))
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, expected)
     expected = {preset: result for part in parts for preset, result in part.items()}
 
-    for preset in PRESETS:
+    for preset in ANSWERED:
         cache = TurboQuantCache(sharded.config, preset, **OPTIONS)
         tokens = generate(sharded, cache)
         found["tokens"][preset] = [tokens, expected[preset][0]]
@@ -165,8 +167,8 @@ def main() -> None:
     config.options = {"guard_filter_fn": without_module_guards().options["guard_filter_fn"]}
     caches = [TurboQuantCache(sharded.config, max_cache_len=room, **OPTIONS) for room in (300, 400)]
     found["local_shards"] = {
-        "tokens": [generate(sharded, cache, 20, compile_config=config) for cache in caches],
-        "expected": [row[:20] for row in expected["4bit_nc"][0]],
+        "tokens": [generate(sharded, cache, compile_config=config) for cache in caches],
+        "expected": expected["4bit_nc"][0],
         "graphs": counters["stats"]["unique_graphs"],
         "sharded": sum(isinstance(parameter, DTensor) for parameter in sharded.parameters()),
     }

@@ -37,7 +37,7 @@ _SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=64,
     intermediate_size=96,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=2048,
@@ -55,7 +55,7 @@ def _gpt_oss() -> PreTrainedConfig:
         sliding_window=96,
         num_local_experts=4,
         num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "full_attention"],
     )
 
 
@@ -71,14 +71,14 @@ def _qwen3_next() -> PreTrainedConfig:
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        layer_types=["linear_attention", "full_attention"] * 2,
+        layer_types=["linear_attention", "full_attention"],
     )
 
 
 def _gemma3n() -> PreTrainedConfig:
     """The last two layers read the keys of the two before them."""
     return Gemma3nTextConfig(
-        **_SIZES,
+        **(_SIZES | dict(num_hidden_layers=4)),
         head_dim=32,
         vocab_size_per_layer_input=VOCAB,
         hidden_size_per_layer_input=16,
@@ -104,7 +104,7 @@ def gemma4_config(**changes: Any) -> PreTrainedConfig:
             vocab_size_per_layer_input=VOCAB,
             hidden_size_per_layer_input=16,
             sliding_window=96,
-            layer_types=["sliding_attention", "full_attention"] * 2,
+            layer_types=["sliding_attention", "full_attention"],
         )
         | changes
     )
@@ -139,7 +139,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=96,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "full_attention"],
     ),
     "gemma3n": _gemma3n,
     "gemma4": gemma4_config,
@@ -151,7 +151,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size=VOCAB,
         n_positions=2048,
         n_embd=64,
-        n_layer=4,
+        n_layer=2,
         n_head=4,
         tie_word_embeddings=False,
         bos_token_id=1,
@@ -169,9 +169,13 @@ def dense_attention(name: str) -> str:
     return DENSE_ATTENTION.get(name, "sdpa")
 
 
-def build(name: str, seed: int = 1, **changes: int) -> PreTrainedModel:
-    """A random model of a family, float32, in eval mode; `changes` replace sizes of its config."""
+def build(name: str, seed: int = 1, **changes: Any) -> PreTrainedModel:
+    """A random model of a family, float32, in eval mode; `changes` replace sizes of its config. More layers repeat the
+    kinds of the two."""
     config = CONFIGS[name]()
+    if kinds := getattr(config, "layer_types", None):
+        layers = changes.get("num_hidden_layers", len(kinds))
+        changes = {"layer_types": (kinds * layers)[:layers]} | changes
     config.update(changes)
     return random_weights(config, seed)
 
@@ -197,7 +201,7 @@ def multimodal() -> tuple[PreTrainedModel, Callable[[], list[str]]]:
     torch.manual_seed(1)
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=16)
-    text = LlamaConfig(**(_SIZES | dict(num_hidden_layers=2)))
+    text = LlamaConfig(**_SIZES)
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=VOCAB - 1)
     attention = {"text_config": "turboquant", "vision_config": "eager"}
     model = LlavaForConditionalGeneration._from_config(config, attn_implementation=attention).eval()

@@ -26,9 +26,9 @@ TEMPLATE = (
 )
 
 
-def saved_model(name: str, folder: Path) -> Path:
-    """A folder with a tiny random chat model of one token a character."""
-    model = build(name)
+def saved_model(name: str, folder: Path, **changes: int) -> Path:
+    """A folder with a tiny random chat model of one token a character; `changes` are those of its config."""
+    model = build(name, **changes)
     model.save_pretrained(folder)
     backend = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -156,7 +156,7 @@ def test_estimate_takes_presets_by_layer(llama_folder):
     assert found["presets"][1]["max_context"] == estimator.max_context(config, found["cache_memory_bytes"])
     assert "3bit_nc,0=k8v4,-1=dense" in run("estimate", llama_folder, *options)
     assert "'0-k8v4' in `--preset` is no layer" in fails("estimate", llama_folder, "--preset", "k8v4,0-k8v4")
-    assert "names layer 9, but the model has 4" in fails("estimate", llama_folder, "--preset", "4bit_nc,9=k8v4")
+    assert "names layer 9, but the model has 2" in fails("estimate", llama_folder, "--preset", "4bit_nc,9=k8v4")
 
 
 def test_estimate_says_what_is_wrong(llama_folder, tmp_path):

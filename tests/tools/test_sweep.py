@@ -76,8 +76,8 @@ def test_the_line_names_the_commonest_preset_and_the_layers_that_differ():
     assert eval(spelled({0: DENSE})[1]) == TurboQuantConfig.from_preset("4bit_nc", skip_layers=(0,))
 
 
-def reader_of(name: str, tokens: int = FIRST + 2 * CHUNK + 9) -> Reader:
-    model = build(name)
+def reader_of(name: str, tokens: int = FIRST + 2 * CHUNK + 9, layers: int = 2) -> Reader:
+    model = build(name, num_hidden_layers=layers)
     model.set_attn_implementation("turboquant")
     return Reader(model, torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1)))
 
@@ -97,7 +97,7 @@ def test_kl_is_that_of_the_quality_measurements():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_layer_is_measured_alone_and_bytes_add_up_to_those_of_a_cache(name):
-    reader, presets = reader_of(name), ["k8v4", "2bit_nc"]
+    reader, presets = reader_of(name, layers=4), ["k8v4", "2bit_nc"]
     estimator = Estimator(reader.model.config, torch.float32)
     result = sweep(reader, estimator, presets, 1000)
     sliding = [kind == "sliding_attention" for kind in getattr(reader.model.config, "layer_types", None) or [""] * 4]

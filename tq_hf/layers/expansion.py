@@ -58,28 +58,28 @@ class Expansion:
         self.size = 2
         self._results: list[Any] = []
 
-    def records(self, func: Any, *arguments: Any) -> bool:
-        """Whether to record an operation: none has run, and no argument is of another handle."""
-        own: list[bool] = []
-        replaced(arguments, torch.Tensor, lambda x: own.append(getattr(x, "_handle", self.handle) is self.handle) or x)  # type: ignore[func-returns-value]
-        return not self._results and func.__name__ in RECORDED and all(own)
+    def records(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether to record an operation: none has run, and no argument is of another handle, or a tensor in a list."""
+        if self._results or func.__name__ not in RECORDED:
+            return False
+        nested = (kwargs.values(), *(x for x in args if isinstance(x, (tuple, list))))
+        if any(isinstance(x, torch.Tensor) for several in nested for x in several):
+            return False
+        return all(getattr(x, "_handle", self.handle) is self.handle for x in args if isinstance(x, torch.Tensor))
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation. Returns its results, meta tensors."""
-
-        def numbered(states: Any) -> Any:
-            return Result(states._index) if isinstance(states, (ExpandedStates, self.lazy)) else states
-
-        def on_meta(states: Any) -> Any:
-            if isinstance(states, self.lazy):
-                return self.like.new_empty(self.handle.shape(states._index), device="meta")
-            return states if states.is_meta else states.to("meta")  # weights are real
-
-        self.operations.append((func, *(replaced(x, torch.Tensor, numbered) for x in (args, kwargs))))
+        own = (ExpandedStates, self.lazy)
+        self.operations.append((func, [Result(x._index) if isinstance(x, own) else x for x in args], kwargs))
         with as_plain_tensors():
-            out = func(*replaced(args, torch.Tensor, on_meta), **replaced(kwargs, torch.Tensor, on_meta))
+            out = func(*[self._on_meta(x) if isinstance(x, torch.Tensor) else x for x in args], **kwargs)
             several = isinstance(out, (tuple, list))
             return type(out)(map(self._numbered, out)) if several else self._numbered(out)
+
+    def _on_meta(self, states: Any) -> torch.Tensor:
+        if isinstance(states, self.lazy):
+            return self.like.new_empty(self.handle.shape(states._index), device="meta")
+        return states if states.is_meta else states.to("meta")  # weights are real
 
     def _numbered(self, states: torch.Tensor) -> torch.Tensor:
         result = states.as_subclass(ExpandedStates)
@@ -91,9 +91,8 @@ class Expansion:
         """A result. All operations run at the first call."""
         if not self._results:
             results = self._results = list(self.handle.states())
-            for func, *arguments in self.operations:
-                args, kwargs = (replaced(x, Result, lambda result: results[result.place]) for x in arguments)
-                out = func(*args, **kwargs)
+            for func, args, kwargs in self.operations:
+                out = func(*[results[x.place] if isinstance(x, Result) else x for x in args], **kwargs)
                 results.extend(out if isinstance(out, (tuple, list)) else (out,))
         result: torch.Tensor = self._results[index]
         return result
@@ -109,7 +108,7 @@ class Expansion:
     def weight(self) -> torch.Tensor | None:
         """Weight `[Hq * (Dk - Dr + Dv), R]` of the first operation, a linear layer; `None` if that has a bias."""
         _, args, kwargs = self.operations[0]
-        _, weight, bias = (*args, None)[:3] if not kwargs else (None, None, None)
+        _, weight, bias = (*args, kwargs.get("bias"))[:3]
         plain = bias is None and isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point()
         return weight if plain else None
 

@@ -121,9 +121,9 @@ class Handle:
             return self._states[index].shape
         return self.view.tensors.dense_shapes(self.layer.shown_length(self.view))[index]
 
-    def recorder(self, func: Any, states: LazyStates, *arguments: Any) -> Expansion | None:
+    def recorder(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expansion | None:
         """`Expansion` that records an operation on lazy states, if any: a linear layer on latents begins one."""
-        expansion = self._expansion()
+        expansion, states = self._expansion(), args[0]
         if expansion is None:
             if func is not torch.nn.functional.linear or states._index or self.shape(0)[1] > 1 or self.touched:
                 return None
@@ -136,7 +136,7 @@ class Handle:
                     return None
             expansion = Expansion(self, like, LazyStates)
             self._expansion = weakref.ref(expansion)
-        return expansion if expansion.records(func, *arguments) else None
+        return expansion if expansion.records(func, args, kwargs) else None
 
     def states(self) -> KeyValue:
         """Dense keys and values, computed at the first call. Records that the model computes with them."""
@@ -174,7 +174,7 @@ class LazyStates(torch.Tensor):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             return shape if dim is None else shape[dim]
         if func not in METADATA and isinstance(args[0] if args else None, LazyStates):
-            expansion = args[0]._handle.recorder(func, args[0], args, kwargs)
+            expansion = args[0]._handle.recorder(func, args, kwargs)
             if expansion is not None:
                 if not _is_in_place(func):
                     return expansion.record(func, args, kwargs)

@@ -25,7 +25,7 @@ from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
 from tq_kernels.latents.attention import attend_latents_split
-from tq_kernels.latents.launch import latent_config, latent_constants
+from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
@@ -147,12 +147,13 @@ def build_latents(
 ) -> Compiled:
     """`attend_latents_split` for this number of query rows."""
     on = target_of(arch)
-    config = latent_config(rows, BlockLayout(dim, rotary, *bits), on)
+    layout = BlockLayout(dim, rotary, *bits)
+    config = fitted(latent_config(rows, layout, on), layout)
     types = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[f"*{dtype}"] * 4, "*i32", "*i32"]
     types += ["*u8", "*fp32", "*fp32", *["i32"] * 10, "fp32"]
     options = {"maxnreg": config.registers} if config.registers else {}
     options |= {"num_warps": config.warps, "num_stages": config.stages}
-    constants = latent_constants(BlockLayout(dim, rotary, *bits), mask == 0 and rows > 64, mask, config, on)
+    constants = latent_constants(layout, mask == 0 and rows > 64, mask, config, on)
     return build(attend_latents_split, types, constants, arch, **options)
 
 

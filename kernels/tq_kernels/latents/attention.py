@@ -10,8 +10,8 @@ with the queries u = W_k^T q, computed before, and outputs multiplied by W_v, af
 Packed latents are rotated by R and packed rotary keys by another rotation: `rotate_latent_queries` rotates queries,
 `merge_latents` rotates outputs back. Sinks and residual are dense and meet plain queries.
 
-Tokens and channels are M, query rows N of the products: a tile [tokens, R] of latents is the first operand of the one,
-transposed the first of the other. Hopper's products then need no 64 rows to fill.
+Query rows are M of both products: rows [rows, R] times a tile of latents [R, tokens], then weights [rows, tokens] times
+the same tile [tokens, R].
 
 Rows are r = head * S + query. Partial results are in slots of all rows: slot i < splits of the packed part's program i,
 slot splits + j of the j-th tile of dense tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,13 +61,19 @@ def latent_config(rows: int, layout: BlockLayout, on: Target) -> LatentConfig:
         return LatentConfig(16, 64, 4, 8, 2, *((128, 2) if on.shared_bytes > 200 * 1024 else ()))
     if rows <= 32 or on.capability[0] != 9:  # 64 rows are those of Hopper's products
         return LatentConfig(32, 64, 4, 8, 2)
-    return LatentConfig(64, 64, 4, 8, 2)
+    return LatentConfig(64, 64, 4, 8, 3)
+
+
+def fitted(config: LatentConfig, layout: BlockLayout) -> LatentConfig:
+    """`config` with chunks and warps for channels this few: a thread unpacks two neighbours, the halves of a word."""
+    chunks = max(4 if layout.key_bits < 4 else 1, min(config.chunks, layout.key_dim // 64))
+    pairs = config.tile // 4 * min(layout.key_dim // chunks, layout.value_dim) // 2
+    return replace(config, chunks=chunks, warps=min(config.warps, pairs // 32))
 
 
 def latent_constants(layout: BlockLayout, causal: bool, mask: int, config: LatentConfig, on: Target) -> tuple[Any, ...]:
     """Constants of `attend_latents_split` on this target, in order."""
-    chunks = max(config.chunks, 4 if layout.key_bits < 4 else 1)
-    tiles = (config.block_rows, config.tile, chunks, config.stages, on.asm)
+    tiles = (config.block_rows, config.tile, config.chunks, config.stages, on.asm)
     return (layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles)
 
 
@@ -105,7 +111,7 @@ def attend_latents(
     packed, sinks, ring = held
     batch, query_heads, queries, value_dim = rotary.shape
     key_dim, rows, on = latent.shape[2], query_heads * queries, target(latent.device)
-    config = config or latent_config(rows, packed.layout, on)
+    config = fitted(config or latent_config(rows, packed.layout, on), packed.layout)
     count, row_tiles = batch * rows, -(-rows // config.block_rows)
     if splits is None:
         # A program has two blocks at least: more partial results take longer to merge than another block takes.
