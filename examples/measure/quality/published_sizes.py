@@ -24,6 +24,7 @@ from transformers import CONFIG_MAPPING
 from examples.measure.quality.family_configs import model_types
 from examples.provenance import RESULTS
 from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.batching.allocators import holds_latents
 from tq_hf.batching.checks import INSTEAD, check_model, pages_config
 from tq_hf.layers.compressed import TurboQuantLayer
 from tq_hf.ops.backend import MAX_FLASH_DIM
@@ -69,8 +70,9 @@ def card(capability: tuple[int, int]) -> Iterator[torch.Tensor]:
         target.cache_clear()
 
 
-def in_torch(key_dim: int, value_dim: int, batches: bool) -> list[str]:
-    """Operations in torch for heads of these widths: single steps, prompts after a history, and both in batches."""
+def in_torch(key_dim: int, value_dim: int, batches: bool, latents: bool = False) -> list[str]:
+    """Operations in torch for heads of these widths: single steps, prompts after a history, and both in batches. No
+    kernel reads pages of `latents`."""
     config, pages = TurboQuantConfig(), pages_config("4bit_nc")
     layout, paged = config.layout(key_dim, value_dim), pages.layout(key_dim, value_dim)
     falls: list[str] = []
@@ -83,8 +85,8 @@ def in_torch(key_dim: int, value_dim: int, batches: bool) -> list[str]:
             computed = {"steps": supports_blocks(states, layout), "prompts": supports_prefix(states, layout) or wide}
             if batches:
                 computed |= {
-                    "steps in batches": supports_paged_decode(states, paged),
-                    "prompts in batches": supports_paged_prompts(states, paged),
+                    "steps in batches": not latents and supports_paged_decode(states, paged),
+                    "prompts in batches": not latents and supports_paged_prompts(states, paged),
                 }
         falls += [name + suffix for name, done in computed.items() if not done and name not in falls]
     return falls
@@ -109,7 +111,8 @@ def sizes_of(model_type: str) -> Sizes:
         (keys, *_), (values, *_) = calls[0].likes[:2]
         name = str(keys[3]) if keys[3] == values[3] else f"{keys[3]}/{values[3]}"
         layers[name] = layers.get(name, 0) + 1
-        if name not in falls and (names := in_torch(keys[3], values[3], not refused)):
+        latents = holds_latents(made.model.config.get_text_config())
+        if name not in falls and (names := in_torch(keys[3], values[3], not refused, latents)):
             falls[name] = names
     return Sizes(layers, falls, refused)
 
