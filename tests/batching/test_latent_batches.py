@@ -231,6 +231,7 @@ def test_heads_divided_among_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_answers_are_those_of_generate() -> None:
     model, inputs = model_of("deepseek_v3").cuda(), prompts([3, 127, 132, 300])
     with session_of(model) as session:
