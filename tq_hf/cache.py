@@ -59,7 +59,8 @@ class TurboQuantCache(DynamicCache):
     packed in blocks of 128. Padding is known from masks `[B, T]`, unless the call is compiled.
     Sliding-window (only their window is held), linear and skipped layers are not compressed. Load the model with
     `attn_implementation="turboquant"` to read packed blocks directly; other attention functions get dequantized states.
-    Use one cache per batch.
+    Latent attention (MLA): keys are latents with the preset's bits, values are rotary keys with 8 bits. Use one cache
+    per batch.
 
     Args:
         model_config: The model's config (`model.config`). The text decoder of a multimodal model is used.
