@@ -92,7 +92,7 @@ BUDGETS = {
         "batching": 4390,  # latents; options by request; metrics; capturing, compiling and tracing beside steps; linear
         "graph_decoding": 1235,  # stop strings, with the tokenizer that generate() drops; drafts, over windows too
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
-        "layers": 1875,  # latents that are not expanded; rollback of uneven layers, on the device; rings; assigned keys
+        "layers": 1840,  # latents that are not expanded; rollback of uneven layers, on the device; rings; assigned keys
         "stores": 1045,  # one store; named parts of a long call; blocks keep their codes; steps of several tokens
         "ops": 2615,  # latents, and pages of them; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales

@@ -44,3 +44,17 @@ def test_a_preallocated_step_refuses_a_short_mask(counted: bool, needed: int) ->
     with pytest.raises(ValueError, match=REFUSED.format(needed)):
         graph_ops.attend_token(query, view, mask(1, 200), AttentionOptions(0.1))
     assert graph_ops.attend_token(query, view, mask(1, 300), AttentionOptions(0.1)).isfinite().all()
+
+
+def test_a_step_of_several_tokens_refuses_a_short_mask_once_they_are_appended() -> None:
+    """As for the second layer of those that share keys and values."""
+    pair = states(0, heads=1, tokens=250, dim=32)
+    store = LayerStore.allocate(all_packed(), *pair, 300)
+    store.take_steps_of(4)
+    store.append(*pair)
+    view = store.append(*states(1, heads=1, tokens=4, dim=32))
+    query = states(2, heads=4, tokens=4, dim=32)[0]
+    first = graph_ops.attend_token(query, view, mask(4, 254), AttentionOptions(0.1))
+    with pytest.raises(ValueError, match="251 columns for 254 tokens"):
+        graph_ops.attend_token(query, view, mask(4, 251), AttentionOptions(0.1))
+    assert torch.equal(graph_ops.attend_token(query, view, mask(4, 254), AttentionOptions(0.1)), first)

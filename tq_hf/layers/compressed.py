@@ -148,9 +148,11 @@ class TurboQuantLayer(FullAttentionLayer):
         return _as_appended(view := self.store.view(), dispatch.dense(view))
 
     def stamp(self, name: str) -> Any:
+        """Version of the keys or values (by `name`). Two versions are equal if the states did not change between."""
         return self.store, self._edits[name], self._edits["all"], int(self.get_seq_length())
 
     def write(self, name: str, states: torch.Tensor) -> None:
+        """Replace the keys or values (by `name`) by `states`, and keep the others."""
         self._edits[name] += 1
         both = dict(zip(("keys", "values"), self._copies(), strict=True)) | (self._assigned or {}) | {name: states}
         self._assigned = None

@@ -20,33 +20,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, autocast_dtype, has_forward_hooks
 from ..ops import dispatch
-from ..stores.store import LayerStore
 from ..tensors.layer import View
 from .base import replaced
 from .expansion import ExpandedStates, Expansion, is_known, real
 
-
-class Owner(Protocol):
-    """The attributes and methods of a layer that a handle uses; see `TurboQuantLayer`."""
-
-    store: LayerStore | None
-    reader: weakref.ref[Any] | None
-    is_untouched: bool
-    expands: bool
-    prompt: KeyValue | None
-
-    def dense(self, view: View) -> KeyValue:
-        """Dequantized states of a view."""
-
-    def shown_length(self, view: View) -> int:
-        """Number of rows of these states."""
+if TYPE_CHECKING:
+    from .compressed import TurboQuantLayer
 
 
 class _NoBackward(torch.autograd.Function):
@@ -90,7 +76,7 @@ class Handle:
     sources: tuple[torch.Tensor, ...] = ()
     """Tensors that the states depend on and that get no gradients: see `without_backward`."""
 
-    def __init__(self, layer: Owner, view: View, states: KeyValue | None = None) -> None:
+    def __init__(self, layer: TurboQuantLayer, view: View, states: KeyValue | None = None) -> None:
         self.layer = layer
         self.view = view
         self._states = states
@@ -230,7 +216,7 @@ def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tens
     return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
 
 
-def _keep_for_hooks(module: torch.nn.Module, layer: Owner, states: KeyValue) -> None:
+def _keep_for_hooks(module: torch.nn.Module, layer: TurboQuantLayer, states: KeyValue) -> None:
     """Keep a first prompt dense for forward hooks of `module` (kvpress prunes in one), and free it after them."""
 
     def free(*_: Any) -> None:

@@ -126,9 +126,8 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     """
     tensors, counts, max_cache_len, past, pending, _ = view
     assert isinstance(counts, DeviceCounts) and pending is not None
-    tokens = 1 if pending.states is None else pending.states[0].shape[2]
     if mask is not None:
-        dispatch.check_mask(mask, max_cache_len if past is None else past + tokens)
+        dispatch.check_mask(mask, max_cache_len if past is None else past + query.shape[2])
     elif not options.causal and query.shape[2] > 1:
         mask = torch.ones(1, 1, query.shape[2], view.length, dtype=torch.bool, device=query.device)
     if not dispatch.supports_mask(mask, options):
@@ -196,8 +195,7 @@ def attend_absorbed(
     if isinstance(counts, DeviceCounts):
         assert pending is not None
         if mask is not None:
-            tokens = 1 if pending.states is None else pending.states[0].shape[2]
-            dispatch.check_mask(mask, max_cache_len if past is None else past + tokens)
+            dispatch.check_mask(mask, max_cache_len if past is None else past + query.shape[2])
         if compiling:
             row = [] if pending.states is None else list(pending.states)
             held, text = (row, tensors.arguments(), list(counts)), tensors.config_text
