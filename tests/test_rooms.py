@@ -76,7 +76,7 @@ def test_backends_are_asked_for_through_dispatch() -> None:
 BUDGETS = {
     "tq_kernels": {
         "latents": 550,  # attention over packed latents: queries rotated, tiles of tokens, merged
-        "decode": 2375,  # channels in parts, four warps for wide heads; what was not taken; steps of several tokens
+        "decode": 2350,  # channels in parts, four warps for wide heads; what was not taken; steps of several tokens
         "prefix": 1630,  # values of wide heads in two launches
         "codec": 2205,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
         "sampling": 165,  # top_k, top_p and min_p without a sort

@@ -253,7 +253,7 @@ class DenseRows(NamedTuple):
 
 
 class HeldCounts:
-    """Counts of a layer that a step attends to: int32 scalars on the device, aligned to 16 bytes, and their addresses.
+    """Counts that the kernels of one step read: int32 scalars on the device, aligned to 16 bytes, and their addresses.
 
     Args:
         blocks: Number of packed blocks to read.
@@ -268,7 +268,7 @@ class HeldCounts:
 
 
 class PendingToken:
-    """Token that attention has still to write.
+    """New token that is not in the residual yet. The attention kernels of its step write it.
 
     `states` are keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, or `None` once they are written; `slot` is their
     row in the residual's ring, 0 where counts on the device decide it.

@@ -47,8 +47,8 @@ class TurboQuantLayer(FullAttentionLayer):
     model may expand latents for "turboquant" (MLA): its attention then reads packed latents, see
     `tq_hf.layers.expansion`.
 
-    A compiled step depends on one bit: did the last eager call pass its states to attention, and do nothing else with
-    them, or expand latents in a known way? If so the step returns placeholders, otherwise dequantized states.
+    A compiled step returns placeholders if the states of the last eager call were only passed to attention, or were
+    latents expanded in a known way. Otherwise the step returns dequantized states.
 
     Attributes besides the store and the channel scales; `reset` returns the first six to their first value:
 

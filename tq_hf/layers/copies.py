@@ -10,21 +10,18 @@ Writes that torch does not show are lost: by NumPy, by kernels on an address, an
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..compat import as_plain_tensors, changes_of, storage_id
 from .base import replaced
 
-if TYPE_CHECKING:
-    from .compressed import TurboQuantLayer
-
 
 class _Source:
-    """Origin of a copy and its views: the layer, and its version at the time of the copy."""
+    """Origin of a copy and its views: the `TurboQuantLayer`, and its version at the time of the copy."""
 
-    def __init__(self, layer: TurboQuantLayer, name: str, states: torch.Tensor) -> None:
+    def __init__(self, layer: Any, name: str, states: torch.Tensor) -> None:
         self.layer, self.name, self.states = weakref.ref(layer), name, states
         self.stamp = layer.stamp(name)
 
@@ -75,7 +72,7 @@ class Copy(torch.Tensor):
         return _views(result, copies)
 
 
-def copy_of(layer: TurboQuantLayer, name: str, states: torch.Tensor) -> torch.Tensor:
+def copy_of(layer: Any, name: str, states: torch.Tensor) -> torch.Tensor:
     """Make `states`, new tensors, a writable copy of the layer's keys or values (by `name`)."""
     return _copy(states, _Source(layer, name, states))
 

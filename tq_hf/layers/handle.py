@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tq_kernels.types import KeyValue
@@ -30,9 +30,6 @@ from ..ops import dispatch
 from ..tensors.layer import View
 from .base import replaced
 from .expansion import ExpandedStates, Expansion, is_known, real
-
-if TYPE_CHECKING:
-    from .compressed import TurboQuantLayer
 
 
 class _NoBackward(torch.autograd.Function):
@@ -61,7 +58,7 @@ class Handle:
     """Reference to a layer's tokens, for one call of the model.
 
     Args:
-        layer: The layer.
+        layer: The `TurboQuantLayer`.
         view: View of the tokens that the queries of this call attend to.
         states: Dense keys and values, if they exist already.
     """
@@ -76,7 +73,7 @@ class Handle:
     sources: tuple[torch.Tensor, ...] = ()
     """Tensors that the states depend on and that get no gradients: see `without_backward`."""
 
-    def __init__(self, layer: TurboQuantLayer, view: View, states: KeyValue | None = None) -> None:
+    def __init__(self, layer: Any, view: View, states: KeyValue | None = None) -> None:
         self.layer = layer
         self.view = view
         self._states = states
@@ -216,7 +213,7 @@ def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tens
     return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
 
 
-def _keep_for_hooks(module: torch.nn.Module, layer: TurboQuantLayer, states: KeyValue) -> None:
+def _keep_for_hooks(module: torch.nn.Module, layer: Any, states: KeyValue) -> None:
     """Keep a first prompt dense for forward hooks of `module` (kvpress prunes in one), and free it after them."""
 
     def free(*_: Any) -> None:

@@ -150,7 +150,7 @@ class LayerStore:
         return self._deferred is not None
 
     def settle(self, wait: bool = True) -> Counts:
-        """Do what was left for later: encode a deferred call, write the pending token, read counts on the device.
+        """Finish postponed work: encode a deferred call, write the pending token, read counts from the device.
 
         Args:
             wait: Whether to read counts of a preallocated store, unless it is empty. That waits for the device.
@@ -195,7 +195,7 @@ class LayerStore:
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
     ) -> View:
-        """Store new tokens and return what their queries attend to. That attention may be what copies them.
+        """Store new tokens and return what their queries attend to. A kernel that reads the view may write a token.
 
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.

@@ -201,8 +201,9 @@ class DeviceCounts(NamedTuple):
     Args:
         state: `[4]` int32: `Counts` between calls.
         step_counts: `[6, 4]` int32, numbers for the last decode step: sinks, blocks, residual rows, slot of the first
-            residual row; the blocks that became due in it; and 0, by which the append's programs find the last of
-            them. Only column 0 is used: entries lie 16 bytes apart, which is Triton's alignment.
+            residual row; the blocks that became due in it; and the number of programs of the append that are done,
+            which the last of them sets back to 0. Only column 0 is used: entries lie 16 bytes apart, which is Triton's
+            alignment.
         length: `[]` int64: tokens held, as `get_seq_length` returns it.
     """
 
@@ -226,10 +227,10 @@ class View(NamedTuple):
         counts: Counts on the host; the residual rows end with the new tokens, unless `new` holds those. `None` for a
             first call, which reads its own states, `new`. In a decode step of a preallocated store the counts are on
             the device, and hold what the step attends to once the newest token is appended.
-        length: Number of tokens of the dense states that stand for this view: all that are attended to, past and new;
-            with counts on the device, all there is room for.
+        length: Number of rows of this view's dense states. With counts on the host: past and new tokens. With counts on
+            the device: the capacity.
         past_length: Number of tokens cached before this call; `None` if the device alone knows.
-        pending: The newest token, if it may not be in the residual's ring yet. The attention that reads it writes it;
+        pending: The newest token, if it may not be in the residual's ring yet. The attention of this view writes it;
             all other readers write it first.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.

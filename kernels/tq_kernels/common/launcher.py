@@ -140,8 +140,7 @@ class Launch:
     `function(*grid, stream, *first, *addresses, *last)`."""
 
     def on_tensors(self, aligned: bool) -> Any:
-        """The same for tensors instead of addresses, of any variant. If they are `aligned`, this launch is then
-        `ready`."""
+        """Launch that takes tensors. If they are `aligned`, later launches may take addresses (`ready`)."""
 
         def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
             changing = tuple(x for x in arguments if isinstance(x, int))

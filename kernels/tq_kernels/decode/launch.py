@@ -1,4 +1,4 @@
-"""Launch decode attention, cheaply: three kernels; the first also appends the newest tokens.
+"""Launch decode attention as three kernels: rotate (and append the newest tokens), split, reduce.
 
 `DecodeLaunch` is for tensors that stay from step to step. It computes once all that does not change; a step only fills
 in addresses and what belongs to its query. The tensors are those of a batch, found by strides, or pages of many

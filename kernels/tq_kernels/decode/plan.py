@@ -3,33 +3,7 @@
 A plan depends on shapes and the device alone and is made once per combination. Lengths live in device tensors and no
 integer argument is specialised: nothing is compiled while a sequence grows.
 
-Three launches (rotate, split, reduce) were measured against fewer (one H200, 4 bits, microseconds of a call; both
-rotations were products with matrices then):
-
-|                                                 | 1 x 512 | 1 x 2k | 1 x 8k | 1 x 32k | 8 x 32k |
-| three launches                                  |    17.1 |   18.5 |   20.5 |    26.3 |    97.1 |
-| programs of the split rotate their queries      |    16.1 |   19.6 |   22.8 |    32.0 |   104.1 |
-| the same with a split that only this call needs |    17.1 |   17.6 |   21.6 |    31.6 |   109.3 |
-| one: the last program of a head merges          |    20.1 |   22.0 |   31.8 |    41.4 |         |
-
-With rotations by sums and differences 12.7, 13.6, 18.5, 25.7 and 93.4 us; where programs of the split rotate as well,
-in the same run, 13.5, 14.2, 19.3, 28.2 and 95.3.
-
-A call of 1 x 2k takes 14.0 us: three launches that do nothing 6.6 (one 4.3), the rotation 1, the split 5 after it,
-and the merge 3.4. Memory is no part of it: with code and data in the caches a call takes as long. It is the latency of
-instructions: with one or two warps, a scheduler issues one in some two cycles. Measured and not taken (1 x 2k, when
-it took 15.7): a first pass over stale queries or results, to have code in the cache for the real one (split 18.0,
-merge 16.1); a merge that counts pieces instead of waiting for the end of the split (15.7); fewer slots at a time in the
-merge of few splits (15.6); one division of L1 and shared memory for all three (no difference). Beginning as soon
-as the kernel in front of the rotation ends (programmatic launch) would win 0.3.
-
-At 1 x 8k it is memory: 14.4 us with the blocks in L2, 17.7 without, and their bytes take 2.1. All programs ask for
-their first block at once. Programs beside the rotation that ask for them (the split then waits for these to end, too)
-make 25.3 us of 26.6 at 1 x 32k and 56.2 of 57.4 at 1 x 128k, but 17.7 of 17.8 at 1 x 8k and 14.3 of 13.7 at 1 x 2k: not
-taken, for a hundredth of a step. Nor do programs of a preallocated cache ask for their first block by the last step's
-counts, before this step's are written: that saves 0.2 us up to 8k, nothing at 1 x 32k, and 2 of 90 us at 8 x 32k.
-Without the merge a call takes 3.2 to 3.7 us less at any length, without dense tokens 2.5 at 1 x 8k before `sharing` and
-0 to 0.9 elsewhere. Half as many programs at 3 bits: 27.6 us, not 28.8, at 1 x 32k, but 67 of 55 at 1 x 128k.
+`README.md` beside this file has the measurements behind three launches.
 """
 
 from __future__ import annotations
