@@ -6,8 +6,8 @@ For queries q of one KV head (rows r = g S + s of its G query heads and S querie
     rotated[r, :] = sum_t softmax(logit)[t, r] value_scale[t] value_level[t, :]    (`reduce` rotates back)
 
 The tokens are M and the query rows N of every matrix product: a GQA group of 4 then costs one 8-wide product instead of
-one padded to 16. `tq_kernels.common.schedule` decides which program reads what (`README.md` in this folder draws it). Dense sinks and
-residual are read in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
+one padded to 16. `tq_kernels.common.schedule` decides which program reads what (drawn in `README.md` beside this file).
+Dense sinks and residual are read in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
 G * S and TILE rows in a tile of rows:
