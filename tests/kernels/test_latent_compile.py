@@ -72,7 +72,7 @@ def test_cards_and_sizes_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 16), (64, 64), (256, 32), (512, 64)])
 @pytest.mark.parametrize("tile", [32, 64])
 def test_a_thread_unpacks_both_halves_of_a_word(preset: str, dim: int, rotary: int, tile: int) -> None:
-    """A thread with one half gets numbers of nothing for the other: on an H200 results were wrong then."""
+    """A thread with one half gets numbers of nothing for the other: tests of such tiles failed on an H200."""
     layout = BlockLayout(dim, rotary, BITS[preset][0], 8)
     config = fitted(replace(latent_config(16, layout, target_of(90)), tile=tile), layout)
     for channels in (dim // config.chunks, rotary):
