@@ -75,13 +75,13 @@ def test_backends_are_asked_for_through_dispatch() -> None:
 
 BUDGETS = {
     "tq_kernels": {
-        "latents": 550,  # attention over packed latents: queries rotated, tiles of tokens, merged
+        "latents": 520,  # attention over packed latents: queries rotated, tiles of tokens, merged
         "decode": 2350,  # channels in parts, four warps for wide heads; what was not taken; steps of several tokens
         "prefix": 1630,  # values of wide heads in two launches
         "codec": 2205,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
         "sampling": 165,  # top_k, top_p and min_p without a sort
         "turing": 935,
-        "common": 1040,  # magnitudes, and signs from two bits; one way to launch again; compiling in threads
+        "common": 1045,  # the power of two of a row; signs from two bits; one way to launch again; compiling in threads
         "types": 335,  # options of a call; where rows go; addresses, strides; sequences of steps with prompts
         "layout": 105,
         "format": 145,  # what decides trellis codes; how far key scales are shrunk
@@ -89,11 +89,11 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 4390,  # latents; options by request; metrics; capturing, compiling and tracing beside steps; linear
+        "batching": 4375,  # latents; options by request; metrics; capturing, compiling and tracing beside steps; linear
         "graph_decoding": 1235,  # stop strings, with the tokenizer that generate() drops; drafts, over windows too
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1840,  # latents that are not expanded; rollback of uneven layers, on the device; rings; assigned keys
-        "stores": 1045,  # one store; named parts of a long call; blocks keep their codes; steps of several tokens
+        "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
         "ops": 2615,  # latents, and pages of them; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 860,  # rows of latents; the order of padded rows; dense blocks of pages; counts say what they are
@@ -101,7 +101,7 @@ BUDGETS = {
         "attention": 340,  # packed latents; lost gradients; masks beside empty room, of padded rows
         "memory": 105,
         "balance": 125,  # kernels of a probe are compiled together
-        "config": 220,  # bits of latent layers
+        "config": 225,  # which layers hold latents, and their bits
         "compat": 600,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
         "__init__": 60,
     },

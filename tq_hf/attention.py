@@ -68,9 +68,8 @@ def turboquant_attention(
             f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
-    latents, view = None, None
     if torch.compiler.is_dynamo_compiling() and pending and getattr(key, "_handle", None) is None:
-        latents = pending.pop()
+        view, latents = None, pending.pop()
     else:
         view, key, value = resolve(key, value, module, query, attention_mask)
         latents = key._expansion.handle if isinstance(key, ExpandedStates) else None
@@ -81,11 +80,13 @@ def turboquant_attention(
         attention_mask = _without_unselected(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
+    # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
+    refused = dropout or module.__dict__.get("masked_key_indices") is not None
     if latents is not None:
         recorded: Any = getattr(key, "_expansion", None)
         source: Any = module.kv_b_proj if recorded is None else recorded
         view, weight = latents.view, source.weight
-        if not dropout and module.__dict__.get("masked_key_indices") is None:
+        if not refused:
             out = _attend_absorbed(weight, query, view, attention_mask, options)
             if out is not None:
                 return out, None
@@ -94,8 +95,7 @@ def turboquant_attention(
         key, value = real((key, value)) if recorded else expand(weight, query.shape, graph_ops.dense(view))
         view = None
     if view is not None and view.counts is not None:
-        # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
-        if dropout or module.__dict__.get("masked_key_indices") is not None:
+        if refused:
             _refuse_compressed(dropout)
         if attention_mask is not None and not attention_mask.shape[-1]:
             attention_mask = None

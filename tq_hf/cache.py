@@ -455,8 +455,8 @@ def _layer_for(
 ) -> Any:
     """Replacement for a layer of transformers, or the layer itself."""
     if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
-        holds_latents = getattr(model_config.get_text_config(decoder=True), "kv_lora_rank", None)
-        return TurboQuantLayer(config.of_latents() if holds_latents else config, max_cache_len, model_config)
+        config = config.of_layer(model_config.get_text_config(decoder=True))
+        return TurboQuantLayer(config, max_cache_len, model_config)
     if type(layer) is DynamicLayer:
         return GrowingLayer()
     if type(layer) is StaticLayer:

@@ -117,6 +117,10 @@ class TurboQuantConfig:
         """
         return self if self.preset is None else replace(self, value_bits=8)
 
+    def of_layer(self, model_config: Any) -> TurboQuantConfig:
+        """Return the configuration of a layer with this config of transformers."""
+        return self.of_latents() if holds_latents(model_config) else self
+
     def num_blocks(self, length: int) -> int:
         """Number of packed blocks in a cache of `length` tokens: complete and wholly older than `residual_length`."""
         return due_blocks(length, self.sink_tokens, self.residual_length)
@@ -137,6 +141,11 @@ class TurboQuantConfig:
         named = _unique_presets([(index % num_layers, name) for index, name in pairs])
         configs = {name: None if name is None else with_bits(self, name) for name in named.values()}
         return [configs[named[i]] if i in named else self for i in range(num_layers)]
+
+
+def holds_latents(model_config: Any) -> bool:
+    """Whether layers with this config of transformers cache latents and rotary keys (MLA)."""
+    return bool(getattr(model_config, "kv_lora_rank", None))
 
 
 def _is_pair(pair: Any) -> bool:

@@ -40,7 +40,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from ..compat import layer_config
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, holds_latents
 from ..tensors.pages import LayerPages, LayerWindows, window_page
 from .geometry import TableShape, listed
 
@@ -119,20 +119,10 @@ class CachedHeads(NamedTuple):
         return cls(find_num_key_value_heads(config), find_head_dim(config), find_head_dim(config))
 
 
-def holds_latents(config: PreTrainedConfig) -> bool:
-    """Whether a layer caches latents and rotary keys (MLA)."""
-    return bool(getattr(config, "kv_lora_rank", None))
-
-
 def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig) -> BlockLayout:
     """Sizes of a block of any full-attention layer of a decoder."""
     config = layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0])
-    return _of_kind(tq_config, config).layout(*CachedHeads.of(config)[1:])
-
-
-def _of_kind(tq_config: TurboQuantConfig, config: PreTrainedConfig) -> TurboQuantConfig:
-    """Encoding of the blocks of a layer with `config`."""
-    return tq_config.of_latents() if holds_latents(config) else tq_config
+    return tq_config.of_layer(config).layout(*CachedHeads.of(config)[1:])
 
 
 class _PoolAllocator(FullAttentionCacheAllocator):
@@ -181,7 +171,7 @@ class TurboQuantAllocator(_PoolAllocator):
 
     def __init__(self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], **options: Any) -> None:
         config: PreTrainedConfig = options["config"]
-        self.tq_config = _of_kind(tq_config, config)
+        self.tq_config = tq_config.of_layer(config)
         self.channel_scales = channel_scales
         self.heads = CachedHeads.of(config)
         self.layout = self.tq_config.layout(*self.heads[1:])

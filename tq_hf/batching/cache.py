@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 
 from ..compat import layer_config, memory_per_gpu
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, holds_latents
 from ..ops import dispatch, latent_pages
 from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
@@ -31,7 +31,6 @@ from .allocators import (
     StateSizes,
     TurboQuantAllocator,
     WindowAllocator,
-    holds_latents,
     page_owners,
     paged_layers,
 )

@@ -20,12 +20,12 @@ from transformers.utils import logging
 from ..balance import POSITIONS
 from ..cache import TurboQuantCache
 from ..compat import layer_configs, takes_attention_functions
-from ..config import TurboQuantConfig, config_of
+from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
 from ..layers.expansion import agrees
 from ..ops.dispatch import widest_paged_head
-from .allocators import LINEAR, WITHOUT_CACHE, holds_latents, linear_layers, page_owners, paged_layers
+from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, page_owners, paged_layers
 
 logger = logging.get_logger(__name__)
 
@@ -63,7 +63,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     name, decoder = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
-    if any(getattr(layer, "kv_lora_rank", None) for layer in layer_configs(decoder)):
+    if any(map(holds_latents, layer_configs(decoder))):
         _check_latents(model)
     found, linear = set(getattr(decoder, "layer_types", None) or []), linear_layers(decoder)
     if kinds := sorted(found - {FULL_ATTENTION, SLIDING_ATTENTION, *LINEAR, *WITHOUT_CACHE}):

@@ -18,10 +18,10 @@ from transformers.utils import logging
 
 from ..balance import Balance
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, holds_latents
 from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
-from .allocators import LINEAR, WITHOUT_CACHE, holds_latents, packed_layout
+from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
 from .cache import TurboQuantPagedCache
 from .checks import check_expansion, check_model, number_of_positions, paged_options

@@ -11,6 +11,7 @@ replays them for every length. `torch.library.triton_op` would not do: in torch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,20 @@ def tokens_held(counts: DeviceCounts) -> torch.Tensor:
     return _tokens_held(counts.length) if torch.compiler.is_dynamo_compiling() else counts.length
 
 
+def _layer_of(
+    tensors: list[torch.Tensor],
+    counts: list[torch.Tensor],
+    config: str,
+    max_cache_len: int,
+    row: Sequence[torch.Tensor],
+) -> tuple[LayerTensors, DeviceCounts]:
+    """Layer and counts of an operator's arguments. Raises `ValueError` without room for `row`, on a CPU."""
+    device_counts = DeviceCounts(*counts)
+    if row and row[0].is_cpu:
+        check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
+    return LayerTensors.from_arguments(config, tensors), device_counts
+
+
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
 def _append_token(
     keys: torch.Tensor,
@@ -49,10 +64,7 @@ def _append_token(
     config: str,
     max_cache_len: int,
 ) -> None:
-    device_counts = DeviceCounts(*counts)
-    if keys.is_cpu:
-        check_room(keys.shape[2], int(device_counts.length), max_cache_len)
-    layer = LayerTensors.from_arguments(config, tensors)
+    layer, device_counts = _layer_of(tensors, counts, config, max_cache_len, (keys, values))
     dispatch.append_token(layer, device_counts, keys, values, max_cache_len)
 
 
@@ -83,9 +95,7 @@ def _attend_token(
     config: str,
     max_cache_len: int,
 ) -> torch.Tensor:
-    device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config, tensors)
-    if query.is_cpu and row:
-        check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
+    layer, device_counts = _layer_of(tensors, counts, config, max_cache_len, row)
     pending = PendingToken((row[0], row[1]) if row else None)
     view = View(layer, device_counts, max_cache_len, None, pending)
     return dispatch.attend_token(query, view, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
@@ -162,9 +172,7 @@ def _attend_absorbed(
     config: str,
     max_cache_len: int,
 ) -> torch.Tensor:
-    device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config, tensors)
-    if query.is_cpu and row:
-        check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
+    layer, device_counts = _layer_of(tensors, counts, config, max_cache_len, row)
     if row:
         dispatch.append_token(layer, device_counts, row[0], row[1], max_cache_len)
     view = View(layer, device_counts, max_cache_len, None)

@@ -19,10 +19,9 @@ from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 from transformers.utils.import_utils import is_serve_available
 
 from ..batching import TurboQuantBatchingManager, continuous_batching
-from ..batching.allocators import holds_latents
 from ..batching.checks import DEFAULT_PAGE_SIZE
 from ..compat import check_required_names
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, holds_latents
 from .fields import check_fields
 from .sampling import (
     RequestManager,

@@ -30,6 +30,14 @@ class SoftmaxState(NamedTuple):
 
 
 @triton.jit
+def power_of_two(largest):
+    """Power of two at least as large as `largest`, a row's largest magnitude, and its inverse, float32."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + 1  # that of the float, plus one
+    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def finite(x):
     """Replace -inf by 0: a row that has attended to nothing shifts its logits by 0."""
     return tl.where(x == -float("inf"), 0.0, x)

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.schedule import LINE, ROTATED
+from ..common.softmax import power_of_two
 
 
 @triton.jit
@@ -94,11 +95,8 @@ def rotate_rows(
         offset = head_q.to(tl.int64) * new.stride_h + token.to(tl.int64) * new.stride_s  # [BR]
         inside = ((r < new.rows) & single)[:, None] & (d < DK)[None, :]
     q = tl.load(new.query + offset[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)  # [BR, BD]
-    # Power of two at least as large as the row's largest element: exponent of the float, plus one.
-    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) + 1  # [BR]
-    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    q *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    scale, inverse = power_of_two(tl.max(tl.abs(q), 1))  # [BR]
+    q *= inverse[:, None]
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     plain = scratch_fp16 + (2 * LINE) * plain_at + (head * new.rows + r)[:, None] * DK + d[None, :]
     tl.store(plain, q.to(tl.float16), mask=inside)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.softmax import SoftmaxState, finite, log2_sum, rescaled, weights
+from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
 from ..decode.reduce import Partials, ReduceShape, merge_row
 from ..decode.rotate import hadamard, signs
@@ -311,13 +311,10 @@ def rotate_latent_queries(
     value_factor = tl.load(value_channel_scales + batch * DV + dv).to(tl.float32)
     u = tl.load(latent + head * latent_h + (batch * queries + s).to(tl.int64) * latent_s + dk).to(tl.float32)
     q = tl.load(query + batch.to(tl.int64) * query_b + head * query_h + s * query_s + dv).to(tl.float32)
-    # Power of two at least as large as the row's largest element: exponent of the float, plus one.
-    largest = tl.maximum(tl.max(tl.abs(u), 0), tl.max(tl.abs(q), 0))
-    exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) + 1, 64), 190)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    power, inverse = power_of_two(tl.maximum(tl.max(tl.abs(u), 0), tl.max(tl.abs(q), 0)))
     u, q = (u * inverse)[None, :], (q * inverse)[None, :]
     at = batch * rows + row
-    tl.store(scale + at, (exponent << 23).to(tl.float32, bitcast=True))
+    tl.store(scale + at, power)
     start = at.to(tl.int64) * (DK + DV)
     keys_at, values_at = (start + dk)[None, :], (start + DK + dv)[None, :]
     tl.store(plain + keys_at, u.to(tl.float16))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common.device import AMPERE
 from ..common.schedule import lengths, located
-from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize
+from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize, power_of_two
 from ..common.unpack import load_levels
 
 
@@ -187,10 +187,7 @@ class PrefixDense(NamedTuple):
 def normalised_rows(pointers, inside):
     """Load rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] divided by."""
     q = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) + 1
-    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale, inverse = power_of_two(tl.max(tl.abs(q), 1))
     return (q * inverse[:, None]).to(tl.float16), scale
 
 
