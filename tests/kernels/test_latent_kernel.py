@@ -112,22 +112,24 @@ def run(case: Case, inputs: Any, rotary: torch.Tensor, splits: int | None = None
 TOLERANCE = {torch.float16: 1.5e-3, torch.float32: 1.5e-3, torch.bfloat16: 4e-3}
 
 
+def check(case: Case, of_latents: bool = True) -> None:
+    inputs, rotary, expected = call(case, of_latents)
+    assert relative_rms(run(case, inputs, rotary), expected) <= TOLERANCE[case.dtype]
+
+
 test_all_cases_in_the_interpreter = child(__file__)
 
 
 @runs_kernels
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_fp64(case: Case) -> None:
-    inputs, rotary, expected = call(case)
-    assert relative_rms(run(case, inputs, rotary), expected) <= TOLERANCE[case.dtype]
+    check(case)
 
 
 @runs_kernels
 @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "k3v4_nc"])
 def test_rotary_keys_of_4_bits_agree_with_fp64(preset: str) -> None:
-    case = BASE.with_(preset=preset, mask="padding", B=2)
-    inputs, rotary, expected = call(case, of_latents=False)
-    assert relative_rms(run(case, inputs, rotary), expected) <= TOLERANCE[case.dtype]
+    check(BASE.with_(preset=preset, mask="padding", B=2), of_latents=False)
 
 
 @runs_kernels

@@ -6,26 +6,27 @@ One child process a target, all at once, because the target is one of a process 
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_decode_kernel as decode
 import test_dequantize_kernel as dequantize
 import test_encode_kernel as encode
+import test_latent_kernel as latents
 import test_paged_kernel as paged
 import test_prefix_kernel as prefix
 import torch
 
-from tests.support.kernel_cases import INTERPRETED, Case
+from tests.support.kernel_cases import Case, gpu
 from tests.support.paged_cases import Step
 from tests.support.target_override import OTHER_CARDS, VARIABLE, wanted_card
 from tq_hf.config import PRESETS
-
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")]
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ROOT / "tests/cache/test_generate_cuda.py"
@@ -56,6 +57,23 @@ PAGED = [
     Step(past=(200, 0, 700, 3), new=(1, 0, 1, 1), nobody=2, softcap=15.0, s_aux=True, **RECIPE),
     Step(past=(0, 300, 131, 700), new=(300, 2, 130, 1), **RECIPE),
 ]
+LATENTS = [
+    latents.BASE,
+    latents.BASE.with_(Hq=16, Dk=512, Dv=64, blocks=4, balanced=True),
+    latents.BASE.with_(Hq=40, Dk=512, Dv=64, B=2, dtype=BF16, mask="padding"),
+    latents.BASE.with_(S=5, Dk=256, Dv=32, preset="3bit_nc"),
+]
+HEADS = [(128, 64), (64, 128), (128, 128), (256, 256), (80, 96)]
+CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    *[(decode.check, (case,)) for case in DECODE],
+    (decode.test_pending_tokens, ()),
+    *[(prefix.check, case) for case in PREFIX],
+    *[(encode.check, (encode.Case(recipe, 128, 64),)) for recipe in PRESETS.values()],
+    *[(dequantize.check, (dequantize.Case(r, *dims, torch.float16),)) for r in PRESETS.values() for dims in HEADS],
+    *[(paged.check, (step,)) for step in PAGED],
+    *[(latents.check, (case,)) for case in LATENTS],
+]
+"""Checks of other files, and what they are called with."""
 
 if wanted_card() is None:
 
@@ -83,55 +101,46 @@ if wanted_card() is None:
         for process in running.values():
             process.kill()
 
+    @gpu
     @pytest.mark.parametrize("name", OTHER_CARDS)
     def test_kernels_of(name: str, children: dict[str, subprocess.Popen[str]]) -> None:
         report, _ = children[name].communicate()
         print(f"{name}: {report.strip().splitlines()[-1]}")
         assert children[name].returncode == 0, report[-6000:]
 
+    def test_checks_take_these_arguments() -> None:
+        """Only a GPU runs the calls: a check that has changed since shows here."""
+        for check, arguments in CALLS:
+            inspect.signature(check).bind(*arguments)
+
 else:
-    DEVICE = torch.device("cuda", 0)
 
-    def skip_trellis_without_assembly(preset: str) -> None:
-        """AMD's GPUs find codes of 2 and 3 bits with an instruction of their own, which `plain` leaves out."""
-        if wanted_card().capability == (0, 0) and min(PRESETS[preset].key_bits, PRESETS[preset].value_bits) < 4:
-            pytest.skip("nobody encodes 2 and 3 bits without inline assembly, of which LLVM makes wrong code")
+    def lacks(check: Callable[..., None], case: Any) -> str | None:
+        """Why this card does not run a call: `None` if it does."""
+        capability = wanted_card().capability
+        # AMD's GPUs find codes of 2 and 3 bits with an instruction of their own, which `plain` leaves out.
+        config = case.config if check is encode.check else PRESETS[case.preset] if check is paged.check else None
+        if capability == (0, 0) and config is not None and min(config.key_bits, config.value_bits) < 4:
+            return "LLVM makes wrong code of encoding 2 and 3 bits without inline assembly"
+        if capability == (7, 5) and (check is prefix.check or (check is paged.check and max(case.new) > 1)):
+            return "sm_75 has no kernel of many queries"
+        if capability in ((7, 5), (0, 0)) and check is latents.check:
+            return "kernels over latents need Ampere's instructions"
+        return None
 
+    @gpu
     def test_tables_know_the_card() -> None:
         from tq_kernels.common.device import target
 
         wanted = wanted_card()
         assert wanted is not None
-        assert target(DEVICE).capability == wanted.capability
-        assert target(DEVICE).shared_bytes == wanted.shared_bytes
+        assert target(torch.device("cuda", 0)).capability == wanted.capability
+        assert target(torch.device("cuda", 0)).shared_bytes == wanted.shared_bytes
 
-    @pytest.mark.parametrize("case", DECODE, ids=str)
-    def test_decode(case: Case) -> None:
-        decode.check(case, DEVICE)
-
-    @pytest.mark.parametrize(("case", "beside"), PREFIX, ids=str)
-    def test_prefix(case: Case, beside: bool) -> None:
-        if wanted_card().capability == (7, 5):
-            pytest.skip("sm_75 has no kernel of many queries")
-        prefix.check(case, beside, DEVICE)
-
-    def test_pending_tokens() -> None:
-        with torch.no_grad():
-            decode.check_pending_tokens(DEVICE)
-
-    @pytest.mark.parametrize("preset", PRESETS)
-    def test_encode(preset: str) -> None:
-        skip_trellis_without_assembly(preset)
-        encode.check(encode.Case(PRESETS[preset], 128, 64), DEVICE)
-
-    @pytest.mark.parametrize("dims", [(128, 64), (64, 128), (128, 128), (256, 256), (80, 96)], ids=str)
-    @pytest.mark.parametrize("preset", PRESETS)
-    def test_dequantize(preset: str, dims: tuple[int, int]) -> None:
-        dequantize.check(dequantize.Case(PRESETS[preset], *dims, torch.float16), DEVICE)
-
-    @pytest.mark.parametrize("step", PAGED, ids=str)
-    def test_pages(step: Step) -> None:
-        skip_trellis_without_assembly(step.preset)
-        if max(step.new) > 1 and wanted_card().capability == (7, 5):
-            pytest.skip("sm_75 has no kernel of many queries")
-        paged.check(step, torch.device("cuda"))
+    @gpu
+    @torch.no_grad()
+    @pytest.mark.parametrize(("check", "arguments"), CALLS, ids=lambda x: x.__module__ if callable(x) else str(*x[:1]))
+    def test_kernels(check: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if reason := lacks(check, *arguments[:1] or [None]):
+            pytest.skip(reason)
+        check(*arguments)

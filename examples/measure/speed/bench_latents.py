@@ -25,8 +25,9 @@ import torch
 import triton
 import triton.language as tl
 from tq_kernels.common.device import target
-from tq_kernels.common.softmax import empty_state, finite, log2_sum, normalize, update
+from tq_kernels.common.softmax import SoftmaxState, finite, log2_sum, normalize, rescaled
 from tq_kernels.decode.launch import held_counts
+from tq_kernels.latents.attention import sum_apart
 from tq_kernels.latents.launch import LatentConfig, attend_latents, latent_config
 from tq_kernels.prefix.launch import merge, prefix_splits
 from tq_kernels.types import AttentionOptions, KeyValue
@@ -48,33 +49,23 @@ WARM = 16
 BF16 = torch.bfloat16
 
 CONFIGS = {
-    16: [
-        LatentConfig(16, 64, 8, 4, 2, None, 2),
-        LatentConfig(16, 64, 4, 8, 2),
-        LatentConfig(16, 64, 4, 8, 3),
-        LatentConfig(16, 128, 4, 8, 2),
-    ],
-    32: [
-        LatentConfig(32, 32, 4, 4, 2, None, 2),
-        LatentConfig(32, 64, 8, 4, 2),
-        LatentConfig(32, 64, 4, 8, 3),
-        LatentConfig(64, 64, 4, 8, 3),
-        LatentConfig(16, 64, 4, 8, 2, 128, 2),
-    ],
+    16: [LatentConfig(16, 64, 4, 8, 2, 128, 2), LatentConfig(16, 64, 4, 8, 3), LatentConfig(64, 64, 4, 8, 3)],
+    32: [LatentConfig(64, 64, 4, 8, 3), LatentConfig(64, 64, 2, 8, 2)],
     64: [
         LatentConfig(64, 64, 4, 8, 2),
-        LatentConfig(64, 64, 1, 8, 3),
+        LatentConfig(64, 64, 1, 8, 2),
+        LatentConfig(64, 64, 2, 8, 2),
         LatentConfig(64, 64, 2, 8, 3),
-        LatentConfig(32, 64, 4, 8, 3),
     ],
 }
 """Launches to compare with that of the table, by the number of query rows, 64 for more."""
 DENSE_CONFIGS = {
     16: [(16, 64, 4, 2, 2), (16, 32, 4, 3, 2), (16, 64, 8, 2, 2), (64, 32, 8, 3, 1)],
     32: [(32, 64, 8, 2, 1), (32, 32, 4, 3, 2), (64, 32, 8, 3, 1)],
-    64: [(64, 64, 8, 2, 1), (64, 32, 8, 3, 1)],
+    64: [(64, 64, 8, 2, 1), (64, 32, 8, 3, 1), (64, 64, 8, 1, 1, True), (64, 32, 8, 3, 1, True)],
 }
-"""Launches of the kernel of bf16 latents: rows, tokens of a tile, warps, stages, programs of a multiprocessor."""
+"""Launches of the kernel of bf16 latents: rows, tokens of a tile, warps, stages, programs of a multiprocessor, and
+whether its first products are in a branch, as those of the packed kernel are."""
 
 
 @triton.jit
@@ -84,7 +75,7 @@ def dense_latents(
     lse,  # [splits, B * Hq] float32
     partial,  # [splits, B * Hq, D] float32
     heads, tokens, scaling_log2, D: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, BRANCH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Flash decoding over bf16 latents. Grid: (row tiles, B, splits)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -98,14 +89,27 @@ def dense_latents(
     first = tiles * tl.program_id(2) // tl.num_programs(2) * TILE
     last = tl.minimum(tiles * (tl.program_id(2) + 1) // tl.num_programs(2) * TILE, tokens)
     states += batch * tokens * (D + E)
-    state = empty_state(BLOCK_R, D)
+    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    output = tl.zeros([BLOCK_R, D], tl.float32)
     for start in tl.range(first, last, TILE, num_stages=STAGES):
         t = start + tl.arange(0, TILE)
         at = states + t[:, None] * (D + E)
         keys = tl.load(at + d[None, :], mask=(t < last)[:, None], other=0.0)
-        x = tl.dot(latent, tl.trans(keys))
-        x = tl.dot(rotary, tl.trans(tl.load(at + e[None, :], mask=(t < last)[:, None], other=0.0)), x) * scaling_log2
-        state = update(state, tl.where((t < last)[None, :], x, -float("inf")), keys, None, True)
+        rotary_keys = tl.load(at + e[None, :], mask=(t < last)[:, None], other=0.0)
+        decay, p = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R, TILE], keys.dtype)
+        if start >= first if BRANCH else True:  # see `attend_latents_split`
+            x = tl.dot(latent, tl.trans(keys))
+            if BRANCH:
+                x = sum_apart(x, tl.dot(rotary, tl.trans(rotary_keys)), ASM)
+            else:
+                x = tl.dot(rotary, tl.trans(rotary_keys), x)
+            x = tl.where((t < last)[None, :], x * scaling_log2, -float("inf"))
+            maximum, shift, decay = rescaled(maximum, tl.max(x, 1), None, True)
+            weights = tl.exp2(x - shift[:, None])
+            total, p = total * decay + tl.sum(weights, 1), weights.to(keys.dtype)
+        output = tl.dot(p, keys, output * decay[:, None])
+    state = SoftmaxState(maximum, total, output)
     at = (tl.program_id(2) * tl.num_programs(1) + batch) * heads + r
     tl.store(lse + at, log2_sum(finite(state.maximum), state.total), mask=inside)
     tl.store(partial + at[:, None] * D + d[None, :], normalize(state), mask=inside[:, None])
@@ -113,7 +117,7 @@ def dense_latents(
 
 def attend_dense_latents(query: torch.Tensor, states: torch.Tensor, config: tuple[int, ...]) -> torch.Tensor:
     """Means of latents `[B, 1, Hq, D]` for queries `[B, Hq, D + E]` over `states` `[B, T, D + E]`."""
-    block_rows, tile, warps, stages, programs = config
+    block_rows, tile, warps, stages, programs, *branch = config
     (batch, heads, _), tokens = query.shape, states.shape[1]
     row_tiles = -(-heads // block_rows)
     splits = prefix_splits(row_tiles * batch, tokens // tile, programs * target(query.device).multiprocessors)
@@ -123,7 +127,7 @@ def attend_dense_latents(query: torch.Tensor, states: torch.Tensor, config: tupl
     options = AttentionOptions(SCALING)
     dense_latents[row_tiles, batch, splits](
         query, states, lse, partial, heads, tokens, options.log2_factors[0], LATENT, ROTARY, block_rows, tile, stages,
-        num_warps=warps,
+        bool(branch), target(query.device).asm, num_warps=warps,
     )  # fmt: skip
     merge(partial, lse, query, out, heads, heads, 1, batch * heads, splits, has_aux=False)
     return out

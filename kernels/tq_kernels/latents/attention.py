@@ -32,6 +32,9 @@ from ..decode.rotate import hadamard, signs
 from ..format import TOKENS
 from ..prefix.tiles import hcat, opaque, scaled, stack
 
+DENSE = tl.constexpr(3)
+"""Steps over packed blocks that take as long as a tile of dense tokens, which is not copied ahead."""
+
 
 class LatentShape(NamedTuple):
     """Constants of `attend_latents_split`."""
@@ -124,12 +127,22 @@ def _packed_tile(key_words, value_words, scales, means, token, C: tl.constexpr):
 
 
 @triton.jit
+def sum_apart(x, y, ASM: tl.constexpr):
+    """x + y, float32. The compiler would make of `x + tl.dot(a, b)` a product that starts from x."""
+    if ASM >= AMPERE:
+        return tl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+    else:
+        return x + y
+
+
+@triton.jit
 def _products(rows: LatentRows, latents, rotary, C: tl.constexpr):
     """Products [BR, TILE] of rows and tokens."""
-    x = tl.zeros([C.BLOCK_R, C.TILE], tl.float32)
+    x = tl.dot(rows.rotary, rotary)
     for chunk in tl.static_range(C.CHUNKS):
-        x = tl.dot(rows.latent[chunk], tl.trans(latents[chunk]), x)
-    return tl.dot(rows.rotary, rotary, x)
+        # Sums of their own: products of few rows would wait for one another, and see `attend_latents_split` for many.
+        x = sum_apart(x, tl.dot(rows.latent[chunk], tl.trans(latents[chunk])), C.ASM)
+    return x
 
 
 @triton.jit
@@ -149,26 +162,35 @@ def _empty(C: tl.constexpr):
     output = ()
     for _ in tl.static_range(C.CHUNKS):
         output += (tl.zeros([C.BLOCK_R, C.DK // C.CHUNKS], tl.float32),)
-    return SoftmaxState(tl.full([C.BLOCK_R], -float("inf"), tl.float32), tl.zeros([C.BLOCK_R], tl.float32), output)
+    return SoftmaxState(
+        tl.full([C.BLOCK_R], -float("inf"), tl.float32), tl.zeros([C.BLOCK_R, C.TILE], tl.float32), output
+    )
 
 
 @triton.jit
-def _updated(state: SoftmaxState, x, latents, gain, MASKED: tl.constexpr, C: tl.constexpr):
-    """Update the state with products x [BR, TILE] and the chunks of these tokens' latents."""
+def _weights(state: SoftmaxState, x, gain, MASKED: tl.constexpr):
+    """Return the maximum and the sums of weights with products x [BR, TILE], the factor of earlier outputs, and the
+    weights, fp16."""
     maximum, shift, decay = rescaled(state.maximum, tl.max(x, 1), gain, MASKED)
     p = weights(x, shift, gain)
-    total = state.total * decay + tl.sum(p, 1)
-    output, p = (), p.to(tl.float16)
+    return maximum, state.total * decay[:, None] + p, decay, p.to(tl.float16)
+
+
+@triton.jit
+def _outputs(state: SoftmaxState, decay, p, latents, C: tl.constexpr):
+    """Update outputs with weights p [BR, TILE] and the chunks of these tokens' latents."""
+    output = ()
     for chunk in tl.static_range(C.CHUNKS):
         output += (tl.dot(p, latents[chunk], state.output[chunk] * decay[:, None]),)
-    return SoftmaxState(maximum, total, output)
+    return output
 
 
 @triton.jit
 def _store(state: SoftmaxState, gain, lse, partial, row, inside, C: tl.constexpr):
     """Store a normalised partial result; `lse` and `partial` point to a slot, `row` [BR] are rows of it."""
-    tl.store(lse + row, log2_sum(finite(state.maximum) * gain, state.total), mask=inside)
-    inverse = 1.0 / tl.where(state.total > 0, state.total, 1.0)
+    total = tl.sum(state.total, 1)
+    tl.store(lse + row, log2_sum(finite(state.maximum) * gain, total), mask=inside)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
     d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
     for chunk in tl.static_range(C.CHUNKS):
         at = partial + row.to(tl.int64)[:, None] * C.DK + (chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d)
@@ -219,8 +241,13 @@ def attend_latents_split(
     STEPS: tl.constexpr = TOKENS // TILE
     batch, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
-    first = ((blocks * STEPS) // splits) * split + ((blocks * STEPS) % splits) * split // splits
-    last = ((blocks * STEPS) // splits) * (split + 1) + ((blocks * STEPS) % splits) * (split + 1) // splits
+    # Equal shares of tiles of dense tokens, which take DENSE steps each, and then of steps over blocks.
+    tokens = sink_count + residual_count
+    dense_tiles = (tokens + TILE - 1) // TILE
+    units = dense_tiles * DENSE + blocks * STEPS
+    start = units // splits * split + units % splits * split // splits
+    end = units // splits * (split + 1) + units % splits * (split + 1) // splits
+    first, last = (tl.maximum(start - dense_tiles * DENSE, 0), tl.maximum(end - dense_tiles * DENSE, 0))
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = r < rows
     row = tl.program_id(1) * rows + r
@@ -240,29 +267,34 @@ def attend_latents_split(
             key_words + at * (4 * DK * KEY_BITS), value_words + at * (4 * DV * VALUE_BITS), scales + at * TOKENS,
             key_means + at * DK, part + tl.arange(0, PART), C,
         )  # fmt: skip
-        x = _products(packed, latents, rotary, C)
-        if MASK:
-            i = tl.arange(0, TILE)
-            t = sink_count + block * TOKENS + i // PART * 32 + part + i % PART
-            x = _masked(x, packed, t, t >= 0, C)
-        state = _updated(state, x, latents, gain, MASK > 0, C)
+        maximum, total, decay = state.maximum, state.total, tl.zeros([BLOCK_R], tl.float32)
+        p = tl.zeros([BLOCK_R, TILE], tl.float16)
+        # The branch is always taken. Without it the compiler sees that these products lead to others, and gives each
+        # warp whole rows: two warpgroups would compute the same 64 rows.
+        if step >= first if BLOCK_R >= 64 else True:
+            x = _products(packed, latents, rotary, C)
+            if MASK:
+                i = tl.arange(0, TILE)
+                t = sink_count + block * TOKENS + i // PART * 32 + part + i % PART
+                x = _masked(x, packed, t, t >= 0, C)
+            maximum, total, decay, p = _weights(state, x, gain, MASK > 0)
+        state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
     # Rows again: their addresses would take registers through the loop.
     r = opaque(tl.program_id(0) * BLOCK_R, ASM) + tl.arange(0, BLOCK_R)
     inside = r < rows
     row = tl.program_id(1) * rows + r
     _store(state, gain, lse + split.to(tl.int64) * count, partial + split.to(tl.int64) * count * DK, row, inside, C)
 
-    # Tiles of dense tokens go to the programs in turn.
     query = r % queries
     if MASK == 2:
         mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
-    tokens = sink_count + residual_count
-    start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-    for tile in tl.range(split, (tokens + TILE - 1) // TILE, splits, num_stages=1):
+    ring_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+    last_tile = tl.minimum((end + DENSE - 1) // DENSE, dense_tiles)
+    for tile in tl.range((start + DENSE - 1) // DENSE, last_tile, num_stages=1):
         t = tile * TILE + tl.arange(0, TILE)
         exists = t < tokens
         newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
-        slot = start + t - sink_count  # the residual is a ring
+        slot = ring_start + t - sink_count  # the residual is a ring
         slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
         sink = t < sink_count
         held_sink, held = batch * sink_b + t, batch * residual_b + slot
@@ -276,7 +308,9 @@ def attend_latents_split(
         x = tl.where(seen, x, -float("inf"))
         if MASK:
             x = _masked(x, newest, tl.where(sink, t, t + blocks * TOKENS), exists, C)
-        state = _updated(_empty(C), x, latents, gain, True, C)
+        state = _empty(C)
+        maximum, total, decay, p = _weights(state, x, gain, True)
+        state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
         at = (splits + tile).to(tl.int64) * count
         _store(state, gain, lse + at, partial + at * DK, row, inside, C)
 
