@@ -53,8 +53,7 @@ CONFIGS = {
     32: [LatentConfig(64, 64, 4, 8, 3), LatentConfig(64, 64, 2, 8, 2)],
     64: [
         LatentConfig(64, 64, 4, 8, 2),
-        LatentConfig(64, 64, 1, 8, 2),
-        LatentConfig(64, 64, 2, 8, 2),
+        LatentConfig(64, 64, 1, 8, 3),
         LatentConfig(64, 64, 2, 8, 3),
     ],
 }

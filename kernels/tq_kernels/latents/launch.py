@@ -59,9 +59,8 @@ def latent_config(rows: int, layout: BlockLayout, on: Target) -> LatentConfig:
         return LatentConfig(16 if rows <= 16 else 32, 32, 4, 8, 1)
     if rows <= 16:
         return LatentConfig(16, 64, 8, 4, 2, None, 2) if on.shared_bytes > 200 * 1024 else LatentConfig(16, 64, 4, 8, 2)
-    if rows <= 32 or on.capability[0] != 9:  # 64 rows are those of Hopper's products
-        return LatentConfig(32, 64, 4, 8, 3 if on.capability[0] == 9 else 2)
-    return LatentConfig(64, 64, 4, 8, 3)
+    # Hopper's products have 64 rows, and are faster for 32 rows, too (H200: 8 x 32k in 135 instead of 150 us).
+    return LatentConfig(64, 64, 4, 8, 3) if on.capability[0] == 9 else LatentConfig(32, 64, 4, 8, 2)
 
 
 def fitted(config: LatentConfig, layout: BlockLayout) -> LatentConfig:
