@@ -1,4 +1,4 @@
-"""Steps over pages of latents (MLA), in torch, request by request.
+"""Steps over pages of latents (MLA): by kernels if all requests have few new tokens, else in torch, request by request.
 
 A request's few new queries absorb the up-projection and attend to its latents. Many new queries attend to keys and
 values of its heads, which the up-projection makes of all latents: absorbed, each query would compute with `R` channels
@@ -16,6 +16,7 @@ from tq_kernels.types import AttentionOptions, KeyValue, Sequences
 from ..tensors.pages import LayerPages
 from . import dispatch, reference
 from .cpu import attention as cpu_attention
+from .workspace import Workspace
 
 ABSORBED_TOKENS = 16
 """Most new tokens of a request whose queries absorb the up-projection, as in steps of a `TurboQuantCache`."""
@@ -32,6 +33,7 @@ def latent_step(
     pages: LayerPages,
     sequences: Sequences,
     options: AttentionOptions,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Attend from every request's new tokens to its pages and to the new tokens; then store the new tokens.
 
@@ -43,10 +45,18 @@ def latent_step(
         pages: The layer's view of the pool, written in place.
         sequences: Lengths and block tables of the requests.
         options: Causal and without biases.
+        workspace: Source of the kernels' scratch outside of captured graphs; by default it is allocated.
 
     Returns:
         `[1, T, Hq, Dv]` in the query's dtype, 0 for padding tokens.
     """
+    if dispatch.supports_latent_step(query, new, pages, sequences.max_q, options):
+        heads, count = query.shape[1], sequences.cu_seqlens_q.shape[0] - 1
+        scratch = dispatch.latent_scratch(count, heads, sequences.max_q, pages.config, pages.layout, new[0])
+        # Memory is reserved for requests with one new token, and for what is expanded.
+        if sequences.max_q == 1 or scratch <= EXPANDED_BYTES:
+            own = workspace if sequences.max_q == 1 else None
+            return dispatch.latent_step(query, new, weight, pages, sequences, options, own)
     out = query.new_zeros(1, query.shape[2], query.shape[1], expanded[1].shape[3])
     for request in reference.requests(sequences, pages.tensors):
         part = request.tokens

@@ -61,7 +61,7 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype]),
-        *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 7),
+        *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 8),
     )
     types: list[str | None] = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
@@ -150,7 +150,7 @@ def build_latents(
     layout = BlockLayout(dim, rotary, *bits)
     config = fitted(latent_config(rows, layout, on), layout)
     types = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[f"*{dtype}"] * 4, "*i32", "*i32"]
-    types += ["*u8", "*fp32", "*fp32", *["i32"] * 10, "fp32"]
+    types += ["*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 10, None, None, None, "fp32"]
     options = {"maxnreg": config.registers} if config.registers else {}
     options |= {"num_warps": config.warps, "num_stages": config.stages}
     constants = latent_constants(layout, mask == 0 and rows > 64, mask, config, on)
@@ -268,7 +268,8 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
         arch,
         num_warps=p.reduce_warps,
     )
-    append = build(append_tails, [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7], (dim, tile, *where), arch, num_warps=4)
+    types = [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7]
+    append = build(append_tails, types, (dim, tile, *where, 0), arch, num_warps=4)
     return [rotate, reduce, append]
 
 
@@ -278,7 +279,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
-        *(False, 1, bits[1], LEVELS[bits[1]], *place(preset, dim), SEQUENCES),
+        *(False, 1, bits[1], LEVELS[bits[1]], *place(preset, dim), SEQUENCES, 0),
     )
     own = f"*{dtype}"
     types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
