@@ -200,7 +200,7 @@ def attend_latents_split(
     rotated,  # [B * rows, DK + DV] fp16
     plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
-    key_words,  # [B, 1, N, 4 * DK * KEY_BITS] int32; over pages [pages, 1, ...], like the next three
+    key_words,  # [B, 1, N, 4 * DK * KEY_BITS] int32; over pages [pages, 1, ...], and the next three behind them
     value_words,  # [B, 1, N, 4 * DV * VALUE_BITS] int32
     scales,  # [B, 1, N, 128] int32
     key_means,  # [B, 1, N, DK] fp16
@@ -243,15 +243,10 @@ def attend_latents_split(
     C: tl.constexpr = LatentShape(DK, DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BLOCK_R, TILE, CHUNKS, ASM)
     PART: tl.constexpr = TILE // 4  # tokens of a plane
     STEPS: tl.constexpr = TOKENS // TILE
-    KEY_WORDS: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DK * KEY_BITS
-    VALUE_WORDS: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DV * VALUE_BITS
-    SCALES: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else TOKENS
-    MEANS: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else DK
     batch, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     if block_table is None:
         blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
     else:
-        pages = block_table + batch * width
         _, _, _, blocks, _ = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
     first = ((blocks * STEPS) // splits) * split + ((blocks * STEPS) % splits) * split // splits
     last = ((blocks * STEPS) // splits) * (split + 1) + ((blocks * STEPS) % splits) * (split + 1) // splits
@@ -266,23 +261,30 @@ def attend_latents_split(
 
     packed = _load_rows(rotated, row, inside, mask_at, mask_t, C)
     state = _empty(C)
+    if block_table is not None:  # a page is read a step ahead
+        pages = block_table + batch * width + first_block_column(SINKS, RING, ROWS)
+        page = tl.load(pages + first // STEPS, mask=first < last, other=0)
     for step in tl.range(first, last, num_stages=STAGES):
         block = tl.cast(step, tl.int32) // STEPS
         part = (tl.cast(step, tl.int32) - block * STEPS) * PART
         if block_table is None:
             at = batch * blocks_b + block
-        else:
-            at = tl.load(pages + first_block_column(SINKS, RING, ROWS) + block).to(tl.int64) * blocks_b
-        latents, rotary = _packed_tile(
-            key_words + at * KEY_WORDS, value_words + at * VALUE_WORDS, scales + at * SCALES, key_means + at * MEANS,
-            part + tl.arange(0, PART), C,
-        )  # fmt: skip
+            keys_at, values_at = key_words + at * (4 * DK * KEY_BITS), value_words + at * (4 * DV * VALUE_BITS)
+            scales_at, means_at = scales + at * TOKENS, key_means + at * DK
+        else:  # the parts of a block are one behind the other: one address takes fewer registers than four
+            keys_at = key_words + page.to(tl.int64) * blocks_b * BLOCK_WORDS
+            values_at = keys_at + 4 * DK * KEY_BITS
+            scales_at = values_at + 4 * DV * VALUE_BITS
+            means_at = (scales_at + TOKENS).to(tl.pointer_type(tl.float16), bitcast=True)
+        latents, rotary = _packed_tile(keys_at, values_at, scales_at, means_at, part + tl.arange(0, PART), C)
         x = _products(packed, latents, rotary, C)
         if MASK:
             i = tl.arange(0, TILE)
             t = sink_count + block * TOKENS + i // PART * 32 + part + i % PART
             x = _masked(x, packed, t, t >= 0, C)
         state = _updated(state, x, latents, gain, MASK > 0, C)
+        if block_table is not None:
+            page = tl.load(pages + (step + 1) // STEPS, mask=step + 1 < last, other=0)
     # Rows again: their addresses would take registers through the loop.
     r = opaque(tl.program_id(0) * BLOCK_R, ASM) + tl.arange(0, BLOCK_R)
     inside = r < rows
@@ -313,7 +315,7 @@ def attend_latents_split(
             value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
         else:
             key_at, value_at = dense_rows(
-                residual_keys, pages, new_tokens, t, blocks, past, tokens, first_new, 0, blocks_b, DK, ROWS,
+                residual_keys, block_table + batch * width, new_tokens, t, blocks, past, tokens, first_new, 0, blocks_b, DK, ROWS,
                 BLOCK_WORDS, SINKS, RING, DV,
             )  # fmt: skip
         latents = _load_chunks(key_at, exists, CHUNKS, DK, KEY_BITS)
