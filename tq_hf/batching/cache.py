@@ -355,13 +355,19 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new keys and values of a layer unchanged: `attend` stores them. Latents and rotary keys, which the
-        model expands next, are kept for `attend_latents`.
+        model expands next, are kept for `latents_of`.
 
         Models call this method from transformers 5.24 on, models with latents in all versions.
         """
         if self.holds_latents:
             self._latents[layer_idx] = key_states, value_states
         return key_states, value_states
+
+    def latents_of(self, layer_idx: int) -> KeyValue:
+        """Take the latents and rotary keys of the last `update` of a layer. Raises `ValueError` if there was none."""
+        if layer_idx not in self._latents:
+            raise ValueError(f"Layer {layer_idx} attends without an update of the cache. {INSTEAD}")
+        return self._latents.pop(layer_idx)
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
         """Return the pages of states in a step. Each linear layer asks for them before it reads.
@@ -426,7 +432,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         layer_idx: int,
         weight: torch.Tensor,
         query: torch.Tensor,
-        expanded: KeyValue,
+        new: KeyValue,
+        expanded: KeyValue | None,
         kwargs: dict[str, Any],
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -436,7 +443,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             layer_idx: Index of the layer.
             weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
             query: `[1, Hq, T, Dk]`.
-            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of its latents.
+            new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]` of the new tokens.
+            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of them, or `None`.
             kwargs: Arguments that the engine passes to attention functions.
             options: Options of attention.
 
@@ -444,13 +452,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
             `[1, T, Hq, Dv]`.
 
         Raises:
-            ValueError: The layer has not updated the cache, its states do not have the widths or dtype of the pages, or
-                it attends twice.
+            ValueError: The states do not have the widths or dtype of the pages, or a layer attends twice.
         """
         self._begin_layer(layer_idx)
-        new = self._latents.pop(layer_idx, None)
-        if new is None:
-            raise ValueError(f"Layer {layer_idx} attends without an update of the cache. {INSTEAD}")
         for states, width in zip(new, self.allocator.heads[1:], strict=True):
             self._check(layer_idx, states, 1, width)
         if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:

@@ -27,7 +27,7 @@ EXPANDED_BYTES = 256 << 20
 @torch.compiler.disable
 def latent_step(
     query: torch.Tensor,
-    expanded: KeyValue,
+    expanded: KeyValue | None,
     new: KeyValue,
     weight: torch.Tensor,
     pages: LayerPages,
@@ -39,7 +39,8 @@ def latent_step(
 
     Args:
         query: `[1, Hq, T, Dk]`, T tokens of all requests.
-        expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of `new`.
+        expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of `new`; `None` to make them
+            here, where they are needed.
         new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
         weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
         pages: The layer's view of the pool, written in place.
@@ -57,6 +58,7 @@ def latent_step(
         if sequences.max_q == 1 or scratch <= EXPANDED_BYTES:
             own = workspace if sequences.max_q == 1 else None
             return dispatch.latent_step(query, new, weight, pages, sequences, options, own)
+    expanded = expand(weight, query.shape, new) if expanded is None else expanded
     out = query.new_zeros(1, query.shape[2], query.shape[1], expanded[1].shape[3])
     for request in reference.requests(sequences, pages.tensors):
         part = request.tokens

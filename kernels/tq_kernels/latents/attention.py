@@ -315,8 +315,8 @@ def attend_latents_split(
             value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
         else:
             key_at, value_at = dense_rows(
-                residual_keys, block_table + batch * width, new_tokens, t, blocks, past, tokens, first_new, 0, blocks_b, DK, ROWS,
-                BLOCK_WORDS, SINKS, RING, DV,
+                residual_keys, block_table + batch * width, new_tokens, t, blocks, past, tokens, first_new, 0,
+                blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING, DV,
             )  # fmt: skip
         latents = _load_chunks(key_at, exists, CHUNKS, DK, KEY_BITS)
         x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, DV, 8)[0]), C)

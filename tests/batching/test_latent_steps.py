@@ -1,0 +1,115 @@
+"""Decode steps of models with latent attention (MLA) in batches by kernels: in Triton's interpreter, and captured and
+compiled on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.batching_cases import Session, agreement, greedy, model_of, prompts
+from tests.support.kernel_cases import DEVICE, child, gpu, runs_kernels
+from tq_hf.ops import latent_pages
+from tq_hf.ops.triton import pages as triton_pages
+
+NEW = 40
+
+
+def latent_model(dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A random model whose latents the kernels take."""
+    return model_of("deepseek_v3", kv_lora_rank=64, qk_rope_head_dim=16, **changes).to(DEVICE, dtype)
+
+
+def session_of(model: PreTrainedModel, **changes: Any) -> Session:
+    return Session(model, "4bit_nc", overrides=dict(balance=False), **changes)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Number of steps of a layer that the host launched: of one token for each request, by kernels, and others."""
+    found: Counter[str] = Counter()
+    step, by_kernels = latent_pages.latent_step, triton_pages.latent_step
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        found["decode" if arguments[5].max_q == 1 else "others"] += 1
+        return step(*arguments)
+
+    monkeypatch.setattr(latent_pages, "latent_step", counted)
+    monkeypatch.setattr(
+        triton_pages, "latent_step", lambda *arguments: (found.update(["kernels"]), by_kernels(*arguments))[1]
+    )
+    return found
+
+
+test_steps_in_the_interpreter = child(__file__)
+
+
+@runs_kernels
+def test_kernels_compute_decode_steps(steps: Counter[str]) -> None:
+    model, inputs = latent_model(), prompts([3, 132, 255])
+    with session_of(model, use_cuda_graph=False) as session:
+        found = session.run(inputs, greedy(6))
+        assert steps["kernels"] == steps["decode"] >= 5 * 2, "steps after the prompts, and layers"
+        expected = [session.oracle.generate(prompt, 6) for prompt in inputs]
+    assert agreement(found, expected) > 0.8
+
+
+@runs_kernels
+def test_steps_with_prompts_are_computed_in_torch(steps: Counter[str]) -> None:
+    """A chunk of a prompt comes with tokens of others, and lengths are read for it anyway."""
+    model, (long, short) = latent_model(), prompts([300, 20])
+    with session_of(model, max_batch_tokens=160, allow_block_sharing=False) as session:
+        found = session.run([short, long], greedy(8))
+        assert steps["kernels"] == steps["decode"] > 0 and steps["others"] >= 3 * 2
+        assert agreement(found[:1], [session.oracle.generate(short, 8)]) > 0.8
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_captured_and_compiled_steps_answer_as_others_and_torch_attends_in_none(
+    dtype: torch.dtype, steps: Counter[str]
+) -> None:
+    """Batches of other sizes round otherwise: those of graphs are padded."""
+    model, inputs, found = latent_model(dtype), prompts([5, 120, 127, 128, 129, 250, 300, 47, 700]), []
+    plain = dict(use_cuda_graph=False, use_async_batching=False)
+    for way in (plain, {}, {"default_compile_level": 1}):
+        steps.clear()
+        with session_of(model, allow_block_sharing=False, **way) as session:
+            found.append(session.run(inputs, greedy(NEW)))
+            runner = session.manager.batch_processor.model_runner
+            assert runner.use_cuda_graph_decode == (way is not plain)
+            assert (runner._compiled_decode is not None) == ("default_compile_level" in way)
+            assert session.pages_in_use() == 0
+        assert steps["kernels"] == steps["decode"] > 0, "no step of one token each by torch"
+        assert (steps["kernels"] >= 30 * 2) == (way is plain), "replayed steps launch nothing"
+    assert agreement(found[1], found[0]) > 0.9 and agreement(found[2], found[0]) > 0.7
+
+
+@gpu
+def test_most_tokens_are_those_of_generate() -> None:
+    """Of published widths, in float32, in which kernels still compute products of fp16."""
+    model = model_of("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=20).to(DEVICE)
+    inputs = prompts([3, 127, 132, 300])
+    with session_of(model) as session:
+        found = session.run(inputs, greedy(60))
+        expected = [session.oracle.generate(prompt, 60) for prompt in inputs]
+        assert session.manager.batch_processor.model_runner.use_cuda_graph_decode
+    assert agreement(found, expected) > 0.7
+
+
+@gpu
+def test_memory_stays_within_the_prediction() -> None:
+    model = model_of("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64).to(DEVICE, torch.bfloat16)
+    with session_of(model, num_blocks=2000, max_batch_tokens=1024, max_requests_per_batch=32) as session:
+        session.capture()
+        cache = session.cache
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated() - cache.cache_tensor.nbytes - cache.scratch.nbytes
+        torch.cuda.reset_peak_memory_stats()
+        session.run(prompts([1 + (37 * i) % 900 for i in range(50)]), greedy(20))
+        predicted = cache.memory.compute_memory_footprint(cache.max_batch_tokens, cache.num_sectors)
+        assert torch.cuda.max_memory_allocated() - before < 1.1 * predicted + 2 * 2**25
+        assert cache.scratch.nbytes > 0
