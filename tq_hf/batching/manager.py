@@ -221,18 +221,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         layout, latents = packed_layout(config, decoder := model.config.get_text_config()), holds_latents(decoder)
-        supported = supports_paged_latents if latents else supports_paged_decode
-        kernels = on_cuda and not dense and supported(states, layout)
+        supports = supports_paged_latents if latents else supports_paged_decode
+        kernels = on_cuda and not dense and supports(states, layout)
         if on_cuda and dense:
             logger.warning_once(
                 f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
                 "these layers, request by request, and steps are not captured in CUDA graphs."
             )
-        if on_cuda and latents and not (kernels or dense):
-            logger.warning_once(
-                f"No kernel reads pages of latents (MLA) of {layout.key_dim} and {layout.value_dim} channels on this "
-                "GPU: torch computes their attention, request by request, and steps are not captured in CUDA graphs."
-            )
+        elif on_cuda and latents and not kernels:
+            logger.warning_once("No kernel reads pages of these latents (MLA): torch does, and steps are not captured.")
         if on_cuda and options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
             raise ValueError(
                 f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and steps with prompts of heads of "

@@ -28,6 +28,7 @@ from .triton import pages as triton_pages
 from .triton.blocks import compile_kernels, prepare, supports_mask  # noqa: F401
 from .triton.pages import (  # noqa: F401
     SCRATCH,
+    attend_latent_pages,
     decode_scratch_bytes,
     latent_scratch,
     prompt_buffer_bytes,
@@ -286,10 +287,10 @@ def attend_absorbed(
         means = cpu_attention.attend_latents(by_batch, rotary, counted, mask, options)
         return means.permute(2, 0, 1, 3).flatten(1, 2)
 
-    return _absorbed(query, weight, view.tensors.layout.value_dim, attend)
+    return absorbed(query, weight, view.tensors.layout.value_dim, attend)
 
 
-def _absorbed(
+def absorbed(
     query: torch.Tensor,
     weight: torch.Tensor,
     rotary_dim: int,
@@ -303,24 +304,6 @@ def _absorbed(
     means = attend(content.transpose(0, 1).flatten(1, 2) @ up[:, : content.shape[3]], rotary)
     out = means @ up[:, content.shape[3] :].mT  # [Hq, B * S, Dv]
     return out.unflatten(1, (batch, queries)).permute(1, 2, 0, 3).contiguous()
-
-
-def latent_step(
-    query: torch.Tensor,
-    new: KeyValue,
-    weight: torch.Tensor,
-    pages: LayerPages,
-    sequences: Sequences,
-    options: AttentionOptions,
-    workspace: Workspace | None,
-) -> torch.Tensor:
-    """`tq_hf.ops.latent_pages.latent_step` by kernels, which read lengths on the device, for steps of
-    `supports_latent_step`."""
-
-    def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        return triton_pages.latent_step(latent, rotary, new, pages, sequences, options, workspace)
-
-    return _absorbed(query, weight, pages.layout.value_dim, attend)
 
 
 def check_host_reads(tensors: LayerTensors) -> None:

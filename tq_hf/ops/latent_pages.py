@@ -57,7 +57,11 @@ def latent_step(
         # Memory is reserved for requests with one new token, and for what is expanded.
         if sequences.max_q == 1 or scratch <= EXPANDED_BYTES:
             own = workspace if sequences.max_q == 1 else None
-            return dispatch.latent_step(query, new, weight, pages, sequences, options, own)
+
+            def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+                return dispatch.attend_latent_pages(latent, rotary, new, pages, sequences, options, own)
+
+            return dispatch.absorbed(query, weight, pages.layout.value_dim, attend)
     expanded = expand(weight, query.shape, new) if expanded is None else expanded
     out = query.new_zeros(1, query.shape[2], query.shape[1], expanded[1].shape[3])
     for request in reference.requests(sequences, pages.tensors):
@@ -73,11 +77,11 @@ def latent_step(
             out[:, part] = dispatch.attend_absorbed(queries, weight, view, None, options)
         else:
             held = _held(pages, request, (latents, rotary))
-            for heads, some in _by_heads(weight, query, held):
-                states, few = expand(some, queries[:, heads].shape, held), options
+            for some, up in _by_heads(weight, query, held):
+                states, few = expand(up, queries[:, some].shape, held), options
                 if options.s_aux is not None:
-                    few = options._replace(s_aux=options.s_aux[heads])
-                out[:, part, heads] = dispatch.attend_dense(queries[:, heads], *states, None, few)
+                    few = options._replace(s_aux=options.s_aux[some])
+                out[:, part, some] = dispatch.attend_dense(queries[:, some], *states, None, few)
         dispatch.store_request(pages, request, (latents, rotary))
     return out
 

@@ -184,7 +184,7 @@ def latent_scratch(
 
 
 @explains_failures
-def latent_step(
+def attend_latent_pages(
     latent: torch.Tensor,
     rotary: torch.Tensor,
     new: KeyValue,
