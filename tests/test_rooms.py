@@ -94,7 +94,7 @@ BUDGETS = {
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1840,  # latents that are not expanded; rollback of uneven layers, on the device; rings; assigned keys
         "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
-        "ops": 2720,  # latents, and pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
+        "ops": 2755,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 860,  # rows of latents; the order of padded rows; dense blocks of pages; counts say what they are
         "cache": 490,  # bits of latent layers; one cache for both attentions of an encoder-decoder; padding of a call

@@ -51,18 +51,21 @@ def test_kernels_compute_decode_steps(steps: Counter[str]) -> None:
     model, inputs = latent_model(), prompts([3, 132, 255])
     with session_of(model, use_cuda_graph=False) as session:
         found = session.run(inputs, greedy(6))
-        assert steps["kernels"] == steps["decode"] >= 5 * 2, "steps after the prompts, and layers"
+        assert steps["kernels"] >= steps["decode"] >= 5 * 2, "steps after the prompts, and layers"
         expected = [session.oracle.generate(prompt, 6) for prompt in inputs]
     assert agreement(found, expected) > 0.8
 
 
 @runs_kernels
-def test_steps_with_prompts_are_computed_in_torch(steps: Counter[str]) -> None:
-    """A chunk of a prompt comes with tokens of others, and lengths are read for it anyway."""
+def test_torch_attends_from_prompts_only(steps: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt comes with single tokens of other requests, which kernels attend from."""
+    attend = dispatch.attend_absorbed
+    monkeypatch.setattr(dispatch, "attend_absorbed", lambda *args: steps.update(["torch"]) or attend(*args))
     model, (long, short) = latent_model(), prompts([300, 20])
     with session_of(model, max_batch_tokens=160, allow_block_sharing=False) as session:
         found = session.run([short, long], greedy(8))
-        assert steps["kernels"] == steps["decode"] > 0 and steps["others"] >= 2 * 2
+        assert steps["kernels"] > steps["decode"] > 0 and steps["others"] >= 2 * 2
+        assert not steps["torch"]
         assert agreement(found[:1], [session.oracle.generate(short, 8)]) > 0.8
 
 
@@ -82,7 +85,7 @@ def test_captured_and_compiled_steps_answer_as_others_and_torch_attends_in_none(
             assert runner.use_cuda_graph_decode == (way is not plain)
             assert (runner._compiled_decode is not None) == ("default_compile_level" in way)
             assert session.pages_in_use() == 0
-        assert steps["kernels"] == steps["decode"] > 0, "no step of one token each by torch"
+        assert steps["kernels"] >= steps["decode"] > 0, "no step of one token each by torch"
         assert (steps["kernels"] >= 30 * 2) == (way is plain), "replayed steps launch nothing"
     assert agreement(found[1], found[0]) > 0.9 and agreement(found[2], found[0]) > 0.7
 

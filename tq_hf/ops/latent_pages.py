@@ -1,4 +1,4 @@
-"""Steps over pages of latents (MLA): by kernels if all requests have few new tokens, else in torch, request by request.
+"""Steps over pages of latents (MLA): kernels attend from requests with few new tokens, torch from others, one by one.
 
 A request's few new queries absorb the up-projection and attend to its latents. Many new queries attend to keys and
 values of its heads, which the up-projection makes of all latents: absorbed, each query would compute with `R` channels
@@ -52,20 +52,22 @@ def latent_step(
         `[1, T, Hq, Dv]` in the query's dtype, 0 for padding tokens.
     """
     if dispatch.supports_latent_step(query, new, pages, sequences.max_q, options):
-        heads, count = query.shape[1], sequences.cu_seqlens_q.shape[0] - 1
-        scratch = dispatch.latent_scratch(count, heads, sequences.max_q, pages.config, pages.layout, new[0])
+        if sequences.max_q == 1:
+            return _by_kernels(query, new, weight, pages, sequences, options, workspace)
         # Memory is reserved for requests with one new token, and for what is expanded.
-        if sequences.max_q == 1 or scratch <= EXPANDED_BYTES:
-            own = workspace if sequences.max_q == 1 else None
-
-            def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-                return dispatch.attend_latent_pages(latent, rotary, new, pages, sequences, options, own)
-
-            return dispatch.absorbed(query, weight, pages.layout.value_dim, attend)
+        heads, count = query.shape[1], sequences.cu_seqlens_q.shape[0] - 1
+        if dispatch.latent_scratch(count, heads, sequences.max_q, pages.config, pages.layout, query) <= EXPANDED_BYTES:
+            return _by_kernels(query, new, weight, pages, sequences, options, None)
     expanded = expand(weight, query.shape, new) if expanded is None else expanded
     out = query.new_zeros(1, query.shape[2], query.shape[1], expanded[1].shape[3])
+    if singles := dispatch.supports_latent_step(query, new, pages, 1, options):
+        token, alone = _singles(sequences)
+        states = new[0][:, :, token], new[1][:, :, token]
+        out[:, token] = _by_kernels(query[:, :, token], states, weight, pages, alone, options, workspace)
     for request in reference.requests(sequences, pages.tensors):
         part = request.tokens
+        if singles and part.stop - part.start == 1:
+            continue
         latents, rotary, keys, values = (x[:, :, part] for x in (*new, *expanded))
         queries, states = query[:, :, part], (keys, values)
         if not request.past and cpu_attention.supports_sdpa(options):
@@ -84,6 +86,33 @@ def latent_step(
                 out[:, part, some] = dispatch.attend_dense(queries[:, some], *states, None, few)
         dispatch.store_request(pages, request, (latents, rotary))
     return out
+
+
+def _by_kernels(
+    query: torch.Tensor,
+    new: KeyValue,
+    weight: torch.Tensor,
+    pages: LayerPages,
+    sequences: Sequences,
+    options: AttentionOptions,
+    workspace: Workspace | None,
+) -> torch.Tensor:
+    """`latent_step` of few new tokens of each request, whose lengths are read on the device."""
+
+    def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        return dispatch.attend_latent_pages(latent, rotary, new, pages, sequences, options, workspace)
+
+    return dispatch.absorbed(query, weight, pages.layout.value_dim, attend)
+
+
+def _singles(sequences: Sequences) -> tuple[torch.Tensor, Sequences]:
+    """Tokens `[n]` of the n requests that have one, and these requests alone."""
+    starts, lengths, table, packed, _ = sequences
+    assert packed is not None
+    chosen = (starts.diff() == 1).nonzero()[:, 0]
+    ends = torch.nn.functional.pad(lengths.diff()[chosen].cumsum(0), (1, 0)).int()
+    first = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
+    return starts[chosen].long(), Sequences(first, ends, table[chosen], packed[chosen], 1)
 
 
 def _by_heads(weight: torch.Tensor, query: torch.Tensor, held: KeyValue) -> Iterator[tuple[slice, torch.Tensor]]:
