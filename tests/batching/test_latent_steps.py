@@ -105,6 +105,17 @@ def test_most_tokens_are_those_of_generate() -> None:
 
 
 @gpu
+def test_without_kernels_answers_are_those_of_generate_too(steps: Counter[str]) -> None:
+    """No kernel takes so few channels: torch computes all steps, and reads lengths on the host."""
+    model, inputs = latent_model(kv_lora_rank=32), prompts([3, 127, 132, 300])
+    with session_of(model) as session:
+        found = session.run(inputs, greedy(60))
+        assert not session.manager.batch_processor.model_runner.use_cuda_graph_decode and not steps["kernels"]
+        expected = [session.oracle.generate(prompt, 60) for prompt in inputs]
+    assert agreement(found, expected) > 0.7
+
+
+@gpu
 def test_memory_stays_within_the_prediction() -> None:
     model = latent_model(torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64)
     with session_of(model, num_blocks=2000, max_batch_tokens=1024, max_requests_per_batch=32) as session:
