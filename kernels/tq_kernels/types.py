@@ -176,7 +176,8 @@ class Pages(NamedTuple):
         value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
         scales: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
         key_means: `[pages, Hkv, D padded]` fp16.
-        rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
+        rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype; with latents
+            `[pages, 1, 1, rows of a page, Dk + Dv]`, a row with both.
         key_channel_scales: `[Hkv, D]` fp16 contiguous.
         value_channel_scales: `[Hkv, D]` fp16 contiguous.
         key_bits, value_bits: 2, 3, 4 or 8.
@@ -221,6 +222,11 @@ class Pages(NamedTuple):
     def first_block_column(self) -> int:
         """Column of block 0 in a block table."""
         return self.ring_pages + min(1, self.sinks) + 1
+
+    @property
+    def beside(self) -> int:
+        """Number of channels of a value that lie behind its key in one row (latents); 0 if rows hold keys or values."""
+        return self.value_channel_scales.shape[1] if self.rows.shape[2] == 1 else 0
 
     @property
     def place(self) -> tuple[int, int, int, int]:

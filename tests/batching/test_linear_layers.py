@@ -202,5 +202,5 @@ def test_linear_layers_of_other_kinds_are_refused(family: str, words: str) -> No
 
 
 def test_graphs_of_steps_with_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="sliding windows or linear layers cannot be captured"):
+    with pytest.raises(ValueError, match=r"linear layers or latents \(MLA\) cannot be captured"):
         TurboQuantBatching(hybrid(), balance=False).init_continuous_batching(greedy(1), options(use_cuda_graph=True))

@@ -87,6 +87,19 @@ def test_cells_that_fail_say_why_and_the_others_follow(folder: Path, monkeypatch
     assert [row.get("error") for row in rows] == ["room for 8,192 tokens", "the engine stopped", None]
 
 
+def test_a_hybrid_is_compared_with_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=2, num_key_value_heads=2)
+    small |= dict(head_dim=32, linear_num_value_heads=2, linear_num_key_heads=2)
+    small |= dict(linear_key_head_dim=32, linear_value_head_dim=32)
+    real = bench_serve.random_hybrid
+    monkeypatch.setattr(bench_serve, "random_hybrid", lambda layers, device: real(layers, device, **small))
+    few = arguments("--hybrid", "--layers", 4, "--shapes", "2x40", "--only", "decode")
+    record = bench_serve.run(few, lambda record: None, lambda device: pytest.fail(NEVER))
+    stock, packed, generated = record["rows"]
+    assert "linear_attention" in stock["error"] and "error" not in packed and generated["ms_per_step"] > 0
+    assert "| generate(), DynamicCache | **" in tables.serve(record)
+
+
 def test_a_trace_has_the_lengths_and_the_rate_asked_for() -> None:
     many = arguments("--requests", 3000, "--prompts", 20, 2000, "--answers", 3, 90)
     once, later = (bench_serve.trace(many, 128, rate) for rate in (None, 10.0))

@@ -22,6 +22,7 @@ from examples.measure.compile import sass
 from examples.measure.compile.builds import (
     BUILDERS,
     build_completed,
+    build_latents,
     build_paged_split,
     build_prompt,
     build_prompts,
@@ -29,6 +30,7 @@ from examples.measure.compile.builds import (
     build_rotate,
     build_sampling,
     build_small,
+    build_small_latents,
     build_windows,
     launched,
 )
@@ -98,6 +100,17 @@ def test_a_kernel_over_pages_is_taken(kernel: str, preset: str, shape: tuple[int
 @pytest.mark.parametrize("arch", [80, 90])
 def test_prompts_over_pages_are_taken(arch: int) -> None:
     build_prompts(arch, "4bit_nc")
+
+
+@pytest.mark.usefixtures("frontend_only")
+@pytest.mark.parametrize("bits", [(4, 8), (3, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_of_latents_are_taken(arch: int, bits: tuple[int, int]) -> None:
+    for rows in (16, 128):
+        build_latents(arch, bits, rows=rows)
+        build_latents(arch, bits, rows=rows, paged=True)
+    build_small_latents(arch, bits)
+    build_small_latents(arch, bits, dim=64, rotary=16, dtype="fp32")
 
 
 @pytest.mark.usefixtures("frontend_only")

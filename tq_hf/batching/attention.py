@@ -11,7 +11,7 @@ from their outputs alone.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tq_kernels.types import AttentionOptions
@@ -84,13 +84,17 @@ def turboquant_paged_attention(
         )
     options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
     layer: Any = module.layer_idx
+    expanded, weight = (key, value), None
     if cache.holds_latents:
-        up: Any = module.kv_b_proj
-        return _attend_latents(cache, layer, up.weight, query, (key, value), kwargs, options), None
+        (key, value), up = cache.latents_of(layer), cast(Any, module.kv_b_proj)
+        weight = up.weight
     if torch.compiler.is_dynamo_compiling() and kwargs["block_table"] is not None:
         tensors = [query, key, value, kwargs["block_table"], kwargs["cu_seq_lens_q"]]
         tensors.append(kwargs["cu_seq_lens_k"]["full_attention"])
-        return attend_pages(tensors, options.s_aux, options.scaling, options.softcap, cache.number, layer), None
+        numbers = options.scaling, options.softcap, cache.number, layer
+        return attend_pages(tensors, weight, options.s_aux, *numbers), None
+    if weight is not None:
+        return _attend_latents(cache, layer, weight, query, (key, value), expanded, kwargs, options), None
     return _attend(cache, layer, query, key, value, kwargs, options), None
 
 
@@ -116,31 +120,38 @@ rehearsal = Rehearsal()
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
 def attend_pages(
     tensors: list[torch.Tensor],
+    weight: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
     cache: int,
     layer: int,
 ) -> torch.Tensor:
-    """Call `TurboQuantPagedCache.attend` for requests with one new token each.
+    """Call `TurboQuantPagedCache.attend` for requests with one new token each, or `attend_latents`.
 
     Args:
-        tensors: Queries, keys, values, block table, cumulative lengths of queries and of keys.
+        tensors: Queries, keys, values, block table, cumulative lengths of queries and of keys. Latents are keys, and
+            rotary keys are values.
+        weight: Up-projection of latents; `None` without latents.
         s_aux, scaling, softcap: Fields of `AttentionOptions`.
         cache: Number of the cache in `CACHES`.
         layer: Index of the layer.
     """
     if rehearsal.active:
-        return _attended(tensors).zero_()
+        return _attended(tensors, weight).zero_()
     query, key, value, block_table, cu_seqlens_q, cu_seqlens_k = tensors
     kwargs = dict(block_table=block_table, cu_seq_lens_q=cu_seqlens_q, cu_seq_lens_k={"full_attention": cu_seqlens_k})
     options = AttentionOptions(scaling, True, softcap, s_aux)
+    if weight is not None:
+        return CACHES[cache].attend_latents(layer, weight, query, (key, value), None, kwargs, options)
     return CACHES[cache].attend(layer, query, key, value, kwargs, options).contiguous()
 
 
 @attend_pages.register_fake
-def _attended(tensors: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
+def _attended(tensors: list[torch.Tensor], weight: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
     batch, heads, tokens, dim = tensors[0].shape
+    if weight is not None:
+        dim = weight.shape[0] // heads - (dim - tensors[2].shape[3])
     return tensors[0].new_empty(batch, tokens, heads, dim)
 
 

@@ -22,7 +22,14 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig, holds_latents
 from ..ops import dispatch, latent_pages
-from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
+from ..ops.dispatch import (
+    SCRATCH,
+    decode_scratch_bytes,
+    latent_scratch,
+    paged_step,
+    prompt_buffer_bytes,
+    step_scratch_bytes,
+)
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
 from ..ops.workspace import Scratch, Workspace
 from .allocators import (
@@ -242,16 +249,21 @@ class TurboQuantPagedCache(PagedAttentionCache):
         heads, of_full = allocator.num_key_value_heads, self.kind_configs[FULL_ATTENTION]
         groups = of_full.num_attention_heads // CachedHeads.of(of_full).number
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        pages: Any = ((heads * groups, heads), allocator.tq_config, allocator.layout, like)
+        recipe: Any = (allocator.tq_config, allocator.layout, like)
+        pages: Any = ((heads * groups, heads), *recipe)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
-        reserved = 0 if self.holds_latents else step_scratch_bytes(tokens, min(most, tokens), *pages)
+        if self.holds_latents:
+            reserved = latent_scratch(min(most, tokens), of_full.num_attention_heads, 1, *recipe)
+        else:
+            reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
         blocks = options.num_blocks
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
         lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
         longest = min(filter(None, lengths), default=0)
         if self.holds_latents:
             states = like.new_empty(0, allocator.layout.key_dim), like.new_empty(0, allocator.layout.value_dim)
-            self.memory.scratch_bytes = latent_pages.scratch_bytes(longest, states)
+            # A graph's scratch is its own.
+            self.memory.scratch_bytes = latent_pages.scratch_bytes(longest, states) + 2 * reserved
             # Queries, keys (and their parts) and values of all heads.
             widths = 3 * (of_full.qk_nope_head_dim + of_full.qk_rope_head_dim) + 2 * of_full.v_head_dim
             self.memory.expanded_bytes = self.dtype.itemsize * of_full.num_attention_heads * widths
@@ -343,13 +355,19 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new keys and values of a layer unchanged: `attend` stores them. Latents and rotary keys, which the
-        model expands next, are kept for `attend_latents`.
+        model expands next, are kept for `latents_of`.
 
         Models call this method from transformers 5.24 on, models with latents in all versions.
         """
         if self.holds_latents:
             self._latents[layer_idx] = key_states, value_states
         return key_states, value_states
+
+    def latents_of(self, layer_idx: int) -> KeyValue:
+        """Take the latents and rotary keys of the last `update` of a layer. Raises `ValueError` if there was none."""
+        if layer_idx not in self._latents:
+            raise ValueError(f"Layer {layer_idx} attends without an update of the cache. {INSTEAD}")
+        return self._latents.pop(layer_idx)
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
         """Return the pages of states in a step. Each linear layer asks for them before it reads.
@@ -414,7 +432,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         layer_idx: int,
         weight: torch.Tensor,
         query: torch.Tensor,
-        expanded: KeyValue,
+        new: KeyValue,
+        expanded: KeyValue | None,
         kwargs: dict[str, Any],
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -424,7 +443,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             layer_idx: Index of the layer.
             weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
             query: `[1, Hq, T, Dk]`.
-            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of its latents.
+            new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]` of the new tokens.
+            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of them, or `None`.
             kwargs: Arguments that the engine passes to attention functions.
             options: Options of attention.
 
@@ -432,19 +452,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
             `[1, T, Hq, Dv]`.
 
         Raises:
-            ValueError: The layer has not updated the cache, its states do not have the widths or dtype of the pages, or
-                it attends twice.
+            ValueError: The states do not have the widths or dtype of the pages, or a layer attends twice.
         """
         self._begin_layer(layer_idx)
-        new = self._latents.pop(layer_idx, None)
-        if new is None:
-            raise ValueError(f"Layer {layer_idx} attends without an update of the cache. {INSTEAD}")
         for states, width in zip(new, self.allocator.heads[1:], strict=True):
             self._check(layer_idx, states, 1, width)
         if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
         pages = self.allocator.pages[layer_idx]
-        return latent_pages.latent_step(query, expanded, new, weight, pages, self._sequences, options)
+        return latent_pages.latent_step(query, expanded, new, weight, pages, self._sequences, options, self.scratch)
 
     def _begin_layer(self, layer_idx: int) -> None:
         """Note that a layer attends. Raises `ValueError` if it did last."""

@@ -353,8 +353,8 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
 
     Raises:
         ValueError: The config has another page size, or asks for CUDA graphs of steps that read lengths on the host.
-            Models with dense full-attention layers have no other steps. Models with sliding windows or linear layers
-            read lengths on the host in steps with prompts.
+            Models with dense full-attention layers have no other steps. Models with sliding windows, linear layers or
+            latents read lengths on the host in steps with prompts.
     """
     if dense and any(config.cuda_graph_booleans):
         raise ValueError(
@@ -362,16 +362,12 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
             "by `skip_layers`) cannot be captured: torch computes them, and reads lengths on the host. Leave it out."
         )
     decoder = model.config.get_text_config()
-    compiles = config.default_compile_level or config.decode_compile_config is not None
-    if holds_latents(decoder) and (compiles or any(config.cuda_graph_booleans)):
+    reads = SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or holds_latents(decoder)
+    if config.cuda_graph_booleans[0] and reads:
         raise ValueError(
-            "Steps that read pages of latents (MLA) are neither captured nor compiled: torch computes them, and reads "
-            "lengths on the host. Leave out `use_cuda_graph`, `default_compile_level` and `decode_compile_config`."
-        )
-    if config.cuda_graph_booleans[0] and (SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder)):
-        raise ValueError(
-            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows or "
-            "linear layers cannot be captured: lengths are read on the host. Leave it out, or say `(False, True)`."
+            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows, "
+            "linear layers or latents (MLA) cannot be captured: lengths are read on the host. Leave it out, or say "
+            "`(False, True)`."
         )
     if config.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
         raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")

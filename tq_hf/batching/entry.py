@@ -39,7 +39,7 @@ class TurboQuantBatching(ContinuousMixin):
     packed. Pages hold full attention (packed), and sliding windows or the states of linear layers (dense). "Many
     requests at once" in `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
 
-    Pages hold latents (MLA) packed; torch attends to them, request by request, without CUDA graphs.
+    Pages hold latents (MLA) packed. Kernels attend to them from single new tokens, and torch from prompts one by one.
 
     Not supported: beams, latents beside linear or sliding layers or an indexer, presets per layer, encoder-decoders,
     sliding windows beside linear layers. A model with sliding or linear layers shares no prefixes. A prompt longer than

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..balance import Balance
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
 from ..config import TurboQuantConfig, holds_latents
-from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_prompts
+from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_latents, supports_paged_prompts
 from ..saving import fingerprint
 from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
@@ -221,17 +221,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         layout, latents = packed_layout(config, decoder := model.config.get_text_config()), holds_latents(decoder)
-        kernels = on_cuda and not dense and not latents and supports_paged_decode(states, layout)
+        supports = supports_paged_latents if latents else supports_paged_decode
+        kernels = on_cuda and not dense and supports(states, layout)
         if on_cuda and dense:
             logger.warning_once(
                 f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
                 "these layers, request by request, and steps are not captured in CUDA graphs."
             )
-        if on_cuda and latents:
-            logger.warning_once(
-                "No kernel reads pages of latents (MLA): torch computes their attention, request by request, and steps "
-                "are not captured in CUDA graphs."
-            )
+        elif on_cuda and latents and not kernels:
+            logger.warning_once("No kernel reads pages of these latents (MLA): torch does, and steps are not captured.")
         if on_cuda and options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
             raise ValueError(
                 f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and steps with prompts of heads of "

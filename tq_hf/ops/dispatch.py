@@ -5,6 +5,7 @@ Other rooms import backends' names from here only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -27,10 +28,14 @@ from .triton import pages as triton_pages
 from .triton.blocks import compile_kernels, prepare, supports_mask  # noqa: F401
 from .triton.pages import (  # noqa: F401
     SCRATCH,
+    attend_latent_pages,
     decode_scratch_bytes,
+    latent_scratch,
     prompt_buffer_bytes,
     step_scratch_bytes,
+    supports_latent_step,
     supports_paged_decode,
+    supports_paged_latents,
     supports_paged_prompts,
     widest_paged_head,
 )
@@ -270,17 +275,33 @@ def attend_absorbed(
     """
     if mask is not None:
         check_mask(mask, view.length if isinstance(view.counts, Counts) else 0)
+
+    def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        if triton_blocks.supports_attend_latents(query, view, mask, options):
+            return triton_blocks.attend_latents(latent, rotary, view, mask, options)
+        batch, _, queries, _ = query.shape
+        counted = view
+        if isinstance(view.counts, DeviceCounts):
+            counted = on_host(view.tensors, view.counts.step_counts, queries)
+        by_batch = latent.unflatten(1, (batch, queries)).transpose(0, 1)
+        means = cpu_attention.attend_latents(by_batch, rotary, counted, mask, options)
+        return means.permute(2, 0, 1, 3).flatten(1, 2)
+
+    return absorbed(query, weight, view.tensors.layout.value_dim, attend)
+
+
+def absorbed(
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    rotary_dim: int,
+    attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`attend_absorbed` by a function of `latent` `[Hq, B * S, R]` and `rotary` `[B, Hq, S, Dr]`, which returns means
+    of latents `[Hq, B * S, R]`."""
     batch, heads, queries, dim = query.shape
     up = weight.unflatten(0, (heads, -1))
-    content, rotary = query.split([dim - view.tensors.layout.value_dim, view.tensors.layout.value_dim], 3)
-    latent = content.transpose(0, 1).flatten(1, 2) @ up[:, : content.shape[3]]  # [Hq, B * S, R]
-    if triton_blocks.supports_attend_latents(query, view, mask, options):
-        means = triton_blocks.attend_latents(latent, rotary, view, mask, options)
-    else:
-        if isinstance(view.counts, DeviceCounts):
-            view = on_host(view.tensors, view.counts.step_counts, queries)
-        by_batch = latent.unflatten(1, (batch, queries)).transpose(0, 1)
-        means = cpu_attention.attend_latents(by_batch, rotary, view, mask, options).permute(2, 0, 1, 3).flatten(1, 2)
+    content, rotary = query.split([dim - rotary_dim, rotary_dim], 3)
+    means = attend(content.transpose(0, 1).flatten(1, 2) @ up[:, : content.shape[3]], rotary)
     out = means @ up[:, content.shape[3] :].mT  # [Hq, B * S, Dv]
     return out.unflatten(1, (batch, queries)).permute(1, 2, 0, 3).contiguous()
 

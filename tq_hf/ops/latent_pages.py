@@ -1,4 +1,4 @@
-"""Steps over pages of latents (MLA), in torch, request by request.
+"""Steps over pages of latents (MLA): kernels attend from requests with few new tokens, torch from others, one by one.
 
 A request's few new queries absorb the up-projection and attend to its latents. Many new queries attend to keys and
 values of its heads, which the up-projection makes of all latents: absorbed, each query would compute with `R` channels
@@ -16,6 +16,7 @@ from tq_kernels.types import AttentionOptions, KeyValue, Sequences
 from ..tensors.pages import LayerPages
 from . import dispatch, reference
 from .cpu import attention as cpu_attention
+from .workspace import Workspace
 
 ABSORBED_TOKENS = 16
 """Most new tokens of a request whose queries absorb the up-projection, as in steps of a `TurboQuantCache`."""
@@ -26,30 +27,47 @@ EXPANDED_BYTES = 256 << 20
 @torch.compiler.disable
 def latent_step(
     query: torch.Tensor,
-    expanded: KeyValue,
+    expanded: KeyValue | None,
     new: KeyValue,
     weight: torch.Tensor,
     pages: LayerPages,
     sequences: Sequences,
     options: AttentionOptions,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Attend from every request's new tokens to its pages and to the new tokens; then store the new tokens.
 
     Args:
         query: `[1, Hq, T, Dk]`, T tokens of all requests.
-        expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of `new`.
+        expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of `new`; `None` to make them
+            here, where they are needed.
         new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
         weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
         pages: The layer's view of the pool, written in place.
         sequences: Lengths and block tables of the requests.
         options: Causal and without biases.
+        workspace: Source of the kernels' scratch outside of captured graphs; by default it is allocated.
 
     Returns:
         `[1, T, Hq, Dv]` in the query's dtype, 0 for padding tokens.
     """
+    if dispatch.supports_latent_step(query, new, pages, sequences.max_q, options):
+        if sequences.max_q == 1:
+            return _by_kernels(query, new, weight, pages, sequences, options, workspace)
+        # Memory is reserved for requests with one new token, and for what is expanded.
+        heads, count = query.shape[1], sequences.cu_seqlens_q.shape[0] - 1
+        if dispatch.latent_scratch(count, heads, sequences.max_q, pages.config, pages.layout, query) <= EXPANDED_BYTES:
+            return _by_kernels(query, new, weight, pages, sequences, options, None)
+    expanded = expand(weight, query.shape, new) if expanded is None else expanded
     out = query.new_zeros(1, query.shape[2], query.shape[1], expanded[1].shape[3])
+    if singles := dispatch.supports_latent_step(query, new, pages, 1, options):
+        token, alone = _singles(sequences)
+        states = new[0][:, :, token], new[1][:, :, token]
+        out[:, token] = _by_kernels(query[:, :, token], states, weight, pages, alone, options, workspace)
     for request in reference.requests(sequences, pages.tensors):
         part = request.tokens
+        if singles and part.stop - part.start == 1:
+            continue
         latents, rotary, keys, values = (x[:, :, part] for x in (*new, *expanded))
         queries, states = query[:, :, part], (keys, values)
         if not request.past and cpu_attention.supports_sdpa(options):
@@ -61,13 +79,40 @@ def latent_step(
             out[:, part] = dispatch.attend_absorbed(queries, weight, view, None, options)
         else:
             held = _held(pages, request, (latents, rotary))
-            for heads, some in _by_heads(weight, query, held):
-                states, few = expand(some, queries[:, heads].shape, held), options
+            for some, up in _by_heads(weight, query, held):
+                states, few = expand(up, queries[:, some].shape, held), options
                 if options.s_aux is not None:
-                    few = options._replace(s_aux=options.s_aux[heads])
-                out[:, part, heads] = dispatch.attend_dense(queries[:, heads], *states, None, few)
+                    few = options._replace(s_aux=options.s_aux[some])
+                out[:, part, some] = dispatch.attend_dense(queries[:, some], *states, None, few)
         dispatch.store_request(pages, request, (latents, rotary))
     return out
+
+
+def _by_kernels(
+    query: torch.Tensor,
+    new: KeyValue,
+    weight: torch.Tensor,
+    pages: LayerPages,
+    sequences: Sequences,
+    options: AttentionOptions,
+    workspace: Workspace | None,
+) -> torch.Tensor:
+    """`latent_step` of few new tokens of each request, whose lengths are read on the device."""
+
+    def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        return dispatch.attend_latent_pages(latent, rotary, new, pages, sequences, options, workspace)
+
+    return dispatch.absorbed(query, weight, pages.layout.value_dim, attend)
+
+
+def _singles(sequences: Sequences) -> tuple[torch.Tensor, Sequences]:
+    """Tokens `[n]` of the n requests that have one, and these requests alone."""
+    starts, lengths, table, packed, _ = sequences
+    assert packed is not None
+    chosen = (starts.diff() == 1).nonzero()[:, 0]
+    ends = torch.nn.functional.pad(lengths.diff()[chosen].cumsum(0), (1, 0)).int()
+    first = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
+    return starts[chosen].long(), Sequences(first, ends, table[chosen], packed[chosen], 1)
 
 
 def _by_heads(weight: torch.Tensor, query: torch.Tensor, held: KeyValue) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_serve_available
 from ..batching import TurboQuantBatchingManager, continuous_batching
 from ..batching.checks import DEFAULT_PAGE_SIZE
 from ..compat import check_required_names
-from ..config import TurboQuantConfig, holds_latents
+from ..config import TurboQuantConfig
 from .fields import check_fields
 from .sampling import (
     RequestManager,
@@ -145,11 +145,6 @@ def _check_messages(messages: Any, name: str) -> None:
                 )
 
 
-def default_level(model: PreTrainedModel) -> int:
-    """`default_compile_level` for a model: 1 on a GPU, except for latents (MLA)."""
-    return int(model.device.type == "cuda" and not holds_latents(model.config.get_text_config()))
-
-
 class TurboQuantServer(Serve):
     """Server of one model. All requests share one pool of packed pages. Shorter prompts go before waiting longer
     prompts (`ShortestFirst`).
@@ -161,9 +156,8 @@ class TurboQuantServer(Serve):
         config: Encoding of pages.
         started: Function that is called with the model's tokenizer before the first request is accepted.
         cache_tokens: Number of tokens in the pool, by default as many as fit into memory.
-        compile_level: transformers' `default_compile_level`, 0 (not compiled) to 3. By default 1 on a GPU, otherwise 0,
-            and 0 for latents (MLA), whose steps cannot be compiled. Requests are answered while steps are compiled
-            (`TurboQuantBatchingManager.warmup`).
+        compile_level: transformers' `default_compile_level`, 0 (not compiled) to 3. By default 1 on a GPU, otherwise 0.
+            Requests are answered while steps are compiled (`TurboQuantBatchingManager.warmup`).
         **options: Arguments of transformers' `Serve`.
 
     Raises:
@@ -244,7 +238,8 @@ class TurboQuantServer(Serve):
         state: Any = self._generation_state
         # transformers creates its manager at the first request, if there is none.
         options = state._cb_config or ContinuousBatchingConfig()
-        options.default_compile_level = default_level(model) if self.compile_level is None else self.compile_level
+        level = int(model.device.type == "cuda") if self.compile_level is None else self.compile_level
+        options.default_compile_level = level
         options.scheduler_type = "shortest_first"
         state._cb_manager = manager = RequestManager(options)
         manager.init_cb(model, None)

@@ -18,13 +18,14 @@ from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantize_config, encode_config
 from tq_kernels.codec.quantize import LEVELS
 from tq_kernels.decode.append import append_and_encode, append_and_rotate, append_tails, rotate_and_append
+from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
-from tq_kernels.latents.attention import attend_latents_split
+from tq_kernels.latents.attention import attend_latents_split, merge_latents, rotate_latent_queries
 from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
 from tq_kernels.prefix.attention import prefix_attention
@@ -61,7 +62,7 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype]),
-        *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 7),
+        *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 8),
     )
     types: list[str | None] = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
@@ -143,18 +144,74 @@ def build_dense(
 
 
 def build_latents(
-    arch: Arch, bits: Bits, *, dim: int = 512, rotary: int = 64, rows: int = 16, mask: int = 0, dtype: str = "bf16"
+    arch: Arch,
+    bits: Bits,
+    *,
+    dim: int = 512,
+    rotary: int = 64,
+    rows: int = 16,
+    mask: int = 0,
+    dtype: str = "bf16",
+    paged: bool = False,
 ) -> Compiled:
     """`attend_latents_split` for this number of query rows."""
-    on = target_of(arch)
+    on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
     config = fitted(latent_config(rows, layout, on), layout)
-    types = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[f"*{dtype}"] * 4, "*i32", "*i32"]
-    types += ["*u8", "*fp32", "*fp32", *["i32"] * 10, "fp32"]
+    types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32"]
+    if paged:
+        types += [None, None, own, None, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
+        types += [*["i32"] * 4, *[None] * 3, *["i32"] * 6, "fp32"]
+    else:
+        types += [*[own] * 4, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 10, *[None] * 3, "fp32"]
     options = {"maxnreg": config.registers} if config.registers else {}
     options |= {"num_warps": config.warps, "num_stages": config.stages}
-    constants = latent_constants(layout, mask == 0 and rows > 64, mask, config, on)
+    causal, where = mask == 0 and rows > 64, latent_place(layout, dtype) if paged else NO_PLACE
+    constants = latent_constants(layout, causal, mask, config, on, where)
     return build(attend_latents_split, types, constants, arch, **options)
+
+
+def latent_place(layout: BlockLayout, dtype: str) -> tuple[int, int, int, int]:
+    """As `place`, of latents."""
+    config, states = (
+        TurboQuantConfig(),
+        getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]),
+    )
+    rows = rows_per_page(layout, states)
+    return config.sink_tokens, rows * ring_pages(config, layout, states), rows, layout.block_bytes // 4
+
+
+def build_small_latents(
+    arch: Arch, bits: Bits, *, dim: int = 512, rotary: int = 64, dtype: str = "bf16"
+) -> list[Compiled]:
+    """The kernels of steps over pages of latents that rotate queries, merge, append rows and encode blocks."""
+    on, own, layout = target_of(arch), f"*{dtype}", BlockLayout(dim, rotary, *bits)
+    where = latent_place(layout, dtype)
+    rotate = build(
+        rotate_latent_queries,
+        [own, own, *["*fp16"] * 4, "*i32", "*fp16", "*fp16", "*fp32", *["i32"] * 7],
+        (dim, rotary),
+        arch,
+        num_warps=1,
+    )
+    merge = build(
+        merge_latents,
+        ["*fp32", "*fp32", None, None, *["*i32"] * 3, "*fp16", "*fp16", own, *["i32"] * 6],
+        (dim, 64, 32, 8),
+        arch,
+        num_warps=8,
+    )
+    types: list[str | None] = [own, own, own, *["*i32"] * 3, *["i32"] * 7]
+    append = build(append_tails, types, (dim, dim, *where, rotary), arch, num_warps=4)
+    config = encode_config(dim, dim, bits, 4 if dtype == "fp32" else 2, on.capability)
+    constants = (
+        *(dim, dim, dim, bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
+        *(False, 1, bits[1], LEVELS[bits[1]], *where, SEQUENCES, rotary),
+    )
+    types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
+    types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
+    encode = build(encode_blocks, types, constants, arch, num_warps=config.warps)
+    return [rotate, merge, append, encode]
 
 
 def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
@@ -268,7 +325,8 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
         arch,
         num_warps=p.reduce_warps,
     )
-    append = build(append_tails, [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7], (dim, tile, *where), arch, num_warps=4)
+    types = [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7]
+    append = build(append_tails, types, (dim, tile, *where, 0), arch, num_warps=4)
     return [rotate, reduce, append]
 
 
@@ -278,7 +336,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
-        *(False, 1, bits[1], LEVELS[bits[1]], *place(preset, dim), SEQUENCES),
+        *(False, 1, bits[1], LEVELS[bits[1]], *place(preset, dim), SEQUENCES, 0),
     )
     own = f"*{dtype}"
     types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]

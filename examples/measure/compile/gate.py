@@ -51,7 +51,7 @@ def jobs(full: bool) -> Iterator[Job]:
                     paged = kernel.startswith("paged")
                     if paged and not isinstance(arch, int) or kernel == "paged prompts" and dim != 128:
                         continue
-                    if kernel == "latents" and (not isinstance(arch, int) or arch == 75 or dim != 128):
+                    if kernel.endswith("latents") and (not isinstance(arch, int) or arch == 75 or dim != 128):
                         continue
                     of_any_preset = kernel in ("dense", "prompt", "reorder", "sampling", "paged small", "paged windows")
                     if of_any_preset and preset != "4bit_nc":
@@ -82,6 +82,10 @@ def compilers() -> dict[str, Callable[[Any, str, int], Any]]:
         "dense": lambda arch, preset, dim: builds.build_dense(arch, dim=dim, mask=2, softcap=True, split=True),
         "prompt": lambda arch, preset, dim: builds.build_prompt(arch, dim=dim),
         "latents": lambda arch, preset, dim: builds.build_latents(arch, (bits_of(preset)[0], 8), mask=1),
+        "paged latents": lambda arch, preset, dim: [
+            builds.build_latents(arch, (bits_of(preset)[0], 8), paged=True),
+            *builds.build_small_latents(arch, (bits_of(preset)[0], 8)),
+        ],
         "reorder": lambda arch, preset, dim: builds.build_reorder(arch),
         "sampling": lambda arch, preset, dim: builds.build_sampling(arch)[0],
         "paged split": lambda arch, preset, dim: builds.build_paged_split(arch, preset, dim)[0],

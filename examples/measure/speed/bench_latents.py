@@ -50,17 +50,13 @@ BF16 = torch.bfloat16
 
 CONFIGS = {
     16: [LatentConfig(16, 64, 4, 8, 2, 128, 2), LatentConfig(16, 64, 4, 8, 3), LatentConfig(64, 64, 4, 8, 3)],
-    32: [LatentConfig(64, 64, 4, 8, 3), LatentConfig(64, 64, 2, 8, 2)],
-    64: [
-        LatentConfig(64, 64, 4, 8, 2),
-        LatentConfig(64, 64, 1, 8, 3),
-        LatentConfig(64, 64, 2, 8, 3),
-    ],
+    32: [LatentConfig(32, 64, 4, 8, 3), LatentConfig(32, 64, 8, 4, 2), LatentConfig(64, 64, 2, 8, 3)],
+    64: [LatentConfig(64, 64, 4, 8, 2), LatentConfig(64, 64, 1, 8, 3), LatentConfig(64, 64, 2, 8, 3)],
 }
 """Launches to compare with that of the table, by the number of query rows, 64 for more."""
 DENSE_CONFIGS = {
     16: [(16, 64, 4, 2, 2), (16, 32, 4, 3, 2), (16, 64, 8, 2, 2), (64, 32, 8, 3, 1)],
-    32: [(32, 64, 8, 2, 1), (32, 32, 4, 3, 2), (64, 32, 8, 3, 1)],
+    32: [(32, 64, 8, 2, 1), (32, 32, 4, 3, 2), (64, 32, 8, 3, 1), (64, 32, 8, 3, 1, True)],
     64: [(64, 64, 8, 2, 1), (64, 32, 8, 3, 1), (64, 64, 8, 1, 1, True), (64, 32, 8, 3, 1, True)],
 }
 """Launches of the kernel of bf16 latents: rows, tokens of a tile, warps, stages, programs of a multiprocessor, and

@@ -27,7 +27,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, logging
@@ -329,6 +336,16 @@ def static(model: PreTrainedModel, config: TurboQuantConfig, batch: int, context
     return bench_generate.measure(model, variant, batch, context)
 
 
+def generated(model: PreTrainedModel, batch: int, context: int) -> dict[str, Any]:
+    """The row of `generate()` as transformers has it, on one batch in a `DynamicCache`."""
+    model.set_attn_implementation("sdpa")
+    ids = torch.randint(3, model.config.get_text_config().vocab_size, (batch, context), device=model.device)
+    clock, steps = bench_generate.Clock(), bench_generate.TIMED
+    cache = DynamicCache(config=model.config)
+    bench_generate.go_on(model, ids, cache, steps + 4, stopping_criteria=[clock])
+    return {"ms_per_step": 1e3 * (clock.times[-1] - clock.times[-1 - steps]) / steps, "steps": steps}
+
+
 def bf16_floor(model: PreTrainedModel, batch: int, context: int, gigabytes_per_second: float) -> float:
     """Milliseconds in which weights and bf16 keys and values are read once: no engine on bf16 pages is faster."""
     config = model.config.get_text_config()
@@ -338,8 +355,18 @@ def bf16_floor(model: PreTrainedModel, batch: int, context: int, gigabytes_per_s
     return 2 * (weights + batch * context * rows) / gigabytes_per_second / 1e6
 
 
-def loaded(name: str | None, layers: int, device: torch.device) -> tuple[PreTrainedModel, str]:
+def random_hybrid(layers: int, device: torch.device, **sizes: int) -> PreTrainedModel:
+    """A random model of Qwen3-Next's shape in bf16, three of four layers linear, with dense MLPs."""
+    shape = dict(hidden_size=2048, intermediate_size=5120, vocab_size=32768) | sizes
+    config = Qwen3NextConfig(**shape, num_hidden_layers=layers, mlp_only_layers=list(range(layers)))
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def loaded(name: str | None, layers: int, device: torch.device, hybrid: bool = False) -> tuple[PreTrainedModel, str]:
     """The model and what it is called."""
+    if hybrid:
+        return random_hybrid(layers, device), f"random Qwen3-Next shape, {layers} layers with dense MLPs"
     if name is None and device.type == "cuda":
         return bench_generate.random_llama(device, layers), f"random Llama, 8B shape, {layers} layers"
     name = name or SHIPPED_MODEL
@@ -363,7 +390,9 @@ def cells(
                 named | {"engine": engine.name},
                 lambda e=engine, b=batch, c=context: decoded(model, e, b, c, arguments),
             )
-        if model.device.type == "cuda":
+        if arguments.hybrid:
+            yield named | {"engine": "generate(), DynamicCache"}, lambda b=batch, c=context: generated(model, b, c)
+        elif model.device.type == "cuda":
             for preset, config in configs.items():
                 yield (
                     named | {"engine": f"{preset}, static, graph_decoding"},
@@ -385,7 +414,10 @@ def name_of(row: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
     parser.add_argument("--model", help="a model of the hub or a folder; by default a random Llama of 8B shape")
-    parser.add_argument("--layers", type=int, default=32, help="layers of the random Llama")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the random model")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="a random model of Qwen3-Next's shape, with linear layers"
+    )
     parser.add_argument("--presets", nargs="+", default=["4bit_nc"], help="what pages are packed to")
     parser.add_argument("--sink-tokens", type=int, default=TurboQuantConfig.sink_tokens)
     parser.add_argument("--residual-length", type=int, default=TurboQuantConfig.residual_length)
@@ -416,7 +448,7 @@ def run(
     GPU reads, in GB/s."""
     logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, name = loaded(arguments.model, arguments.layers, device)
+    model, name = loaded(arguments.model, arguments.layers, device, arguments.hybrid)
     model.generation_config.eos_token_id = None
     record: dict[str, Any] = provenance(device, name)
     record["trace"] = {name: getattr(arguments, name) for name in ("requests", "prompts", "answers")}
@@ -432,7 +464,7 @@ def run(
             row = begin | {"error": "out of memory"}
         except (RuntimeError, MemoryError, ValueError) as error:
             row = begin | {"error": str(error).splitlines()[0][:120]}
-        if "read_gb_s" in record and row["kind"] == "decode":
+        if "read_gb_s" in record and row["kind"] == "decode" and not arguments.hybrid:
             row["bf16_floor_ms"] = bf16_floor(model, row["batch"], row["context"], record["read_gb_s"])
         rows.append(row)
         print(row, flush=True)

@@ -264,14 +264,15 @@ def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
 
 @triton.jit
 def _rows_of(
-    states, rows, pages, t, first, past, kv_head, page_blocks, stride_t, stride_h, DIM: tl.constexpr,
-    SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, IS_VALUE: tl.constexpr,
+    states, rows, pages, t, first, past, kv_head, page_blocks, stride_t, stride_h, ROW: tl.constexpr,
+    START: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers [n, 1] to the rows of tokens `t` [n]: ring rows before `past`, then new ones."""
+    """Pointers [n, 1] to the rows of tokens `t` [n]: ring rows before `past`, then new ones. A ring's row has ROW
+    elements, and its key or value begins START elements further."""
     row = row_of(t, SINKS, RING)
-    in_ring = ring_rows(rows, pages, row, t < past, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+    in_ring = ring_rows(rows, pages, row, t < past, kv_head, page_blocks, ROW, ROWS, BLOCK_WORDS)
     fresh = (first + tl.maximum(t - past, 0)).to(tl.int64)
-    at = tl.where(t < past, in_ring + IS_VALUE * ROWS * DIM, states + fresh * stride_t + kv_head * stride_h)
+    at = tl.where(t < past, in_ring + START, states + fresh * stride_t + kv_head * stride_h)
     return at[:, None]
 
 
@@ -304,7 +305,7 @@ class BlockPlaces(NamedTuple):
 @triton.jit
 def _encode_all(
     new, places, out, amounts, total, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, C: tl.constexpr,
+    ROW: tl.constexpr, START: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Encode every `programs`-th of `total` blocks; over pages `amounts` [BB] are those of each sequence."""
     k = tl.arange(0, C.K_STEP)[None, :]
@@ -334,11 +335,11 @@ def _encode_all(
             position = SINKS + block * TOKENS
             early = _rows_of(
                 new.states, places.rows, pages, position + token, first, past, head, places.blocks_b, new.stride_t,
-                new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
+                new.stride_h, ROW, START, SINKS, RING, ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
             late = _rows_of(
                 new.states, places.rows, pages, position + token + HALF_TOKENS, first, past, head, places.blocks_b,
-                new.stride_t, new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
+                new.stride_t, new.stride_h, ROW, START, SINKS, RING, ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
             home = page * places.blocks_b + head
         encode_block(early, late, offsets, offsets, out, home, new.rotation, channel_scales, high, low, C)
@@ -352,9 +353,9 @@ def encode_blocks(
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
     channel_scales,  # [B, H, HEAD_DIM] float16; over pages [Hkv, HEAD_DIM]
-    values,  # [T, Hkv, HEAD_DIM], their strides and those of keys in units of 8 elements; this and the rest over pages
+    values,  # [T, Hkv, BESIDE or HEAD_DIM], strides as of keys in units of 8 elements; this and the rest over pages
     value_words, value_rotation, value_channel_scales,
-    rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype
+    rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype, or [pages, 1, 1, ROWS, HEAD_DIM + BESIDE]
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
@@ -369,6 +370,7 @@ def encode_blocks(
     IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     STAGES: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, SINKS: tl.constexpr,
     RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr,
+    BESIDE: tl.constexpr,  # `Pages.beside`, a power of two
 ):  # fmt: skip
     """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`.
 
@@ -379,11 +381,12 @@ def encode_blocks(
     places = BlockPlaces(
         heads, start, blocks_batch, blocks_head, rows, block_table, cu_seqlens_q, cu_seqlens_k, heads, width
     )
+    ROW: tl.constexpr = HEAD_DIM + BESIDE
     if block_table is None:
         if PDL and not IS_VALUE:
             cuda.gdc_launch_dependents()
         of_states = EncodedStates(states, stride_batch, stride_head, stride_token, rotation, channel_scales)
-        _encode_all(of_states, places, Output(words, scales, means), None, blocks, SINKS, RING, ROWS, STAGES, C)
+        _encode_all(of_states, places, Output(words, scales, means), None, blocks, SINKS, RING, ROWS, 0, 0, STAGES, C)
         if PDL and IS_VALUE:
             cuda.gdc_wait()
     else:
@@ -393,11 +396,15 @@ def encode_blocks(
         if tl.program_id(0) < total:
             if tl.program_id(2) == 0:
                 of_keys = EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales)
-                _encode_all(of_keys, places, Output(words, scales, means), amounts, total, SINKS, RING, ROWS, STAGES, C)
+                to_keys = Output(words, scales, means)
+                _encode_all(of_keys, places, to_keys, amounts, total, SINKS, RING, ROWS, ROW, 0, STAGES, C)
             else:
+                START: tl.constexpr = HEAD_DIM if BESIDE else ROWS * HEAD_DIM
+                VALUE_STEP: tl.constexpr = BESIDE if BESIDE and BESIDE < K_STEP else K_STEP
                 VALUES: tl.constexpr = EncodeShape(
-                    HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
+                    BESIDE if BESIDE else HEAD_DIM, BESIDE if BESIDE else DIM, BESIDE if BESIDE else TILE, VALUE_BITS,
+                    VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, BLOCK_WORDS,
                 )  # fmt: skip
                 of_values = EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales)
                 into = Output(value_words, scales, None)
-                _encode_all(of_values, places, into, amounts, total, SINKS, RING, ROWS, STAGES, VALUES)
+                _encode_all(of_values, places, into, amounts, total, SINKS, RING, ROWS, ROW, START, STAGES, VALUES)

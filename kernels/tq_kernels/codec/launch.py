@@ -163,7 +163,7 @@ def _encode_launches(
             options["launch_pdl"] = True
         constants = (
             *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
-            *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 7),
+            *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 8),
         )
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         launch = Launch(
@@ -198,6 +198,7 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
         *(dim, padded, tile, bits[0], LEVELS[bits[0]], False, matrix_type(key.dtype, device), config.k_step, on.asm),
         *(False, 1, bits[1], LEVELS[bits[1]], *pages.place),
         triton.next_power_of_2(max(count, sequences.least_padding)),
+        pages.beside,
     )
     numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
     ENCODE(

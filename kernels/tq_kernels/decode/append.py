@@ -39,15 +39,21 @@ def load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
 @triton.jit
 def _copy_rows(
     key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DIM: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Copy keys and values of tokens `token` [n] int64 to the rows at pointers `at` [n]."""
     d = tl.arange(0, TILE)[None, :]
     inside = valid[:, None] & (d < DIM)
     k = tl.load(key + (token * key_t + kv_head * key_h)[:, None] + d, mask=inside)
-    v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + d, mask=inside)
-    tl.store(at[:, None] + d, k, mask=inside)
-    tl.store(at[:, None] + (ROWS * DIM + d), v, mask=inside)
+    if BESIDE:
+        d_value = tl.arange(0, BESIDE)[None, :]
+        v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + d_value, mask=valid[:, None])
+        tl.store(at[:, None] + d, k, mask=inside)
+        tl.store(at[:, None] + (DIM + d_value), v, mask=valid[:, None])
+    else:
+        v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + d, mask=inside)
+        tl.store(at[:, None] + d, k, mask=inside)
+        tl.store(at[:, None] + (ROWS * DIM + d), v, mask=inside)
 
 
 @triton.jit(
@@ -108,7 +114,7 @@ def rotate_and_append(
             at = ring_rows(residual_keys, pages, row, exists, head, page_blocks, DK, ROWS, BLOCK_WORDS)
             _copy_rows(
                 keys, values, (one + first).to(tl.int64), at, (one == 0) & exists, head,
-                keys_b * 8, keys_h * 8, values_b * 8, values_h * 8, DK, TILE, ROWS,
+                keys_b * 8, keys_h * 8, values_b * 8, values_h * 8, DK, TILE, ROWS, 0,
             )  # fmt: skip
         else:
             new = Queries(
@@ -400,20 +406,21 @@ TAIL_ROWS = tl.constexpr(32)
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
 def append_tails(
     key,  # [T, Hkv, DIM], strides in units of 8 elements, like value
-    value,
+    value,  # [T, Hkv, BESIDE or DIM]
     rows,  # as in `ring_rows`
     block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
     page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write the last RING new tokens of sequences with several to their rings, and sinks to their sink pages.
+    """Write the last RING new tokens of sequences with several to their rings, and sinks to their sink pages; with
+    latents those of all sequences. BESIDE is `Pages.beside`.
 
     Grid: (B, Hkv, (RING + SINKS) / TAIL_ROWS).
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-    if new <= 1:
+    if new <= (0 if BESIDE else 1):
         return
     row = tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
     # Invert row_of(): the newest token of each row [32], and its index among the new ones.
@@ -422,11 +429,12 @@ def append_tails(
     fresh = token - past
     valid = (fresh >= 0) & (fresh < new) & (row < RING + SINKS) & ((token < SINKS) == (row >= RING))
     at = ring_rows(
-        rows, block_table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS
-    )
+        rows, block_table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DIM + BESIDE, ROWS,
+        BLOCK_WORDS,
+    )  # fmt: skip
     _copy_rows(
         key, value, (first + fresh).to(tl.int64), at, valid, kv_head,
-        key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
+        key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS, BESIDE,
     )  # fmt: skip
 
 
@@ -434,10 +442,11 @@ APPEND_TAILS = Kernel(append_tails)
 
 
 def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
-    """Write the newest rows of sequences with several new tokens to their rings, and sinks to their pages."""
+    """Write the newest rows of sequences with several new tokens (with latents of all) to their rings, and sinks to
+    their pages."""
     _, key, value = tokens
     count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
-    constants = (dim, triton.next_power_of_2(dim), *pages.place)
+    constants = (dim, triton.next_power_of_2(dim), *pages.place, pages.beside)
     APPEND_TAILS(
         (count, key.shape[1], -(-(pages.ring_rows + pages.sinks) // TAIL_ROWS.value)),
         (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),

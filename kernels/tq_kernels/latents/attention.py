@@ -15,6 +15,9 @@ the same tile [tokens, R].
 
 Rows are r = head * S + query. Partial results are in slots of all rows: slot i < splits of the packed part's program i,
 slot splits + j of the j-th tile of dense tokens.
+
+Over pages each sequence has up to S new tokens, which are read where the model made them: they are not stored yet.
+Sequences without new tokens or with more than S are left out: nothing is written for them.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
+from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
 from ..decode.reduce import Partials, ReduceShape, merge_row
@@ -197,57 +201,92 @@ def _store(state: SoftmaxState, gain, lse, partial, row, inside, C: tl.constexpr
         tl.store(at, state.output[chunk] * inverse[:, None], mask=inside[:, None])
 
 
+@triton.jit
+def _sequence(packed, cu_seqlens_q, cu_seqlens_k, queries):
+    """First new token of this program's sequence, number of new ones and of cached ones, of blocks that are read packed
+    and of dense tokens; no blocks and no dense tokens if the sequence is left out."""
+    b = tl.program_id(1)
+    first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, tl.num_programs(1))
+    taken = (new > 0) & (new <= queries)
+    blocks = tl.where(taken, tl.load(packed + b), 0)
+    return first, new, past, blocks, tl.where(taken, past + new - blocks * TOKENS, 0)
+
+
+@triton.jit
+def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexpr):
+    """Divide tiles of dense `tokens` and steps over `blocks` among the programs: a tile counts as DENSE steps.
+
+    Returns:
+        A program's first tile and the one after its last, then its first step and the one after its last.
+    """
+    tiles = (tokens + TILE - 1) // TILE
+    units = tiles * DENSE + blocks * STEPS
+    start = units // splits * split + units % splits * split // splits
+    end = units // splits * (split + 1) + units % splits * (split + 1) // splits
+    first_tile, last_tile = (start + DENSE - 1) // DENSE, tl.minimum((end + DENSE - 1) // DENSE, tiles)
+    return first_tile, last_tile, tl.maximum(start - tiles * DENSE, 0), tl.maximum(end - tiles * DENSE, 0)
+
+
 @triton.jit(
     do_not_specialize=(
-        "rows count queries blocks_b sink_b residual_b residual_capacity mask_b mask_s mask_t scaling_log2"
+        "rows count queries blocks_b sink_b residual_b residual_capacity mask_b mask_s mask_t new_key_t new_value_t "
+        "width scaling_log2"
     ).split()
 )
 def attend_latents_split(
     rotated,  # [B * rows, DK + DV] fp16
     plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
-    key_words,  # [B, 1, N, 4 * DK * KEY_BITS] int32
+    key_words,  # [B, 1, N, 4 * DK * KEY_BITS] int32; over pages [pages, 1, ...], and the next three behind them
     value_words,  # [B, 1, N, 4 * DV * VALUE_BITS] int32
     scales,  # [B, 1, N, 128] int32
     key_means,  # [B, 1, N, DK] fp16
-    num_blocks,  # [] int32
-    sink_keys,  # [B, 1, sinks, DK] in the model's dtype; the first num_sinks count
+    num_blocks,  # [] int32; over pages [B]
+    sink_keys,  # [B, 1, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, like the next
     sink_values,  # [B, 1, sinks, DV]
-    residual_keys,  # [B, 1, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
-    residual_values,  # [B, 1, residual_capacity, DV]
+    residual_keys,  # [B, 1, residual_capacity, DK]; over pages rows [pages, 1, 1, ROWS, DK + DV]
+    residual_values,  # [B, 1, residual_capacity, DV]; over pages None, like the next two
     num_residual,  # [] int32
     num_sinks,  # [] int32
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
+    new_keys,  # [T, 1, DK], strides in units of 8 elements, like the next; this and the next four over pages, or None
+    new_values,  # [T, 1, DV]
+    block_table,  # [B, W] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     lse,  # [slots, B * rows] float32, base 2
     partial,  # [slots, B * rows, DK] float32, normalised
     rows,  # Hq * S
     count,  # B * rows
     queries,  # S
-    blocks_b,  # strides over sequences: of packed tensors in blocks, of dense ones in tokens
-    sink_b, residual_b, residual_capacity, mask_b, mask_s, mask_t,
+    blocks_b,  # strides over sequences: of packed tensors in blocks, of dense ones in tokens; over pages between pages
+    sink_b, residual_b, residual_capacity,  # over pages None
+    mask_b, mask_s, mask_t,
+    new_key_t, new_value_t,  # over pages
+    width,  # W
     scaling_log2,  # scaling * log2(e)
     DK: tl.constexpr, DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
     BLOCK_R: tl.constexpr, TILE: tl.constexpr,
     CHUNKS: tl.constexpr,  # parts of a latent, whose products follow one another; a multiple of 4 at 2 and 3 bits
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,  # int32 words from a block to the next; without pages 0, like the three before
 ):  # fmt: skip
     """Attend to every program's share: writes `partial` and `lse`. Grid: (row tiles, B, splits).
 
-    TILE, 16 to 128, is the number of tokens between two updates of the maximum.
+    TILE, 16 to 128, is the number of tokens between two updates of the maximum. Without pages residual row j is in slot
+    (128 * num_blocks + j) % residual_capacity.
     """
     C: tl.constexpr = LatentShape(DK, DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BLOCK_R, TILE, CHUNKS, ASM)
     PART: tl.constexpr = TILE // 4  # tokens of a plane
     STEPS: tl.constexpr = TOKENS // TILE
     batch, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
-    blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
-    # Equal shares of tiles of dense tokens, which take DENSE steps each, and then of steps over blocks.
-    tokens = sink_count + residual_count
-    dense_tiles = (tokens + TILE - 1) // TILE
-    units = dense_tiles * DENSE + blocks * STEPS
-    start = units // splits * split + units % splits * split // splits
-    end = units // splits * (split + 1) + units % splits * (split + 1) // splits
-    first, last = (tl.maximum(start - dense_tiles * DENSE, 0), tl.maximum(end - dense_tiles * DENSE, 0))
+    if block_table is None:
+        blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
+        tokens = sink_count + residual_count
+    else:
+        _, _, _, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
+    first_tile, last_tile, first, last = _share(blocks, tokens, split, splits, TILE, STEPS)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = r < rows
     row = tl.program_id(1) * rows + r
@@ -259,14 +298,22 @@ def attend_latents_split(
 
     packed = _load_rows(rotated, row, inside, mask_at, mask_t, C)
     state = _empty(C)
+    if block_table is not None:  # a page is read a step ahead
+        pages = block_table + batch * width + first_block_column(SINKS, RING, ROWS)
+        page = tl.load(pages + first // STEPS, mask=first < last, other=0)
     for step in tl.range(first, last, num_stages=STAGES):
         block = tl.cast(step, tl.int32) // STEPS
         part = (tl.cast(step, tl.int32) - block * STEPS) * PART
-        at = batch * blocks_b + block
-        latents, rotary = _packed_tile(
-            key_words + at * (4 * DK * KEY_BITS), value_words + at * (4 * DV * VALUE_BITS), scales + at * TOKENS,
-            key_means + at * DK, part + tl.arange(0, PART), C,
-        )  # fmt: skip
+        if block_table is None:
+            at = batch * blocks_b + block
+            keys_at, values_at = key_words + at * (4 * DK * KEY_BITS), value_words + at * (4 * DV * VALUE_BITS)
+            scales_at, means_at = scales + at * TOKENS, key_means + at * DK
+        else:  # the parts of a block are one behind the other: one address takes fewer registers than four
+            keys_at = key_words + page.to(tl.int64) * blocks_b * BLOCK_WORDS
+            values_at = keys_at + 4 * DK * KEY_BITS
+            scales_at = values_at + 4 * DV * VALUE_BITS
+            means_at = (scales_at + TOKENS).to(tl.pointer_type(tl.float16), bitcast=True)
+        latents, rotary = _packed_tile(keys_at, values_at, scales_at, means_at, part + tl.arange(0, PART), C)
         maximum, total, decay = state.maximum, state.total, tl.zeros([BLOCK_R], tl.float32)
         p = tl.zeros([BLOCK_R, TILE], tl.float16)
         # The branch is always taken. Without it the compiler sees that these products lead to others, and gives each
@@ -279,6 +326,8 @@ def attend_latents_split(
                 x = _masked(x, packed, t, t >= 0, C)
             maximum, total, decay, p = _weights(state, x, gain, MASK > 0)
         state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
+        if block_table is not None:
+            page = tl.load(pages + (step + 1) // STEPS, mask=step + 1 < last, other=0)
     # Rows again: their addresses would take registers through the loop.
     r = opaque(tl.program_id(0) * BLOCK_R, ASM) + tl.arange(0, BLOCK_R)
     inside = r < rows
@@ -288,23 +337,34 @@ def attend_latents_split(
     query = r % queries
     if MASK == 2:
         mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
-    ring_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-    last_tile = tl.minimum((end + DENSE - 1) // DENSE, dense_tiles)
-    for tile in tl.range((start + DENSE - 1) // DENSE, last_tile, num_stages=1):
+    if block_table is None:
+        new = queries
+        start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+    else:  # read again: it would take registers through the loop
+        first_new, new, past, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
+        first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, TILE, STEPS)
+        new_tokens = NewTokens(new_keys, new_values, new_key_t * 8, 0, new_value_t * 8, 0)
+    for tile in tl.range(first_tile, last_tile, num_stages=1):
         t = tile * TILE + tl.arange(0, TILE)
         exists = t < tokens
         newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
-        slot = ring_start + t - sink_count  # the residual is a ring
-        slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
-        sink = t < sink_count
-        held_sink, held = batch * sink_b + t, batch * residual_b + slot
-        key_at = tl.where(sink, sink_keys + held_sink * DK, residual_keys + held * DK)
-        value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
+        if block_table is None:
+            slot = start + t - sink_count  # the residual is a ring
+            slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
+            sink = t < sink_count
+            held_sink, held = batch * sink_b + t, batch * residual_b + slot
+            key_at = tl.where(sink, sink_keys + held_sink * DK, residual_keys + held * DK)
+            value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
+        else:
+            key_at, value_at = dense_rows(
+                residual_keys, block_table + batch * width, new_tokens, t, blocks, past, tokens, first_new, 0,
+                blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING, DV,
+            )  # fmt: skip
         latents = _load_chunks(key_at, exists, CHUNKS, DK, KEY_BITS)
         x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, DV, 8)[0]), C)
         seen = exists[None, :]
         if CAUSAL:
-            seen = seen & (t[None, :] <= (tokens - queries + query)[:, None])
+            seen = seen & (t[None, :] <= (tokens - new + query)[:, None])
         x = tl.where(seen, x, -float("inf"))
         if MASK:
             x = _masked(x, newest, tl.where(sink, t, t + blocks * TOKENS), exists, C)
@@ -324,12 +384,13 @@ def _rotated(x, rotation, factor, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "queries", "latent_h", "latent_s", "query_b", "query_h", "query_s"])
 def rotate_latent_queries(
-    latent,  # [Hq, B * S, DK], any float dtype, last dimension contiguous
-    query,  # [B, Hq, S, DV], likewise
+    latent,  # [Hq, B * S, DK], any float dtype, last dimension contiguous; over pages [Hq, T, DK]
+    query,  # [B, Hq, S, DV], likewise; over pages [1, Hq, T, DV]
     key_rotation,  # [DK, DK] fp16, sqrt(DK) R
     value_rotation,  # [DV, DV] fp16
-    key_channel_scales,  # [B, DK] fp16
+    key_channel_scales,  # [B, DK] fp16; over pages [1, DK]
     value_channel_scales,  # [B, DV] fp16
+    cu_seqlens_q,  # [B + 1] int32 over pages, or None
     rotated,  # [B * rows, DK + DV] fp16
     plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
@@ -339,15 +400,22 @@ def rotate_latent_queries(
 ):  # fmt: skip
     """Normalise each row by a power of two, and rotate both its parts. Grid: (rows, B)."""
     row, batch = tl.program_id(0), tl.program_id(1)
+    at = batch * rows + row
     head, s = (row // queries).to(tl.int64), row % queries
+    token, inside = batch * queries + s, True
+    if cu_seqlens_q is not None:
+        token = tl.load(cu_seqlens_q + batch) + s
+        inside = token < tl.load(cu_seqlens_q + batch + 1)  # rows of no token are 0
+        batch, s = 0, token
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
     key_factor = tl.load(key_channel_scales + batch * DK + dk).to(tl.float32)
     value_factor = tl.load(value_channel_scales + batch * DV + dv).to(tl.float32)
-    u = tl.load(latent + head * latent_h + (batch * queries + s).to(tl.int64) * latent_s + dk).to(tl.float32)
-    q = tl.load(query + batch.to(tl.int64) * query_b + head * query_h + s * query_s + dv).to(tl.float32)
+    u = tl.load(latent + head * latent_h + token.to(tl.int64) * latent_s + dk, mask=inside, other=0.0).to(tl.float32)
+    q = tl.load(
+        query + tl.cast(batch, tl.int64) * query_b + head * query_h + s * query_s + dv, mask=inside, other=0.0
+    ).to(tl.float32)
     power, inverse = power_of_two(tl.maximum(tl.max(tl.abs(u), 0), tl.max(tl.abs(q), 0)))
     u, q = (u * inverse)[None, :], (q * inverse)[None, :]
-    at = batch * rows + row
     tl.store(scale + at, power)
     start = at.to(tl.int64) * (DK + DV)
     keys_at, values_at = (start + dk)[None, :], (start + DK + dv)[None, :]
@@ -361,11 +429,14 @@ def rotate_latent_queries(
 def merge_latents(
     lse,  # [slots, count] float32
     partial,  # [slots, count, DK] float32
-    num_residual,  # [] int32
+    num_residual,  # [] int32; over pages None, like the next
     num_sinks,  # [] int32
+    packed,  # as `num_blocks` over pages, or None, like the next two
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     rotation,  # [DK, DK] fp16, sqrt(DK) R
-    channel_scales,  # [B, DK] fp16
-    out,  # [Hq, B * S, DK], last dimension contiguous
+    channel_scales,  # [B, DK] fp16; over pages [1, DK]
+    out,  # [Hq, B * S, DK], last dimension contiguous; over pages [Hq, T, DK]
     rows,  # Hq * S
     queries,  # S
     count,  # B * rows
@@ -373,13 +444,22 @@ def merge_latents(
 ):  # fmt: skip
     """Merge the slots of `attend_latents_split`. Grid: (rows, B)."""
     row, batch = tl.program_id(0), tl.program_id(1)
+    merged = batch * rows + row
+    token = batch * queries + row % queries
+    if cu_seqlens_q is None:
+        tokens = tl.load(num_sinks) + tl.load(num_residual)
+    else:
+        first, new, _, _, tokens = _sequence(packed, cu_seqlens_q, cu_seqlens_k, queries)
+        if (tokens == 0) | (row % queries >= new):
+            return
+        batch, token = 0, first + row % queries
     d = tl.arange(0, DK)
     factor = tl.load(channel_scales + batch * DK + d).to(tl.float32)
-    dense = splits + (tl.load(num_sinks) + tl.load(num_residual) + TILE - 1) // TILE
+    dense = splits + (tokens + TILE - 1) // TILE
     shape: tl.constexpr = ReduceShape(DK, DK, DK, BLOCK_S, BLOCK_DENSE, False)
     result = merge_row(
-        Partials(lse, partial, count), batch * rows + row, (0, splits), (splits, dense), rotation,
+        Partials(lse, partial, count), merged, (0, splits), (splits, dense), rotation,
         signs(rotation, d, DK), factor, None, shape,
     )  # fmt: skip
-    at = (row // queries).to(tl.int64) * out_h + (batch * queries + row % queries).to(tl.int64) * out_s
+    at = (row // queries).to(tl.int64) * out_h + token.to(tl.int64) * out_s
     tl.store(out + at + d, result.to(out.dtype.element_ty))

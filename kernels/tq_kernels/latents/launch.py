@@ -12,9 +12,10 @@ import triton
 
 from ..common.device import AMPERE, Target, interpreted, target
 from ..common.launcher import Kernel, on_its_device
+from ..decode.launch import NO_PLACE
 from ..layout import BlockLayout
 from ..prefix.launch import mask_layout, prefix_splits
-from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks
+from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
 from .attention import attend_latents_split, merge_latents, rotate_latent_queries
 
 ROTATE, SPLIT, MERGE = Kernel(rotate_latent_queries), Kernel(attend_latents_split), Kernel(merge_latents)
@@ -70,18 +71,33 @@ def fitted(config: LatentConfig, layout: BlockLayout) -> LatentConfig:
     return replace(config, chunks=chunks, warps=min(config.warps, pairs // 32))
 
 
-def latent_constants(layout: BlockLayout, causal: bool, mask: int, config: LatentConfig, on: Target) -> tuple[Any, ...]:
-    """Constants of `attend_latents_split` on this target, in order."""
+def latent_constants(
+    layout: BlockLayout, causal: bool, mask: int, config: LatentConfig, on: Target, place: tuple[int, ...] = NO_PLACE
+) -> tuple[Any, ...]:
+    """Constants of `attend_latents_split` on this target, in order; `place` is that of `Pages`."""
     tiles = (config.block_rows, config.tile, config.chunks, config.stages, on.asm)
-    return (layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles)
+    return (layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *place)
+
+
+def latent_scratch_bytes(
+    batch: int, query_heads: int, queries: int, layout: BlockLayout, dense: int, device: torch.device
+) -> int:
+    """Most bytes of scratch of a step for at most `batch` sequences with at most `queries` new tokens, any number of
+    blocks, and at most `dense` dense tokens."""
+    on, rows = target(device), query_heads * queries
+    config, count = fitted(latent_config(rows, layout, on), layout), batch * rows
+    # `prefix_splits` chooses splits for two waves at most.
+    programs = 2 * on.multiprocessors * config.programs_per_multiprocessor
+    partials = max(count, programs * config.block_rows) + -(-dense // config.tile) * count
+    return 4 * (count * (layout.key_dim + layout.value_dim + 1) + partials * (layout.key_dim + 1))
 
 
 @on_its_device
 def attend_latents(
     latent: torch.Tensor,
     rotary: torch.Tensor,
-    held: tuple[PackedBlocks, KeyValue, KeyValue],
-    counts: HeldCounts,
+    held: tuple[PackedBlocks, KeyValue, KeyValue] | tuple[Pages, KeyValue],
+    counts: HeldCounts | Sequences,
     rotations: KeyValue,
     mask: torch.Tensor | None,
     options: AttentionOptions,
@@ -93,74 +109,95 @@ def attend_latents(
     """Attention of S queries over sinks, packed blocks and residual of latents and rotary keys.
 
     Args:
-        latent: `[Hq, B * S, R]`, any float dtype, last dimension contiguous: queries times the up-projection of keys.
-        rotary: `[B, Hq, S, Dr]`, likewise: rotary parts of the queries.
+        latent: `[Hq, B * S, R]`, any float dtype, last dimension contiguous: queries times the up-projection of keys;
+            over pages `[Hq, T, R]`, of all new tokens.
+        rotary: `[B, Hq, S, Dr]`, likewise: rotary parts of the queries; over pages `[1, Hq, T, Dr]`.
         held: Packed blocks of one KV head; sinks, and the residual's ring: latents `[B, 1, *, R]` and rotary keys
-            `[B, 1, *, Dr]`, dense, the last two dimensions contiguous.
-        counts: Counts of blocks, residual rows and sinks to attend to. The last S rows are the queries' own.
+            `[B, 1, *, Dr]`, dense, the last two dimensions contiguous. Or pages, and the new latents `[T, 1, R]` and
+            rotary keys `[T, 1, Dr]` in the dtype of the rows, strides multiples of 8.
+        counts: Counts of blocks, residual rows and sinks to attend to. The last S rows are the queries' own. Or the
+            sequences over pages, whose new tokens are not stored yet, S = `max_q`.
         rotations: sqrt(D) R of latents and of rotary keys as `[D, D]` fp16.
         mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and residual rows in this order.
+            `None` over pages.
         options: Options that only scale. If causal, the packed part and the sinks must be older than all queries.
         allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
         config, splits: Replace the choices of the table.
 
     Returns:
-        Means of latents `[Hq, B * S, R]` in the dtype of `latent`. Rows that attend to nothing are 0.
+        Means of latents in the shape and dtype of `latent`. Rows that attend to nothing are 0, padding tokens too.
     """
-    packed, sinks, ring = held
-    batch, query_heads, queries, value_dim = rotary.shape
-    key_dim, rows, on = latent.shape[2], query_heads * queries, target(latent.device)
-    config = fitted(config or latent_config(rows, packed.layout, on), packed.layout)
+    key_dim, value_dim, on, index = latent.shape[2], rotary.shape[3], target(latent.device), latent.device.index
+    query_heads = rotary.shape[1]
+    tables: tuple[torch.Tensor | None, ...]
+    kind, strides = mask_layout(mask)
+    if isinstance(counts, Sequences):
+        pages, new = held
+        assert isinstance(pages, Pages)
+        batch, queries, table = counts.cu_seqlens_q.shape[0] - 1, counts.max_q, counts.block_table
+        layout, factors = BlockLayout(key_dim, value_dim, pages.key_bits, pages.value_bits), pages[5:7]
+        room = (table.shape[1] - pages.first_block_column, pages.ring_rows + pages.sinks + queries - 1)
+        packed, place, dtype = pages[:4], pages.place, pages.rows.dtype
+        tables, of_counts = (*new, table, *counts[:2]), (counts.packed, None, None)
+        dense = (None, None, pages.rows, None)
+        numbers = (pages.page_blocks, None, None, None, *strides, new[0].stride(0) // 8, new[1].stride(0) // 8)
+        numbers += (table.shape[1],)
+        out = torch.zeros_like(latent, memory_format=torch.contiguous_format)
+    else:
+        blocks, sinks, ring = held
+        (batch, _, queries, _), layout, factors = rotary.shape, blocks.layout, blocks.channel_scales
+        room = (blocks.capacity, sinks[0].shape[2] + ring[0].shape[2])
+        packed, place, dtype = tuple(blocks.tensors().values()), NO_PLACE, ring[0].dtype
+        tables, of_counts, dense = (None,) * 5, counts.tensors, (*sinks, *ring)
+        numbers = (blocks.block_strides[0], *[part.stride(0) // key_dim for part in (sinks[0], ring[0])])
+        numbers += (ring[0].shape[2], *strides, None, None, None)
+        out = torch.empty_like(latent, memory_format=torch.contiguous_format)
+    rows = query_heads * queries
+    config = fitted(config or latent_config(rows, layout, on), layout)
     count, row_tiles = batch * rows, -(-rows // config.block_rows)
     if splits is None:
         # A program has two blocks at least: more partial results take longer to merge than another block takes.
         resident = on.multiprocessors * config.programs_per_multiprocessor
-        splits = prefix_splits(row_tiles * batch, max(1, packed.capacity // 2), resident)
-    slots = splits + -(-(sinks[0].shape[2] + ring[0].shape[2]) // config.tile)
+        splits = prefix_splits(row_tiles * batch, max(1, room[0] // 2), resident)
+    slots = splits + -(-room[1] // config.tile)
     operands = count * (key_dim + value_dim) // 2
     sizes = [operands, operands, slots * count * key_dim, slots * count, count]
     rotated, plain, partial, lse, scale = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     rotated, plain = rotated.view(torch.float16), plain.view(torch.float16)
-    out = torch.empty_like(latent, memory_format=torch.contiguous_format)
-    index, factors = latent.device.index, packed.channel_scales
     dims = (key_dim, value_dim)
     ROTATE(
         (rows, batch, 1),
-        (latent, rotary, *rotations, *factors, rotated, plain, scale),
+        (latent, rotary, *rotations, *factors, tables[3], rotated, plain, scale),
         (rows, queries, *latent.stride()[:2], *rotary.stride()[:3]),
         dims,
-        (dims, latent.dtype, rotary.dtype, index),
+        (dims, latent.dtype, rotary.dtype, tables[3] is None, index),
         num_warps=1,
     )
-    kind, strides = mask_layout(mask)
     causal = options.causal and mask is None and queries > 1
-    constants = latent_constants(packed.layout, causal, kind, config, on)
+    constants = latent_constants(layout, causal, kind, config, on, place)
     limits: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers is not None:
         limits["maxnreg"] = config.registers
     SPLIT(
         (row_tiles, batch, splits),
         (
-            *(rotated, plain, scale, packed.key_words, packed.value_words, packed.scales, packed.key_means),
-            *(counts.tensors[0], *sinks, *ring, counts.tensors[1], counts.tensors[2]),
-            *(scale if mask is None else mask.view(torch.uint8), lse, partial),
+            *(rotated, plain, scale, *packed, of_counts[0], *dense, *of_counts[1:]),
+            *(scale if mask is None else mask.view(torch.uint8), *tables, lse, partial),
         ),
-        (
-            *(rows, count, queries, packed.block_strides[0], sinks[0].stride(0) // key_dim),
-            *(ring[0].stride(0) // key_dim, ring[0].shape[2], *strides, options.log2_factors[0]),
-        ),
+        (rows, count, queries, *numbers, options.log2_factors[0]),
         constants,
-        (constants, config, ring[0].dtype, mask is None, index),
+        (constants, config, dtype, mask is None, index),
         **limits,
     )
     block_s = min(triton.next_power_of_2(splits), 16384 // key_dim)
     constants = (key_dim, config.tile, block_s, 8)
+    of_pages = (None,) * 3 if tables[3] is None else (of_counts[0], *tables[3:])
     MERGE(
         (rows, batch, 1),
-        (lse, partial, counts.tensors[1], counts.tensors[2], rotations[0], factors.keys, out),
+        (lse, partial, *of_counts[1:], *of_pages, rotations[0], factors[0], out),
         (rows, queries, count, splits, *out.stride()[:2]),
         constants,
-        (constants, out.dtype, index),
+        (constants, out.dtype, tables[3] is None, index),
         num_warps=8,
     )
     return out

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, Sequences
+from tq_kernels.types import AttentionOptions, KeyValue, Sequences
 
 from ...compat import is_capturing
 from ...config import TurboQuantConfig
@@ -25,6 +25,7 @@ if HAS_TRITON:
     from tq_kernels.common.device import target
     from tq_kernels.decode.append import append_new_rows
     from tq_kernels.decode.launch import DecodeLaunch, paged_scratch_bytes
+    from tq_kernels.latents.launch import attend_latents, latent_scratch_bytes
     from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
@@ -153,6 +154,76 @@ def paged_step(
         if store and not single:
             append_new_rows(tokens, pages.tensors, sequences)
     return out
+
+
+def supports_paged_latents(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels compute decode steps over pages of latents in blocks of this layout, without waiting for the
+    device. Rows have to hold latents and rotary keys together, as they do unless both have the same width."""
+    return layout.key_dim != layout.value_dim and blocks.supports_latents(states, layout)
+
+
+def supports_latent_step(
+    query: torch.Tensor, new: KeyValue, pages: LayerPages, max_q: int, options: AttentionOptions
+) -> bool:
+    """Whether kernels compute a step over pages of latents: few new tokens of each request, logits that are only
+    scaled, and supported widths, dtypes and device."""
+    alike = pages.blocks is None and all(states.dtype == pages.tensors.rows.dtype for states in new)
+    few = max_q <= blocks.MAX_QUERIES and options.only_scales()
+    return alike and few and supports_paged_latents(query, pages.layout)
+
+
+def latent_scratch(
+    requests: int, heads: int, queries: int, config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
+) -> int:
+    """Most bytes of scratch of a step over pages of latents of at most `requests` sequences with at most `queries` new
+    tokens; see `decode_scratch_bytes`."""
+    if not supports_paged_latents(like, layout):
+        return 0
+    rows = ring_pages(config, layout, like.dtype) * rows_per_page(layout, like.dtype) + config.sink_tokens
+    return latent_scratch_bytes(requests, heads, queries, layout, rows + queries - 1, like.device)
+
+
+@explains_failures
+def attend_latent_pages(
+    latent: torch.Tensor,
+    rotary: torch.Tensor,
+    new: KeyValue,
+    pages: LayerPages,
+    sequences: Sequences,
+    options: AttentionOptions,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """Attend from new tokens to pages of latents and to themselves, then store them, for steps of
+    `supports_latent_step`.
+
+    Args:
+        latent: `[Hq, T, R]`: queries times the up-projection of keys.
+        rotary: `[1, Hq, T, Dr]`: rotary parts of the queries.
+        new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
+        pages, sequences, options, workspace: As in `paged_step`.
+
+    Returns:
+        Means of latents `[Hq, T, R]`, 0 for padding tokens.
+    """
+    if latent.shape[1] == 0:
+        return torch.empty_like(latent)
+    config, layout, device = pages.config, pages.layout, latent.device
+    key, value = (_rows(states[0].transpose(0, 1)) for states in new)
+    tokens = Tokens(key, key, value)  # nothing reads queries of pages that only store
+    with blocks.launching_on(latent):
+        means = attend_latents(
+            latent,
+            rotary,
+            (pages.tensors, (key, value)),
+            sequences,
+            blocks.rotations(config, layout, device, torch.float16),
+            None,
+            options,
+            allocate=allocator(None if is_capturing() else workspace, SCRATCH, device),
+        )
+        encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
+        append_new_rows(tokens, pages.tensors, sequences)
+    return means
 
 
 def supports_attend_windows(query: torch.Tensor, key: torch.Tensor, windows: LayerWindows) -> bool:
