@@ -75,7 +75,7 @@ def test_backends_are_asked_for_through_dispatch() -> None:
 
 BUDGETS = {
     "tq_kernels": {
-        "latents": 670,  # attention over packed latents: queries rotated, tiles of tokens, merged; over pages; equal shares
+        "latents": 670,  # attention over packed latents: queries rotated, tiles of tokens, merged; pages; shares
         "decode": 2360,  # channels in parts, four warps for wide heads; what was not taken; steps of several tokens
         "prefix": 1630,  # values of wide heads in two launches
         "codec": 2210,  # trellis codes of two words in a register; launches for blocks of pages, which were in `decode`
