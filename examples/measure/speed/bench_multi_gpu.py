@@ -415,13 +415,13 @@ def captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
 # Pages, generate(), device_map
 
 
-def page_step(model: PreTrainedModel, shape: Shape) -> dict[str, Any]:
-    """A step of continuous batching on packed pages, all requests in flight."""
+def page_step(model: PreTrainedModel, shape: Shape, level: int) -> dict[str, Any]:
+    """A step of continuous batching on packed pages, compiled as by `default_compile_level`, all requests in flight."""
     batch, context = shape
     config = TurboQuantConfig.from_preset(PRESET)
     # Also for each request's dense tokens, which take four times their number of packed ones.
     arguments = argparse.Namespace(seed=0, steps=bench_serve.STEPS, cache_tokens=batch * (context + 4096))
-    row = bench_serve.decoded(model, bench_serve.Engine(PRESET, config=config), batch, context, arguments)
+    row = bench_serve.decoded(model, bench_serve.Engine(PRESET, config=config, compile_level=level), batch, context, arguments)
     return {name: row[name] for name in row if name in ("ms_per_step", "steps", "warm_up_s", "error")}
 
 
@@ -475,7 +475,10 @@ def jobs_of(part: str, tiny: bool) -> dict[str, Job]:
         jobs: dict[str, Job] = {label(part, shape): partial(graph_step, shape=shape) for shape in shapes}
         return jobs | {"logits": partial(given_logits, prompt=shapes[-1][1])}
     if part == "pages":
-        return {label(part, pages): partial(page_step, shape=pages)}
+        return {
+            label(name, pages): partial(page_step, shape=pages, level=level)
+            for name, level in (("pages", 0), ("pages, compiled", 1))
+        }
     if part == "generate":
         return {
             label("generate, compiled", shapes[0]): partial(compiled_step, shape=shapes[0]),
