@@ -122,7 +122,12 @@ def check_measurement(record: dict[str, Any], furthest: float = 0.0) -> None:
             assert each["ms_per_step"] > 0 and found["tokens"] > 0 and found["furthest_behind"] <= furthest
             assert found["equal"] >= 0.8 * found["tokens"]
         assert [2 * each["bytes_with_heads"] for each in ranks] == [alone["bytes_with_heads"]] * 2
-    for name in ("pages, 3 x 200", "generate, compiled, 2 x 300", "generate, without guards, 2 x 300"):
+    for name in (
+        "pages, 3 x 200",
+        "pages, compiled, 3 x 200",
+        "generate, compiled, 2 x 300",
+        "generate, without guards, 2 x 300",
+    ):
         assert all(each["ms_per_step"] > 0 for each in (one[name], *split[name]))
     assert all(each["local_shards_give_equal_logits"] for each in split["generate, without guards, 2 x 300"])
     assert split["logits"][0]["relative_rms"] < 2e-2
@@ -143,6 +148,8 @@ def test_time_of_a_step_by_kernels():
         "fused": 1,
     }
     assert found["names"]["decode_split"] == [1, 2] and found["launches"] == 3
+    layers = [(t + begin, t + end, name) for t in range(0, 60, 10) for begin, end, name in step]
+    assert by_group(layers, 2)["layer"] == [[name, begin, end] for begin, end, name in step]
 
 
 def run_example(folder: Path) -> dict[str, Any]:

@@ -274,7 +274,7 @@ def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, A
 
     Returns:
         `wall_us`; `busy_us`, in which any kernel runs; `gaps_us`, the rest. `groups` sum up kernels, some of which
-        begin before the one in front has ended.
+        begin before the one in front has ended. `layer` has name, begin and end of the kernels of one layer.
     """
     spans = spans[len(spans) // replays :]
     busy, until = 0.0, spans[0][0]
@@ -288,12 +288,15 @@ def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, A
         one[0] += 1 / (replays - 1)
         one[1] += (end - begin) / (replays - 1)
     wall = (until - spans[0][0]) / (replays - 1)
+    at = [i for i, span in enumerate(spans) if span[2].startswith("decode_split")][-3:-1]
+    layer = spans[at[0] : at[1]] if len(at) == 2 else []
     return {
         "wall_us": wall,
         "busy_us": busy / (replays - 1),
         "gaps_us": wall - busy / (replays - 1),
         "launches": len(spans) / (replays - 1),
         "groups": groups,
+        "layer": [[name[:60], begin - layer[0][0], end - layer[0][0]] for begin, end, name in layer],
         "names": dict(sorted(names.items(), key=lambda item: -item[1][1])[:40]),
     }
 
@@ -421,7 +424,9 @@ def page_step(model: PreTrainedModel, shape: Shape, level: int) -> dict[str, Any
     config = TurboQuantConfig.from_preset(PRESET)
     # Also for each request's dense tokens, which take four times their number of packed ones.
     arguments = argparse.Namespace(seed=0, steps=bench_serve.STEPS, cache_tokens=batch * (context + 4096))
-    row = bench_serve.decoded(model, bench_serve.Engine(PRESET, config=config, compile_level=level), batch, context, arguments)
+    row = bench_serve.decoded(
+        model, bench_serve.Engine(PRESET, config=config, compile_level=level), batch, context, arguments
+    )
     return {name: row[name] for name in row if name in ("ms_per_step", "steps", "warm_up_s", "error")}
 
 
