@@ -82,7 +82,7 @@ BUDGETS = {
         "sampling": 165,  # top_k, top_p and min_p without a sort
         "turing": 935,
         "common": 1050,  # the power of two of a row; signs from two bits; one way to launch again; compiling in threads
-        "types": 340,  # options of a call; where rows go; addresses, strides; sequences; rows of latents in pages
+        "types": 330,  # options of a call; where rows go; addresses, strides; sequences; rows of latents in pages
         "layout": 105,
         "format": 145,  # what decides trellis codes; how far key scales are shrunk
         "__init__": 10,
@@ -96,7 +96,7 @@ BUDGETS = {
         "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
         "ops": 2755,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
-        "tensors": 860,  # rows of latents; the order of padded rows; dense blocks of pages; counts say what they are
+        "tensors": 875,  # pending tokens; rows of latents; the order of padded rows; dense blocks of pages; counts
         "cache": 490,  # bits of latent layers; one cache for both attentions of an encoder-decoder; padding of a call
         "attention": 340,  # packed latents; lost gradients; masks beside empty room, of padded rows
         "memory": 105,

@@ -273,18 +273,6 @@ class HeldCounts:
         self.addresses = blocks.data_ptr(), rows.data_ptr(), sinks.data_ptr()
 
 
-class PendingToken:
-    """New token that is not in the residual yet. The attention kernels of its step write it.
-
-    `states` are keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, or `None` once they are written; `slot` is their
-    row in the residual's ring, 0 where counts on the device decide it.
-    """
-
-    def __init__(self, states: KeyValue | None = None, slot: int = 0) -> None:
-        self.states = states
-        self.slot = slot
-
-
 MOST_SEQUENCES = 1024
 """Number of sequences that kernels of steps with prompts are compiled for, at least: transformers' default maximum."""
 

@@ -361,7 +361,7 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     """Append the new tokens if they are pending, and attend: `tq_hf.stores.graph_ops.attend_token` outside of
     `torch.compile`."""
     if triton_blocks.supports_step(query, view.tensors):
-        return triton_blocks.attend_token(query, view, mask, options)
+        return triton_blocks.attend(query, view, mask, options)
     tensors, counts, max_cache_len, _, pending, _ = view
     assert isinstance(counts, DeviceCounts)
     if pending is not None and pending.states is not None:

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tq_kernels.types import AttentionOptions, KeyValue, PendingToken
+from tq_kernels.types import AttentionOptions, KeyValue
 
 from ..compat import is_capturing
 from ..ops import dispatch
 from ..tensors.layer import DeviceCounts, LayerTensors, View, check_room
+from ..tensors.residual import PendingToken
 
 
 @torch.library.custom_op("tq_hf::tokens_held", mutates_args=())

@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks, PendingToken
+from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks
 
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
-from ..tensors.residual import copied_ring, copy_rows, new_rows, ring_parts, write_rows, write_token
+from ..tensors.residual import PendingToken, copied_ring, copy_rows, new_rows, ring_parts, write_rows, write_token
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits

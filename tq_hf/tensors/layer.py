@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks, PendingToken
+from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
-from .residual import ring_parts, write_token
+from .residual import PendingToken, ring_parts, write_token
 from .sinks import Padding, SinkOrder
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import KeyValue, PendingToken
+from tq_kernels.types import KeyValue
 
 from ..compat import outside_inference_mode
 
@@ -28,6 +28,20 @@ def new_rows(like: KeyValue, count: int) -> KeyValue:
     keys, values = like
     batch, heads, _, key_dim = keys.shape
     return keys.new_empty(batch, heads, count, key_dim), values.new_empty(batch, heads, count, values.shape[3])
+
+
+class PendingToken:
+    """New token that is not in the residual yet. The attention of its step writes it, all other readers before they
+    read. The writer sets `states` to `None`.
+
+    Args:
+        states: Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`.
+        slot: Row in the residual's ring; 0 where counts on the device decide it.
+    """
+
+    def __init__(self, states: KeyValue | None = None, slot: int = 0) -> None:
+        self.states = states
+        self.slot = slot
 
 
 @outside_inference_mode

@@ -18,7 +18,7 @@ import triton
 from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launch
 from ..turing.split import decode_split_fragments
-from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, PendingToken, Sequences
+from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
 from .append import AppendLaunch, append_and_rotate, rotate_and_append
 from .plan import plan_decode
 from .reduce import reduce_splits
@@ -124,7 +124,8 @@ class DecodeLaunch:
         options: AttentionOptions,
         allocate: Callable[[int], torch.Tensor],
         out: torch.Tensor | None = None,
-        token: PendingToken | None = None,
+        states: KeyValue | None = None,
+        slot: int = 0,
         append: AppendLaunch | None = None,
         fill: bool = False,
     ) -> torch.Tensor:
@@ -141,8 +142,10 @@ class DecodeLaunch:
                 16 bytes.
             out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
                 Over pages `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
-            token: Token to write to the residual first, in the residual's dtype. Over pages keys and values
-                `[T, Hkv, D]` of all new tokens. Strides of these and of the query are multiples of 8.
+            states: Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` of a token to write to the residual first, in
+                its dtype. Over pages `[T, Hkv, D]` of all new tokens; strides of these and of the query are multiples
+                of 8.
+            slot: Row of the residual for that token.
             append: `AppendLaunch` that appends the token instead.
             fill: Over pages, whether to write 0 for padding tokens; requires T >= B and at most one new token a
                 sequence.
@@ -154,7 +157,7 @@ class DecodeLaunch:
         if self.on_gpu and index != current_device():
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
-                return self(query, held, mask, options, allocate, out, token, append, fill)
+                return self(query, held, mask, options, allocate, out, states, slot, append, fill)
         if mask is None:
             mask_rows, mask_strides = 0, NO_MASK if self.pages is None else NO_TABLES
         else:
@@ -169,7 +172,6 @@ class DecodeLaunch:
             counts, counts_at, shown = held.tensors, held.addresses, None
             tables = tables_at = NO_TABLES
             bits = counts_at[0] | counts_at[1] | counts_at[2]
-        states = None if token is None else token.states
         shape, (scaling, causal, softcap, s_aux, _) = query.shape, options
         key = (
             shape, query.stride(), query.dtype, mask_rows, scaling, causal, softcap,
@@ -185,9 +187,7 @@ class DecodeLaunch:
             if not all(part.stride()[-1] == 1 or part.is_contiguous() for part in rows):
                 # Kernels read contiguous rows, as models make them.
                 query, *row = (part.contiguous() for part in rows)
-                if token is not None:
-                    token.states = row[0], row[1]
-                return self(query, held, mask, options, allocate, out, token, append)
+                return self(query, held, mask, options, allocate, out, (row[0], row[1]) if row else None, slot, append)
         if out is None:
             out = query.new_empty(shape[0], shape[2], shape[1], self.value_dim)
         if step is None:
@@ -200,12 +200,12 @@ class DecodeLaunch:
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits |= query_at | scratch_at | out_at | (mask_at or 0) | aux_at
         row_at: tuple[Any, ...] = ()
-        slot: tuple[int | None, ...] = ()
-        if token is not None and states is not None:
+        slots: tuple[int | None, ...] = ()
+        if states is not None:
             keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
             if append is None:
-                row_at, slot = (keys_at, values_at, *self.ring_at, *tables_at), (token.slot if shown is None else None,)
+                row_at, slots = (keys_at, values_at, *self.ring_at, *tables_at), (slot if shown is None else None,)
             else:
                 row_at = (keys_at, values_at, *append.addresses)
         first, split, merge = step.launches
@@ -213,13 +213,13 @@ class DecodeLaunch:
         if aligned and merge.ready is not None:
             # Common case, nothing left to look up: all is compiled for tensors aligned like these.
             self._launch(
-                first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slot,
+                first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slots,
                 query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
             )  # fmt: skip
             return out
         row = () if states is None else (*states, *((*self.ring, *tables) if append is None else append.tensors))
         self._launch(
-            *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slot,
+            *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
             None if self.pages is not None else scratch if mask is None else mask.view(torch.uint8),
             mask_strides,
@@ -235,7 +235,7 @@ class DecodeLaunch:
         stream: int,
         parts: tuple[tuple[Any, ...], ...],
         row: tuple[Any, ...],
-        slot: tuple[int, ...],
+        slots: tuple[int | None, ...],
         query: Any,
         scratch: Any,
         out: Any,
@@ -254,7 +254,7 @@ class DecodeLaunch:
         (call_first, grid, fixed, numbers), (call_split, split_grid, fixed_split, of_split) = first, split
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
-        call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slot, *numbers)
+        call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
         call_split(
             *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
             *(NO_TABLES if table is None else row[:3]), *tables, *mask_strides, *of_split,

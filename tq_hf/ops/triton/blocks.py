@@ -14,7 +14,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, PackedB
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_inference_mode
 from ...config import TurboQuantConfig
-from ...tensors.layer import Counts, DeviceCounts, LayerTensors, View
+from ...tensors.layer import DeviceCounts, LayerTensors, View
 from ...tensors.pages import LayerPages
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
@@ -220,18 +220,31 @@ def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
 
 
 def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's pending token."""
-    tensors, counts, _, _, pending, _ = view
-    assert isinstance(counts, Counts)
-    launch, device = decode_launch(tensors), query.device
+    """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend`, and `dispatch.attend_token`. Also
+    writes the view's pending token, or appends it where the device counts.
+
+    A captured or compiled step allocates its scratch per call: in a captured graph it comes from the graph's own
+    memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
+    """
+    tensors, counts, pending, device = view.tensors, view.counts, view.pending, query.device
+    states = None if pending is None else pending.states
+    launch, append, alone = decode_launch(tensors), None, False
     try:
+        if isinstance(counts, DeviceCounts):
+            append, alone = _append_launch(tensors, counts, view.length), view.past_length is None or is_capturing()
+            held = append.held
+        else:
+            assert counts is not None
+            held = held_counts(counts.blocks, counts.residual, launch.sinks, device)
         out = launch(
             query,
-            held_counts(counts[1], counts[2], launch.sinks, device),
+            held,
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
-            allocator(current_workspace(device), "decode attention", device),
-            token=None if pending is None or pending.states is None else pending,
+            allocator(None if alone else current_workspace(device), "decode attention", device),
+            states=states,
+            slot=0 if pending is None else pending.slot,
+            append=None if states is None else append,
         )
     except Exception as error:
         better = backend.explained(error, device)
@@ -382,29 +395,6 @@ def append_token(
 ) -> None:
     """`tq_hf.ops.dispatch.append_token` on the GPU."""
     _append_launch(tensors, counts, max_cache_len)(_rows(keys), _rows(values))
-
-
-@explains_failures
-def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """`tq_hf.ops.dispatch.attend_token` on the GPU.
-
-    A captured or compiled step allocates its scratch per call: in a captured graph it comes from the graph's own
-    memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
-    """
-    tensors, counts, max_cache_len, past, pending, _ = view
-    assert isinstance(counts, DeviceCounts)
-    append, device = _append_launch(tensors, counts, max_cache_len), query.device
-    token = None if pending is None or pending.states is None else pending
-    workspace = None if past is None or is_capturing() else current_workspace(device)
-    return decode_launch(tensors)(
-        query,
-        append.held,
-        None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
-        options,
-        allocator(workspace, "decode attention", device),
-        token=token,
-        append=None if token is None else append,
-    )
 
 
 @explains_failures

@@ -29,7 +29,7 @@ if HAS_TRITON:
     from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
-    from tq_kernels.types import PendingToken, Tokens
+    from tq_kernels.types import Tokens
 
 
 SCRATCH = "attention over pages"
@@ -147,7 +147,7 @@ def paged_step(
             rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
             attend_many(tokens, pages.tensors, sequences, rotation_fp16, options, allocate=scratch, out=out)
         decode_launch(pages)(
-            tokens.query, sequences, None, options, scratch, out, PendingToken((tokens.key, tokens.value)), fill=fill
+            tokens.query, sequences, None, options, scratch, out, (tokens.key, tokens.value), fill=fill
         )
         if store:
             encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
