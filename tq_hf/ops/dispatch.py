@@ -362,11 +362,11 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     `torch.compile`."""
     if triton_blocks.supports_step(query, view.tensors):
         return triton_blocks.attend(query, view, mask, options)
-    tensors, counts, max_cache_len, _, pending, _ = view
+    tensors, counts, pending = view.tensors, view.counts, view.pending
     assert isinstance(counts, DeviceCounts)
     if pending is not None and pending.states is not None:
         keys, values = pending.states
-        append_token(tensors, counts, keys, values, max_cache_len)
+        append_token(tensors, counts, keys, values, view.length)
     return attend(query, on_host(tensors, counts.step_counts, query.shape[2]), mask, options)
 
 

@@ -71,7 +71,7 @@ def _append_token(
 
 def append_pending_token(view: View) -> None:
     """Append the new tokens of a decode step's view, unless they are appended."""
-    tensors, counts, max_cache_len, _, pending, _ = view
+    tensors, counts, max_cache_len, pending = view.tensors, view.counts, view.length, view.pending
     assert isinstance(counts, DeviceCounts) and pending is not None
     if pending.states is None:
         return
@@ -135,7 +135,8 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, counts, max_cache_len, past, pending, _ = view
+    tensors, counts, pending = view.tensors, view.counts, view.pending
+    max_cache_len, past = view.length, view.past_length
     assert isinstance(counts, DeviceCounts) and pending is not None
     if mask is not None:
         dispatch.check_mask(mask, max_cache_len if past is None else past + query.shape[2])
@@ -195,7 +196,8 @@ def attend_absorbed(
 ) -> torch.Tensor | None:
     """`tq_hf.ops.dispatch.attend_absorbed`; `None` if it does not compute this call. In a decode step of a preallocated
     store the newest tokens are appended first."""
-    tensors, counts, max_cache_len, past, pending, _ = view
+    tensors, counts, pending = view.tensors, view.counts, view.pending
+    max_cache_len, past = view.length, view.past_length
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling and not (dispatch.supports_mask(mask, options) and options.only_scales()):
         return None
@@ -236,7 +238,7 @@ def dense(view: View) -> KeyValue:
 
     In a decode step of a preallocated store the newest token is appended first, zeros follow the last, and the host
     reads nothing. The time follows the room, as for transformers' static cache."""
-    tensors, counts, length, *_ = view
+    tensors, counts, length = view.tensors, view.counts, view.length
     if not isinstance(counts, DeviceCounts):
         return dispatch.dense(view)
     append_pending_token(view)

@@ -296,11 +296,11 @@ def attend_latents(
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_latents` on the GPU, for calls that `supports_attend_latents`. `latent` and the
     result are `[Hq, B * S, R]`. Also writes the view's pending token."""
-    tensors, counts, max_cache_len, past, _, _ = view
+    tensors, counts = view.tensors, view.counts
     device, batch = latent.device, rotary.shape[0]
     if isinstance(counts, DeviceCounts):
-        held = _append_launch(tensors, counts, max_cache_len).held
-        workspace = None if past is None or is_capturing() else current_workspace(device)
+        held = _append_launch(tensors, counts, view.length).held
+        workspace = None if view.past_length is None or is_capturing() else current_workspace(device)
     else:
         view.written_ring()
         held = held_counts(view.num_blocks, view.host_counts.residual, tensors.sinks[0].shape[2], device)
