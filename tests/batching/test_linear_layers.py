@@ -17,6 +17,7 @@ from tq_hf.compat import as_input
 
 LENGTHS = [1, 5, 120, 128, 129, 300, 5]
 FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe", "bamba", "granitemoehybrid", "nemotron_h"]
+FAMILIES += ["kimi_linear", "bailing_hybrid"]  # whose full layers have latents
 
 
 def pages_that_nobody_writes(session: Session) -> torch.Tensor:
@@ -36,6 +37,16 @@ def test_answers_are_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pages_that_nobody_writes(session).count_nonzero() == 0
         assert [vars(module).get("forward") for module in model.modules()] == own, "the model is free between sessions"
     assert steps.kinds() == {"table", "lists"}
+
+
+def test_states_and_latents_of_a_request_survive_chunks_preemption_and_forks() -> None:
+    inputs = prompts([300, 200, 400, 129, 5, 120])
+    forks = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=-1)
+    few = dict(num_blocks=60, max_batch_tokens=128, overrides=dict(balance=False))
+    with Session(tiny_model("kimi_linear"), **few) as session:
+        assert session.run(inputs, greedy(12)) == [session.oracle.generate(prompt, 12) for prompt in inputs]
+        assert session.cache.states is not None and session.cache.holds_latents and session.pages_in_use() == 0
+        assert session.run(inputs[3:4], forks) == [session.oracle.chunked(inputs[3], 8, [128])] * 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -221,11 +221,12 @@ def _check_latents(model: Any) -> None:
     found = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in layer_configs(decoder)}
     if len(found) > 1:
         raise ValueError(f"{refused}: its layers have latents of several widths. {INSTEAD}")
-    if linear_layers(decoder) or paged_layers(decoder).keys() != {FULL_ATTENTION}:
-        raise ValueError(f"{refused}: it has linear layers or sliding windows, too. {INSTEAD}")
+    if paged_layers(decoder).keys() != {FULL_ATTENTION}:
+        raise ValueError(f"{refused}: it has sliding windows, too. {INSTEAD}")
     if (model.tp_size or 1) > 1:
         raise ValueError(f"{refused}: its heads are divided among GPUs, and all of them read one latent. {INSTEAD}")
-    if sorted(module.layer_idx for module in modules) != list(range(decoder.num_hidden_layers)):
+    attending = sorted(set(range(decoder.num_hidden_layers)) - set(linear_layers(decoder)))
+    if sorted(module.layer_idx for module in modules) != attending:
         raise ValueError(f"{refused}: it needs one attention layer per layer. {INSTEAD}")
     check_expansion(model)
 
