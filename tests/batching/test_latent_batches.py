@@ -201,12 +201,7 @@ def test_a_step_that_inductor_compiled_answers_alike(model: PreTrainedModel) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("dots3_note_text", "indexer"),
-        ("deepseek_v32", "indexer"),
-        ("glm_moe_dsa", "indexer"),
-    ],
+    ("family", "words"), [("dots3_note_text", "indexer"), ("deepseek_v32", "indexer"), ("glm_moe_dsa", "indexer")]
 )
 def test_latents_of_other_kinds_are_refused(family: str, words: str) -> None:
     if family not in CONFIG_MAPPING:
