@@ -35,7 +35,9 @@ PROMPT = 300
 LARGEST = 160_000_000
 """Parameters of the largest model that is run."""
 NOT_RUN = ("blenderbot", "blenderbot/seq2seq", "ctrl", "granite_docling", "inkling2", "inkling2_text", "mamba2")
-"""Families that do not run: of fewer positions, with a small tower, in bfloat16; Mamba 2 has no heads."""
+NOT_RUN += ("hy_v4_vl",)
+"""Families that do not run: of fewer positions, with a small tower, in bfloat16; Mamba 2 has no heads; the default
+configuration of HY V4 VL does not pass its own check in transformers 5.24."""
 
 KINDS = {
     "gemma4_text": {},  # keys as values in heads of 512, and sliding windows with heads of 256
