@@ -85,6 +85,7 @@ def turboquant_attention(
     if latents is not None:
         recorded: Any = getattr(key, "_expansion", None)
         view, weight = latents.view, up_projection(module) if recorded is None else recorded.weight
+        assert weight is not None
         if not refused:
             out = _attend_absorbed(weight, query, view, attention_mask, options)
             if out is not None:
