@@ -23,6 +23,7 @@ from tq_hf.compat import as_input
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = (0, 1)
+WAYS = ("growing", "preallocated", "compiled", "graph_decoding", "batches")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_a_file_of_another_rank_or_number_of_processes_is_refused_clearly(found,
             TurboQuantCache.load(folder / f"rank-{rank}.safetensors", model)
 
 
-@pytest.mark.parametrize("way", ["growing", "preallocated", "compiled", "batches"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LATENTS)
 def test_tokens_of_latents_are_those_of_one_process(found, name, way):
     for rank in RANKS:
@@ -149,7 +150,7 @@ def test_tokens_of_latents_are_those_of_one_process(found, name, way):
         assert found[rank]["latents"][name]["graphs"] == 1
 
 
-@pytest.mark.parametrize("way", ["growing", "preallocated", "compiled", "batches"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LATENTS)
 def test_queries_absorb_the_up_projection_of_the_heads_of_their_rank(found, name, way):
     """No step expands latents: each layer absorbs in each step."""

@@ -24,7 +24,7 @@ from examples.measure.speed.bench_multi_gpu import keep_local_shards, without_mo
 from tests.support.batching_cases import Session, greedy, prompts
 from tests.support.helpers import compile_config, states
 from tests.support.tiny_models import VOCAB
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
 
@@ -113,6 +113,7 @@ def answers_on_latents(folder: Path, name: str) -> dict[str, Any]:
     absorbed; of batches also the KV heads of pages and the bytes of a token that is expanded."""
     sharded, alone = load(folder / name, distributed_config=DistributedConfig(tp_plan="auto")), load(folder / name)
     rows: list[int] = []
+    loop = {"custom_generate": graph_decoding}
     attend = dispatch.attend_absorbed
 
     def noting(query: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -140,6 +141,7 @@ def answers_on_latents(folder: Path, name: str) -> dict[str, Any]:
             "preallocated": [generated(sharded, 300), expected],
             "compiled": [generated(sharded, 300, compile_config=compile_config()), expected],
             "graphs": counters["stats"]["unique_graphs"],
+            "graph_decoding": [generated(sharded, 300, compile_config=compile_config(), **loop), expected],
             "batches": [batched(model) for model in (sharded, alone)],
         }
 
