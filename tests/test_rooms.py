@@ -89,10 +89,10 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
-        "batching": 4400,  # latents; options by request; metrics; capturing, compiling and tracing beside steps; linear
+        "batching": 4405,  # latents, by rank too; options by request; metrics; what is done beside steps; linear
         "graph_decoding": 1235,  # stop strings, with the tokenizer that generate() drops; drafts, over windows too
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
-        "layers": 1840,  # latents that are not expanded; rollback of uneven layers, on the device; rings; assigned keys
+        "layers": 1850,  # latents not expanded, of shards too; rollback of uneven layers; rings; assigned keys
         "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
         "ops": 2755,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
-from .layers.expansion import ExpandedStates, pending, real
+from .layers.expansion import ExpandedStates, pending, real, up_projection
 from .layers.handle import LazyStates, resolve, without_backward
 from .ops import dispatch
 from .ops.latent_pages import expand
@@ -84,8 +84,8 @@ def turboquant_attention(
     refused = dropout or module.__dict__.get("masked_key_indices") is not None
     if latents is not None:
         recorded: Any = getattr(key, "_expansion", None)
-        source: Any = module.kv_b_proj if recorded is None else recorded
-        view, weight = latents.view, source.weight
+        view, weight = latents.view, up_projection(module) if recorded is None else recorded.weight
+        assert weight is not None
         if not refused:
             out = _attend_absorbed(weight, query, view, attention_mask, options)
             if out is not None:

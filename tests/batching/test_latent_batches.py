@@ -230,10 +230,3 @@ def test_latents_of_several_widths_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(checks, "layer_configs", lambda config: layers)
     with pytest.raises(ValueError, match=r"latent attention.*latents of several widths.*TurboQuantCache"):
         TurboQuantBatching(model_of("deepseek_v3"))
-
-
-def test_heads_divided_among_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("deepseek_v3")
-    monkeypatch.setattr(type(model), "tp_size", 2, raising=False)
-    with pytest.raises(ValueError, match=r"latent attention.*divided among GPUs.*TurboQuantCache"):
-        TurboQuantBatching(model)

@@ -14,14 +14,16 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
+from examples.measure.quality.family_configs import tiny_model
 from examples.measure.quality.stress import rescaled
-from tests.support.tensor_parallel_worker import ANSWERED, NEW_TOKENS
+from tests.support.tensor_parallel_worker import ANSWERED, LATENTS, NEW_TOKENS
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.compat import as_input
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = (0, 1)
+WAYS = ("growing", "preallocated", "compiled", "graph_decoding", "batches")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,8 @@ def leave_results(folder: Path, model: PreTrainedModel) -> Path:
     """Run the worker processes."""
     model.save_pretrained(folder / "model")
     rescaled(model, 1, 20.0, 2).save_pretrained(folder / "loud")
+    for name in LATENTS:
+        tiny_model(name).save_pretrained(folder / name)
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
         model(torch.full((2, 150), 5), **as_input(cache))
@@ -134,3 +138,31 @@ def test_a_file_of_another_rank_or_number_of_processes_is_refused_clearly(found,
         assert f"rank {rank} of 2" in found[rank]["one_process_file"]
         with pytest.raises(ValueError, match=f"rank {rank} of 2.*this model is whole"):
             TurboQuantCache.load(folder / f"rank-{rank}.safetensors", model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LATENTS)
+def test_tokens_of_latents_are_those_of_one_process(found, name, way):
+    for rank in RANKS:
+        sharded, alone = found[rank]["latents"][name][way]
+        assert len(set(sharded["tokens"][-1])) > 7, "too uniform to tell a wrong cache"
+        assert sharded["tokens"] == alone["tokens"]
+        assert found[rank]["latents"][name]["graphs"] == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LATENTS)
+def test_queries_absorb_the_up_projection_of_the_heads_of_their_rank(found, name, way):
+    """No step expands latents: each layer absorbs in each step."""
+    for rank in RANKS:
+        sharded, alone = found[rank]["latents"][name][way]
+        assert len(sharded["rows"]) == len(alone["rows"]) >= 2 * (NEW_TOKENS - 1)
+        assert {LATENTS[name] * rows for rows in sharded["rows"]} == set(alone["rows"])
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_pages_of_latents_are_whole_and_steps_are_those_of_the_heads_of_a_rank(found, name):
+    for rank in RANKS:
+        sharded, alone = found[rank]["latents"][name]["batches"]
+        assert sharded["heads"] == alone["heads"] == 1
+        assert LATENTS[name] * sharded["expanded"] == alone["expanded"]

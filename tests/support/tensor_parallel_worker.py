@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -20,16 +21,21 @@ from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 
 from examples.measure.speed.bench_multi_gpu import keep_local_shards, without_module_guards
+from tests.support.batching_cases import Session, greedy, prompts
 from tests.support.helpers import compile_config, states
 from tests.support.tiny_models import VOCAB
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
+from tq_hf.ops import dispatch
 
 PROMPT_TOKENS, NEW_TOKENS = 246, 16
 """A block ends at 258 tokens."""
 ANSWERED = ("k8v4", "4bit_nc")
 """Presets that a step reads each in its way: keys of 8 bits and codes. Of all presets the packed bits are compared."""
 OPTIONS = dict(residual_length=0, sink_tokens=2)
+LATENTS = {"deepseek_v2": 2, "deepseek_v3": 1}
+"""Families with latents, and the number of processes that divide their heads: the plan of the second divides MLPs."""
+REQUESTS = [5, 130, 300]
 
 
 def load(path: Path, **options: Any) -> PreTrainedModel:
@@ -102,6 +108,44 @@ def channel_scales_of_shares(sharded: PreTrainedModel, alone: PreTrainedModel, r
     return furthest, touched
 
 
+def answers_on_latents(folder: Path, name: str) -> dict[str, Any]:
+    """Tokens of a model with latents by each way, those of one process, and the rows of each up-projection that queries
+    absorbed; of batches also the KV heads of pages and the bytes of a token that is expanded."""
+    sharded, alone = load(folder / name, distributed_config=DistributedConfig(tp_plan="auto")), load(folder / name)
+    rows: list[int] = []
+    loop = {"custom_generate": graph_decoding}
+    attend = dispatch.attend_absorbed
+
+    def noting(query: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        rows.append(weight.shape[0])
+        return attend(query, weight, *arguments)
+
+    def generated(model: PreTrainedModel, room: int | None = None, **options: Any) -> dict[str, Any]:
+        rows.clear()
+        tokens = generate(model, TurboQuantCache(model.config, max_cache_len=room, **OPTIONS), **options)
+        return {"tokens": tokens, "rows": list(rows)}
+
+    def batched(model: PreTrainedModel) -> dict[str, Any]:
+        rows.clear()
+        with Session(model, overrides=OPTIONS) as session:
+            tokens = session.run(prompts(REQUESTS), greedy(NEW_TOKENS))
+            heads, expanded = session.cache.allocator.num_key_value_heads, session.cache.memory.expanded_bytes
+        return {"tokens": tokens, "rows": list(rows), "heads": heads, "expanded": expanded}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "attend_absorbed", noting)
+        expected = generated(alone)
+        counters.clear()
+        return {
+            "growing": [generated(sharded), expected],
+            "preallocated": [generated(sharded, 300), expected],
+            "compiled": [generated(sharded, 300, compile_config=compile_config()), expected],
+            "graphs": counters["stats"]["unique_graphs"],
+            "graph_decoding": [generated(sharded, 300, compile_config=compile_config(), **loop), expected],
+            "batches": [batched(model) for model in (sharded, alone)],
+        }
+
+
 def error_of_loading(path: Path, model: PreTrainedModel) -> str:
     try:
         TurboQuantCache.load(path, model)
@@ -172,6 +216,7 @@ def main() -> None:
         "graphs": counters["stats"]["unique_graphs"],
         "sharded": sum(isinstance(parameter, DTensor) for parameter in sharded.parameters()),
     }
+    found["latents"] = {name: answers_on_latents(folder, name) for name in LATENTS}
     (folder / f"found-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

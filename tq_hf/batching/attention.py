@@ -11,12 +11,13 @@ from their outputs alone.
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tq_kernels.types import AttentionOptions
 from transformers import AttentionInterface
 
+from ..layers.expansion import up_projection
 from .cache import CACHES, TurboQuantPagedCache
 
 NAME = "turboquant_paged"
@@ -86,8 +87,7 @@ def turboquant_paged_attention(
     layer: Any = module.layer_idx
     expanded, weight = (key, value), None
     if cache.holds_latents:
-        (key, value), up = cache.latents_of(layer), cast(Any, module.kv_b_proj)
-        weight = up.weight
+        (key, value), weight = cache.latents_of(layer), up_projection(module)
     if torch.compiler.is_dynamo_compiling() and kwargs["block_table"] is not None:
         tensors = [query, key, value, kwargs["block_table"], kwargs["cu_seq_lens_q"]]
         tensors.append(kwargs["cu_seq_lens_k"]["full_attention"])

@@ -141,8 +141,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.owners = page_owners(config)
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
-        divided = distributed_helper.tp_size if distributed_helper.are_kv_heads_tp_ed() else 1
-        self._make_allocators(tq_config, channel_scales, divided, state_sizes)
+        divided = distributed_helper.tp_size if self._divides_heads(distributed_helper) else 1
+        # Latents are whole on each GPU.
+        self._make_allocators(tq_config, channel_scales, 1 if self.holds_latents else divided, state_sizes)
         reserved = self._make_memory(
             tq_config, continuous_batching_config, divided, model_supports_logits_to_keep, requests
         )
@@ -170,6 +171,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Latents and rotary keys of the new tokens, by layer, between `update` and attention."""
         self.before_layer: Callable[[], None] = lambda: None
         """Function called before each layer of a step. An exception of it fails the step."""
+
+    def _divides_heads(self, helper: DistributedHelper) -> bool:
+        """Whether tensor parallelism divides query heads among GPUs: with KV heads, or with rows of up-projections."""
+        if self.holds_latents:
+            return any(name.endswith("kv_b_proj") for name in helper.tp_plan)
+        return helper.are_kv_heads_tp_ed()
 
     def _make_allocators(
         self,
@@ -252,8 +259,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         recipe: Any = (allocator.tq_config, allocator.layout, like)
         pages: Any = ((heads * groups, heads), *recipe)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
+        query_heads = of_full.num_attention_heads // divided
         if self.holds_latents:
-            reserved = latent_scratch(min(most, tokens), of_full.num_attention_heads, 1, *recipe)
+            reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
         else:
             reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
         blocks = options.num_blocks
@@ -266,7 +274,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.memory.scratch_bytes = latent_pages.scratch_bytes(longest, states) + 2 * reserved
             # Queries, keys (and their parts) and values of all heads.
             widths = 3 * (of_full.qk_nope_head_dim + of_full.qk_rope_head_dim) + 2 * of_full.v_head_dim
-            self.memory.expanded_bytes = self.dtype.itemsize * of_full.num_attention_heads * widths
+            self.memory.expanded_bytes = self.dtype.itemsize * query_heads * widths
         else:
             fixed = decode_scratch_bytes(most, *pages) + prompt_buffer_bytes(longest, *pages)
             self.memory.scratch_bytes = fixed + reserved

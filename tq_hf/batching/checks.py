@@ -23,7 +23,7 @@ from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
-from ..layers.expansion import agrees
+from ..layers.expansion import agrees, up_projection
 from ..ops.dispatch import widest_paged_head
 from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, page_owners, paged_layers
 
@@ -223,8 +223,6 @@ def _check_latents(model: Any) -> None:
         raise ValueError(f"{refused}: its layers have latents of several widths. {INSTEAD}")
     if paged_layers(decoder).keys() != {FULL_ATTENTION}:
         raise ValueError(f"{refused}: it has sliding windows, too. {INSTEAD}")
-    if (model.tp_size or 1) > 1:
-        raise ValueError(f"{refused}: its heads are divided among GPUs, and all of them read one latent. {INSTEAD}")
     attending = sorted(set(range(decoder.num_hidden_layers)) - set(linear_layers(decoder)))
     if sorted(module.layer_idx for module in modules) != attending:
         raise ValueError(f"{refused}: it needs one attention layer per layer. {INSTEAD}")
@@ -241,9 +239,8 @@ def check_expansion(model: Any) -> None:
     an adapter, a bias or quantized weights. A model without latents passes."""
     decoder, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
     for module in _attention_modules(model) if holds_latents(decoder) else ():
-        weight: Any = getattr(getattr(module, "kv_b_proj", None), "weight", None)
-        known = hasattr(module, "expand_kv") and isinstance(weight, torch.Tensor)
-        if known:
+        weight, known = up_projection(module), False
+        if weight is not None and hasattr(module, "expand_kv"):
             rank = decoder.kv_lora_rank
             tokens = torch.randn(1, 1, 8, rank + decoder.qk_rope_head_dim, generator=generator)
             tokens = tokens.to(weight.device, model.dtype)

@@ -8,8 +8,8 @@ attention knows the module, its queries absorb the linear layer, and the history
 A module is known if the weight of the linear layer explains the keys and values of its first prompt. Numbers are
 compared once; in every later call the operations have to be the same.
 
-A compiled step cannot record. Its update leaves the handle in `pending`, and attention takes the handle and the weight
-of `module.kv_b_proj`; the compiler removes the operations in between, whose results nothing reads.
+A compiled step cannot record. Its update leaves the handle in `pending`, and attention takes the handle and the
+`up_projection` of the module; the compiler removes the operations in between, whose results nothing reads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors
@@ -139,6 +140,22 @@ class ExpandedStates(torch.Tensor):
 def real(value: Any) -> Any:
     """Replace expanded states by the tensors they stand for in an argument of an operation, nested or not."""
     return replaced(value, ExpandedStates, lambda states: states._expansion.result(states._index))
+
+
+def up_projection(module: torch.nn.Module) -> torch.Tensor | None:
+    """Weight of `module.kv_b_proj`, in tensor parallelism the rows of this process's heads; `None` if there is none."""
+    weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+    if isinstance(weight, DTensor):
+        return weight.to_local()
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def is_up_projection(weight: torch.Tensor | None, module: torch.nn.Module) -> bool:
+    """Whether `weight` is the `up_projection` of `module`. A shard is a new view of the same memory at each call."""
+    own = up_projection(module)
+    if weight is None or own is None:
+        return False
+    return own is weight or (own.data_ptr() == weight.data_ptr() != 0 and own.shape == weight.shape)
 
 
 def is_known(module: torch.nn.Module, keys: ExpandedStates, values: torch.Tensor) -> bool:

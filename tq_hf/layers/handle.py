@@ -29,7 +29,7 @@ from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, autocast
 from ..ops import dispatch
 from ..tensors.layer import View
 from .base import replaced
-from .expansion import ExpandedStates, Expansion, is_known, real
+from .expansion import ExpandedStates, Expansion, is_known, is_up_projection, real
 
 
 class _NoBackward(torch.autograd.Function):
@@ -286,7 +286,7 @@ def _resolve_expanded(
     layer.is_untouched = False
     config = getattr(module, "config", None)
     known = config is not None and is_known(module, keys, values)
-    own = getattr(getattr(module, "kv_b_proj", None), "weight", None) is keys._expansion.weight
+    own = is_up_projection(keys._expansion.weight, module)
     layer.expands = known and own and dispatch.supports_latents(keys._expansion.like, handle.view.tensors.layout)
     if is_first and known:
         layer.reader = weakref.ref(config)
