@@ -162,7 +162,7 @@ def _masked(x, rows: LatentRows, t, inside, C: tl.constexpr):
 
 @triton.jit
 def _empty(C: tl.constexpr):
-    """State of a softmax over nothing; its output is in chunks."""
+    """State of a softmax over nothing: its total [BR, TILE] is summed over columns at the end, its output in chunks."""
     output = ()
     for _ in tl.static_range(C.CHUNKS):
         output += (tl.zeros([C.BLOCK_R, C.DK // C.CHUNKS], tl.float32),)

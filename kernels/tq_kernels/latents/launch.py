@@ -30,7 +30,7 @@ class LatentConfig:
         tile: Tokens between two updates of the maximum.
         chunks: Parts of a latent, whose products follow one another.
         warps: Warps of a program.
-        stages: 2 to copy words of the next tile ahead, or 1.
+        stages: 1, and the number of tiles whose words are copied ahead.
         registers: Most registers of a thread, or `None`.
         programs_per_multiprocessor: Number of programs a multiprocessor holds.
     """
