@@ -18,7 +18,7 @@ from tests.support.paged_cases import Inputs, Step, make, sequences_of
 from tq_hf.config import PRESETS
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.ops.triton import pages as triton_pages
-from tq_hf.ops.workspace import Scratch, Workspace
+from tq_hf.ops.workspace import Workspace
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DECODE = Step(past=(0, 5, 127, 300), new=(1, 1, 1, 1))
@@ -248,7 +248,7 @@ def reserved(inputs: Inputs, tokens: int, requests: int) -> Workspace:
     pages, workspace = inputs.pages, Workspace(inputs.tokens[0].device)
     shape = ((inputs.step.Hq, inputs.step.Hkv), pages.config, pages.layout, inputs.tokens[0])
     size = triton_pages.step_scratch_bytes(tokens, requests, *shape)
-    workspace.reserve({triton_pages.SCRATCH: Scratch((size,), torch.uint8)})
+    workspace.take(triton_pages.SCRATCH, (size,), torch.uint8)
     workspace.lock()
     return workspace
 

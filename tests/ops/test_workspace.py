@@ -15,11 +15,11 @@ from tq_kernels.types import AttentionOptions
 from tests.support.helpers import CPU, filled, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, workspace
-from tq_hf.ops.workspace import Scratch, Workspace, allocator, current_workspace, release_workspaces, workspace_bytes
+from tq_hf.ops.workspace import Workspace, allocator, current_workspace, release_workspaces, workspace_bytes
 
 
-def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Scratch]:
-    return {"mid_o": Scratch(shape, dtype)}
+def take(space: Workspace, *shape: int, name: str = "mid_o", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return space.take(name, shape, dtype)
 
 
 @pytest.fixture
@@ -55,51 +55,50 @@ def allocations(monkeypatch):
 
 def test_requests_take_the_maximum_over_heterogeneous_heads_and_not_the_sum(space):
     for heads, dim in [(8, 64), (2, 256), (32, 128), (16, 80)]:
-        space.acquire({"mid_o": Scratch((4, heads, dim + 1), torch.float32)})
+        take(space, 4, heads, dim + 1)
     assert space.nbytes == 4 * 32 * 129 * 4
 
 
 def test_equal_layers_share_one_buffer(space):
     for _ in range(61):
-        space.acquire(scratch(4, 32, 129))
+        take(space, 4, 32, 129)
     assert space.nbytes == 4 * 32 * 129 * 4
 
 
 def test_an_equal_or_smaller_request_allocates_nothing(space, allocations):
-    space.acquire({"mid_o": Scratch((4, 8, 64), torch.float32), "lse": Scratch((4, 8), torch.float32)})
+    take(space, 4, 8, 64)
+    take(space, 4, 8, name="lse")
     for batch in (1, 4, 2, 3):
-        space.acquire({"mid_o": Scratch((batch, 8, 64), torch.float32)})
-        space.acquire({"lse": Scratch((batch, 2), torch.float32)})
+        take(space, batch, 8, 64)
+        take(space, batch, 2, name="lse")
     assert len(allocations) == 2
 
 
 def test_it_grows_when_needed(space):
     assert space.nbytes == 0
-    view = space.acquire(scratch(2, 3))["mid_o"]
+    view = take(space, 2, 3)
     assert view.shape == (2, 3) and space.nbytes == 24
 
 
-def test_acquire_returns_contiguous_views_of_the_shape_and_dtype_asked_for(space):
-    space.acquire(scratch(8, 8, 8))
-    requests = {"mid_o": Scratch((2, 3, 5), torch.float32), "out": Scratch((7,), torch.bfloat16)}
-    views = space.acquire(requests)
-    assert list(views) == ["mid_o", "out"]
-    for name, request in requests.items():
-        assert (views[name].shape, views[name].dtype) == (request.shape, request.dtype)
-        assert views[name].is_contiguous() and views[name].device == CPU
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3, 5), torch.float32), ((7,), torch.bfloat16)])
+def test_a_view_is_contiguous_and_of_the_shape_and_dtype_asked_for(space, shape, dtype):
+    take(space, 8, 8, 8)
+    view = take(space, *shape, dtype=dtype)
+    assert (view.shape, view.dtype) == (shape, dtype)
+    assert view.is_contiguous() and view.device == CPU
 
 
-def test_names_of_one_call_do_not_alias(space):
-    views = space.acquire({name: Scratch((64,), torch.float32) for name in ("mid_o", "output", "lse")})
-    for i, view in enumerate(views.values()):
+def test_names_do_not_alias(space):
+    views = [take(space, 64, name=name) for name in ("mid_o", "output", "lse")]
+    for i, view in enumerate(views):
         view.fill_(i)
-    assert [view.unique().tolist() for view in views.values()] == [[0], [1], [2]]
+    assert [view.unique().tolist() for view in views] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 16), (1, 8, 16), (4, 1, 16), (4, 8, 1), (1, 1, 1), (4, 8, 0)])
 def test_the_same_or_a_smaller_request_returns_the_same_pointer(space, shape):
-    buffer = space.acquire(scratch(4, 8, 16))["mid_o"]
-    view = space.acquire(scratch(*shape))["mid_o"]
+    buffer = take(space, 4, 8, 16)
+    view = take(space, *shape)
     assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     assert view.storage_offset() == 0
 
@@ -107,20 +106,20 @@ def test_the_same_or_a_smaller_request_returns_the_same_pointer(space, shape):
 def test_it_only_grows(space):
     sizes = []
     for shape in [(2, 2), (8, 8), (1, 1), (4, 4), (8, 9), (2, 2)]:
-        space.acquire(scratch(*shape))
+        take(space, *shape)
         sizes.append(space.nbytes)
     assert sizes == sorted(sizes) == [16, 256, 256, 256, 288, 288]
 
 
 def test_two_alternating_shapes_do_not_reallocate(space, allocations):
     """(many heads, small batch) and (few heads, large batch) take the bytes of the larger one, not of a product."""
-    many_heads, large_batch = scratch(1, 64, 32), scratch(32, 4, 32)
-    space.acquire(many_heads)
-    space.acquire(large_batch)
+    many_heads, large_batch = (1, 64, 32), (32, 4, 32)
+    take(space, *many_heads)
+    take(space, *large_batch)
     assert space.nbytes == 32 * 4 * 32 * 4
     made, addresses = len(allocations), set()
-    for requests in [many_heads, large_batch] * 5:
-        addresses.add(space.acquire(requests)["mid_o"].data_ptr())
+    for shape in [many_heads, large_batch] * 5:
+        addresses.add(take(space, *shape).data_ptr())
     assert len(allocations) == made and len(addresses) == 1
 
 
@@ -128,22 +127,22 @@ def test_a_long_sequence_after_a_large_batch_takes_no_more_than_it_needs():
     """Nothing is allocated here: 64 sequences of 4k tokens, then one of 256k, are half a GiB each."""
     meta = Workspace(torch.device("meta"))
     for shape in [(64, 8, 4096, 128), (1, 8, 262144, 128)]:
-        meta.acquire({"continuation keys": Scratch(shape, torch.bfloat16)})
+        take(meta, *shape, dtype=torch.bfloat16)
         assert meta.nbytes == 2**29
 
 
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.int32, torch.float64])
 def test_a_change_of_dtype_or_rank_keeps_the_bytes(space, allocations, other):
-    space.acquire(scratch(64, 64))
+    take(space, 64, 64)
     for shape in [(2, 2), (3, 5, 7), (11,)]:
-        view = space.acquire(scratch(*shape, dtype=other))["mid_o"]
+        view = take(space, *shape, dtype=other)
         assert (view.dtype, view.shape) == (other, shape)
     assert len(allocations) == 1 and space.nbytes == 64 * 64 * 4
 
 
 def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeypatch):
-    space.acquire(scratch(64))
-    old = weakref.ref(space._buffers["mid_o"].data)
+    take(space, 64)
+    old = weakref.ref(space._buffers["mid_o"])
     held_during = []
     zeros = torch.zeros
 
@@ -152,24 +151,24 @@ def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeyp
         return zeros(*args, **kwargs)
 
     monkeypatch.setattr(workspace.torch, "zeros", spy)
-    space.acquire(scratch(128))
+    take(space, 128)
     assert held_during == [(0, None)]
 
 
-# Reserve, lock, acquire
+# A locked workspace
 
 
-def test_what_was_reserved_is_acquired_without_allocating(space, allocations):
-    space.reserve(scratch(4, 8, 64))
+def test_what_was_taken_before_is_taken_without_allocating(space, allocations):
+    take(space, 4, 8, 64)
     space.lock()
     made, held = len(allocations), space.nbytes
     for shape in [(4, 8, 64), (1, 2, 3), (2, 8, 64), (4, 8, 64)]:
-        assert space.acquire(scratch(*shape))["mid_o"].shape == shape
+        assert take(space, *shape).shape == shape
     assert len(allocations) == made and space.nbytes == held == 4 * 8 * 64 * 4
 
 
 def test_more_than_was_reserved_is_refused_with_the_name_of_the_caller_and_changes_nothing(space):
-    space.reserve({"attention over pages": Scratch((64,), torch.float32)})
+    take(space, 64, name="attention over pages")
     space.lock()
     with pytest.raises(RuntimeError, match="Attention over pages needs 260 bytes of scratch .* and 256 were reserved"):
         space.floats("attention over pages", 65)
@@ -208,7 +207,7 @@ def test_there_is_one_workspace_per_device():
     assert current_workspace(CPU) is current_workspace(torch.device("cpu"))
     meta = current_workspace(torch.device("meta"))
     assert meta is not current_workspace(CPU)
-    assert meta.acquire(scratch(4))["mid_o"].device.type == "meta"
+    assert take(meta, 4).device.type == "meta"
 
 
 def test_streams_of_one_device_have_workspaces_of_their_own(monkeypatch):
@@ -228,7 +227,7 @@ def test_threads_never_share_scratch():
 
     def work(value: int) -> None:
         for _ in range(20):
-            view = current_workspace(CPU).acquire(scratch(256))["mid_o"]
+            view = take(current_workspace(CPU), 256)
             barrier.wait()
             view.fill_(value)
             barrier.wait()
@@ -248,7 +247,7 @@ def test_threads_never_share_scratch():
 
 def test_a_finished_threads_scratch_is_released():
     def work() -> None:
-        current_workspace(CPU).acquire(scratch(1024))
+        take(current_workspace(CPU), 1024)
         held.append(workspace_bytes())
 
     held: list[int] = []
@@ -260,8 +259,9 @@ def test_a_finished_threads_scratch_is_released():
 
 
 def test_held_bytes_are_those_of_all_workspaces_and_are_gone_after_release():
-    current_workspace(CPU).acquire({"a": Scratch((4,), torch.float32), "b": Scratch((3,), torch.float16)})
-    current_workspace(torch.device("meta")).acquire(scratch(2))
+    take(current_workspace(CPU), 4, name="a")
+    take(current_workspace(CPU), 3, name="b", dtype=torch.float16)
+    take(current_workspace(torch.device("meta")), 2)
     assert current_workspace(CPU).nbytes == 22
     assert workspace_bytes() == 30
     release_workspaces()
@@ -274,7 +274,7 @@ def test_bytes_are_counted_while_other_threads_make_workspaces():
 
     def churn() -> None:
         while not stop.is_set():
-            current_workspace(CPU).acquire(scratch(4))
+            take(current_workspace(CPU), 4)
             release_workspaces()
 
     def count() -> None:

@@ -31,7 +31,7 @@ from ..ops.dispatch import (
     step_scratch_bytes,
 )
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
-from ..ops.workspace import Scratch, Workspace
+from ..ops.workspace import Workspace
 from .allocators import (
     CachedHeads,
     StateAllocator,
@@ -150,7 +150,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
         self.scratch = Workspace(self.device)
         """Scratch of steps that are not captured. The engine runs all of them on one stream."""
-        self.scratch.reserve({SCRATCH: Scratch((reserved,), torch.uint8)})
+        self.scratch.take(SCRATCH, (reserved,), torch.uint8)
         self.scratch.lock()
         data_bytes = self.num_sectors * self.bytes_per_sector
         # The first two sectors are never allocated: padding tokens of a batch point there.

@@ -39,7 +39,7 @@ from .triton.pages import (  # noqa: F401
     supports_paged_prompts,
     widest_paged_head,
 )
-from .workspace import Scratch, Workspace, current_workspace
+from .workspace import Workspace, current_workspace
 
 
 def store_prompt(
@@ -151,9 +151,10 @@ def buffered_attend(
 
 def _buffered(view: View) -> KeyValue:
     """`dense(view)` in the workspace that all layers share."""
-    shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
-    requests = {name: Scratch(shape, view.tensors.sinks[0].dtype) for name, shape in shapes}
-    keys, values = current_workspace(view.tensors.row.device).acquire(requests).values()
+    workspace, row = current_workspace(view.tensors.row.device), view.tensors.row
+    key_shape, value_shape = view.tensors.dense_shapes(view.length)
+    keys = workspace.take("continuation keys", key_shape, row.dtype)
+    values = workspace.take("continuation values", value_shape, row.dtype)
     _write_dense(view, keys, values)
     return keys, values
 

@@ -3,11 +3,10 @@
 There is one `Workspace` per device, stream and thread: work queued on one stream by one thread runs in order, so a
 buffer is free again when the next call gets it. A workspace holds one flat buffer of bytes per name. The buffer grows
 to the largest request and never shrinks, so (many heads, small batch) and (few heads, large batch) alternate without
-reallocating. `acquire` returns views, valid until the next `acquire` of the
-same name.
+reallocating. `take` returns views, valid until the next `take` of the same name.
 
 A session of continuous batching has its own workspace. It reserves the scratch of its largest step before it makes its
-pages (`reserve`), and allocates nothing from then on (`lock`): a step that needs more is refused.
+pages, and allocates nothing from then on (`lock`): a step that needs more is refused.
 
 Captured graphs take no scratch from here, neither those of `torch.compile` nor those of continuous batching: they are
 captured on a stream of their own and may be replayed on any, where no order protects a buffer that other calls share.
@@ -24,34 +23,12 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
 
 from ..compat import current_raw_stream, outside_inference_mode
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """A request for one buffer."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass
-class _Buffer:
-    data: torch.Tensor
-    # Last request and its view: all layers make the same request.
-    request: Scratch | None = None
-    view: torch.Tensor | None = None
 
 
 class Workspace:
@@ -63,73 +40,62 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: dict[str, _Buffer] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._latest: dict[str, tuple[tuple[int, ...], torch.dtype, torch.Tensor]] = {}
+        """Shape and dtype last asked for, and the view of them: all layers ask for the same."""
         self._locked = False
-
-    def reserve(self, requests: Mapping[str, Scratch]) -> None:
-        """Make the shared buffers at least as large as `requests`."""
-        self.acquire(requests)
 
     def lock(self) -> None:
         """Allocate nothing from now on."""
         self._locked = True
 
-    def acquire(self, requests: Mapping[str, Scratch]) -> dict[str, torch.Tensor]:
-        """Return contiguous views of the shared buffers, valid until the next `acquire` of the same names.
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous view of the shared buffer `name`, valid until the next `take` of the same name.
 
-        Buffers hold zeros when they are made, and later the data last written.
+        A buffer holds zeros when it is made, and later the data last written.
 
         Raises:
-            RuntimeError: The workspace is locked, and a request is larger than what was reserved.
+            RuntimeError: The workspace is locked, and the buffer is smaller.
         """
-        return {name: self._view(name, request) for name, request in requests.items()}
+        latest = self._latest.get(name)
+        if latest is not None and latest[0] == shape and latest[1] == dtype:
+            return latest[2]
+        del latest  # its buffer may be freed to make a larger one
+        return self._new_view(name, shape, dtype)
 
     def floats(self, name: str, size: int) -> torch.Tensor:
-        """`acquire` as kernels call it: `size` float32 elements."""
-        return self._view(name, _floats(size))
-
-    def _view(self, name: str, request: Scratch) -> torch.Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is not None and buffer.view is not None and (buffer.request is request or buffer.request == request):
-            return buffer.view
-        del buffer  # it may be freed to make a larger one
-        return self._new_view(name, request)
+        """`take` as kernels call it: `size` float32 elements."""
+        return self.take(name, (size,), torch.float32)
 
     @outside_inference_mode
-    def _new_view(self, name: str, request: Scratch) -> torch.Tensor:
-        view = self._fit(name, request)[: request.nbytes].view(request.dtype).view(request.shape)
-        self._buffers[name].request, self._buffers[name].view = request, view
+    def _new_view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        view = self._fit(name, nbytes)[:nbytes].view(dtype).view(shape)
+        self._latest[name] = shape, dtype, view
         return view
 
-    def _fit(self, name: str, request: Scratch) -> torch.Tensor:
-        """The bytes of `name`, at least as many as `request` takes."""
-        buffer = self._buffers.get(name)
-        if buffer is not None and request.nbytes <= buffer.data.nbytes:
-            return buffer.data
+    def _fit(self, name: str, nbytes: int) -> torch.Tensor:
+        """The bytes of `name`, at least `nbytes`."""
+        reserved = self._buffers[name].nbytes if name in self._buffers else 0
+        if name in self._buffers and nbytes <= reserved:
+            return self._buffers[name]
         if self._locked:
-            reserved = 0 if buffer is None else buffer.data.nbytes
             raise RuntimeError(
-                f"{name.capitalize()} needs {request.nbytes:,} bytes of scratch in this step, and {reserved:,} were "
+                f"{name.capitalize()} needs {nbytes:,} bytes of scratch in this step, and {reserved:,} were "
                 "reserved before serving began, since when nothing is allocated. Put fewer tokens or requests into a "
                 "step (`max_batch_tokens`, `max_requests_per_batch` of the ContinuousBatchingConfig)."
             )
         # Free the old buffer first: peak is the larger of the two, not their sum.
-        del buffer
+        self._latest.pop(name, None)
         self._buffers.pop(name, None)
         # Counters of kernels begin at zero, and kernels leave them at zero.
-        data = torch.zeros(request.nbytes, dtype=torch.uint8, device=self.device)
-        self._buffers[name] = _Buffer(data)
-        return data
+        self._buffers[name] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        return self._buffers[name]
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(buffer.data.nbytes for buffer in list(self._buffers.values()))
-
-
-@lru_cache(maxsize=4096)
-def _floats(size: int) -> Scratch:
-    return Scratch((size,), torch.float32)
+        return sum(buffer.nbytes for buffer in list(self._buffers.values()))
 
 
 def allocator(workspace: Workspace | None, name: str, device: torch.device) -> Callable[[int], torch.Tensor]:

@@ -20,7 +20,7 @@ from ...codec.rotation import rotate_back
 from ...config import TurboQuantConfig
 from ...tensors.layer import View
 from ..backend import MAX_FLASH_DIM
-from ..workspace import Scratch, current_workspace
+from ..workspace import current_workspace
 from .packed import FEW_QUERIES, PackedTile, Take, rotated
 from .packed import dequantize as dequantize_tile
 
@@ -147,7 +147,7 @@ def _products(states: torch.Tensor) -> torch.dtype:
 
 
 def _scratch(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return current_workspace(device).acquire({name: Scratch(shape, dtype)})[name]
+    return current_workspace(device).take(name, shape, dtype)
 
 
 def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
