@@ -28,8 +28,8 @@ from tq_hf.batching.checks import INSTEAD, check_model, pages_config
 from tq_hf.config import holds_latents
 from tq_hf.layers.compressed import TurboQuantLayer
 from tq_hf.ops.backend import MAX_FLASH_DIM
-from tq_hf.ops.triton.blocks import supports_attend_dense, supports_blocks, supports_prefix
-from tq_hf.ops.triton.pages import supports_paged_decode, supports_paged_prompts
+from tq_hf.ops.triton.blocks import supports_attend_dense, supports_blocks, supports_latents, supports_prefix
+from tq_hf.ops.triton.pages import supports_paged_decode, supports_paged_latents, supports_paged_prompts
 from tq_hf.tools.traced import trace
 
 FILE = RESULTS / "families-published.json"
@@ -71,9 +71,10 @@ def card(capability: tuple[int, int]) -> Iterator[torch.Tensor]:
 
 
 def in_torch(key_dim: int, value_dim: int, batches: bool, latents: bool = False) -> list[str]:
-    """Operations in torch for heads of these widths: single steps, prompts after a history, and both in batches. No
-    kernel reads pages of `latents`."""
+    """Operations in torch for heads of these widths: single steps, prompts after a history, and both in batches."""
     config, pages = TurboQuantConfig(), pages_config("4bit_nc")
+    if latents:
+        config, pages = config.of_latents(), pages.of_latents()
     layout, paged = config.layout(key_dim, value_dim), pages.layout(key_dim, value_dim)
     falls: list[str] = []
     for suffix, capability in CARDS.items():
@@ -82,10 +83,13 @@ def in_torch(key_dim: int, value_dim: int, batches: bool, latents: bool = False)
             # Wide heads use the kernel of dense states where torch has no flash attention.
             wide = max(key_dim, value_dim) > MAX_FLASH_DIM
             wide = wide and supports_attend_dense(keys, keys, values, None, AttentionOptions(1.0))
-            computed = {"steps": supports_blocks(states, layout), "prompts": supports_prefix(states, layout) or wide}
+            steps, decode = (
+                (supports_latents, supports_paged_latents) if latents else (supports_blocks, supports_paged_decode)
+            )
+            computed = {"steps": steps(states, layout), "prompts": supports_prefix(states, layout) or wide}
             if batches:
                 computed |= {
-                    "steps in batches": not latents and supports_paged_decode(states, paged),
+                    "steps in batches": decode(states, paged),
                     "prompts in batches": not latents and supports_paged_prompts(states, paged),
                 }
         falls += [name + suffix for name, done in computed.items() if not done and name not in falls]
