@@ -54,14 +54,18 @@ def _capturing(graph: RecordedGraph, pool: None) -> Iterator[None]:
 
 def record_graphs(patch: pytest.MonkeyPatch) -> None:
     """Let `graph_decoding` capture and replay on the CPU, and read its flags a step late, as on a GPU."""
-    init = graph_loop.Loop.__init__
+    init, flags = graph_loop.Loop.__init__, graph_loop.LateFlags.__init__
 
     def captures(self: Any, *args: Any) -> None:
         init(self, *args)
         self.captures = True
-        self.flags.lag = 1
+
+    def late(self: Any, *args: Any) -> None:
+        flags(self, *args)
+        self.lag = 1
 
     patch.setattr(graph_loop.Loop, "__init__", captures)
+    patch.setattr(graph_loop.LateFlags, "__init__", late)
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     patch.setattr(torch.cuda, "graph", _capturing)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -313,7 +313,7 @@ def drafts_of(
     if isinstance(held, Assistant) and held.model is assistant and held.number == number:
         return held
     own = TurboQuantCache(assistant.config, max_cache_len=cache.preallocated_for)
-    check_layers(assistant, own)
+    check_layers(assistant, own, drafts=True)
     return Assistant(assistant, own, number)
 
 

@@ -61,7 +61,7 @@ def graph_decoding(
         Tokens `[B, T + n]` int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
 
     Raises:
-        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, with room
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention, sliding and linear layers, with room
             for the drafts of the last step. The call asks for other decoding (beams, contrastive search, drafts of
             other kinds), for `synced_gpus`, attentions or hidden states. A step would be captured over several devices.
             `stop_strings` come without a tokenizer.
@@ -111,7 +111,7 @@ def _check(
             f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
             "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
         )
-    check_layers(model, cache)
+    check_layers(model, cache, mode == GenerationMode.ASSISTED_GENERATION)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise ValueError(
             f"The options of this call ask for {mode.value.replace('_', ' ')}, and `graph_decoding` searches greedily "

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -70,16 +70,22 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
     return CompileConfig(**{**fields, "mode": WITHOUT_GRAPHS.get(fields["mode"], fields["mode"])})
 
 
-def check_layers(model: Any, cache: TurboQuantCache) -> None:
-    """Raise a `ValueError` if the cache has layers other than full attention and sliding windows."""
+def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
+    """Raise a `ValueError` if the cache has layers other than full attention, sliding windows and, without `drafts`,
+    linear ones: these cannot take a token back."""
     known = (FullAttentionLayer, PreallocatedSlidingLayer)
-    other = {type(layer).__name__ for layer in layers_with_states(cache) if not isinstance(layer, known)}
+    other = {
+        type(layer).__name__
+        for layer in layers_with_states(cache)
+        if not isinstance(layer, known) and (drafts or type(layer) is not LinearAttentionLayer)
+    }
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
     if other:
         raise ValueError(
-            f"`graph_decoding` takes models whose layers are full attention or sliding windows; the cache of this "
-            f"{type(model).__name__} also has {', '.join(sorted(other))}. Leave out `custom_generate`."
+            f"`graph_decoding` takes models whose layers are full attention, sliding windows or (without drafts) "
+            f"linear; the cache of this {type(model).__name__} also has {', '.join(sorted(other))}. Leave out "
+            "`custom_generate`."
         )
 
 
@@ -123,6 +129,9 @@ class Loop:
         self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
         self.streamer = streamer
         self.flags = LateFlags(prompt.device, prompt.shape[0], None if streamer is None else streamer.put)
+        self.linear = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        if self.linear:
+            self.flags.lag = 0  # a step after the end cannot be taken back
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
@@ -154,7 +163,8 @@ class Loop:
         """Generate one more token per sequence."""
         if self._run_or_replay(step):
             for layer in self.layers:
-                layer.count_replayed(self.cached + 1)
+                if layer not in self.linear:
+                    layer.count_replayed(self.cached + 1)
         self.cached += 1
         if not self.selects_in_graph:
             assert step.logits is not None
@@ -331,6 +341,9 @@ def tensors_of(layer: Any) -> list[torch.Tensor]:
     """All tensors of a layer."""
     if isinstance(layer, TurboQuantLayer):
         return [tensor for kind in layer.by_kind().values() for tensor in kind]
+    if isinstance(layer, LinearAttentionLayer):
+        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        return [state for state in states if state is not None]
     return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
 
 
