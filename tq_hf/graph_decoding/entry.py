@@ -61,8 +61,8 @@ def graph_decoding(
         Tokens `[B, T + n]` int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
 
     Raises:
-        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention, sliding and linear layers, with room
-            for the drafts of the last step. The call asks for other decoding (beams, contrastive search, drafts of
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention, sliding and linear layers, with
+            room for the drafts of the last step. The call asks for other decoding (beams, contrastive search, drafts of
             other kinds), for `synced_gpus`, attentions or hidden states. A step would be captured over several devices.
             `stop_strings` come without a tokenizer.
         ImportError: The installed transformers lacks a name that this loop needs.
