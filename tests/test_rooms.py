@@ -90,7 +90,7 @@ BUDGETS = {
     "tq_hf": {
         "tools": 2545,  # each field of OpenAI's requests is applied or refused; several answers are streamed; compare
         "batching": 4405,  # latents, by rank too; options by request; metrics; what is done beside steps; linear
-        "graph_decoding": 1250,  # linear layers; stop strings, with the tokenizer generate() drops; drafts, over windows
+        "graph_decoding": 1250,  # linear layers; stop strings, with the tokenizer they need; drafts, over windows
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1850,  # latents not expanded, of shards too; rollback of uneven layers; rings; assigned keys
         "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
