@@ -129,9 +129,9 @@ class Loop:
         self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
         self.streamer = streamer
         self.flags = LateFlags(prompt.device, prompt.shape[0], None if streamer is None else streamer.put)
-        self.linear = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
-        if self.linear:
-            self.flags.lag = 0  # a step after the end cannot be taken back
+        self.counting = [layer for layer in self.layers if not isinstance(layer, LinearAttentionLayer)]
+        if len(self.counting) < len(self.layers):
+            self.flags.lag = 0  # linear layers cannot take back a step after the end
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
@@ -162,9 +162,8 @@ class Loop:
     def _advance(self, step: StepTensors) -> None:
         """Generate one more token per sequence."""
         if self._run_or_replay(step):
-            for layer in self.layers:
-                if layer not in self.linear:
-                    layer.count_replayed(self.cached + 1)
+            for layer in self.counting:
+                layer.count_replayed(self.cached + 1)
         self.cached += 1
         if not self.selects_in_graph:
             assert step.logits is not None
