@@ -253,13 +253,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
         )
         # transformers captures steps of 1, 2, 4, ... requests, up to this number.
         most = options.max_requests_per_batch or 1024
-        heads, of_full = allocator.num_key_value_heads, self.kind_configs[FULL_ATTENTION]
-        groups = of_full.num_attention_heads // CachedHeads.of(of_full).number
+        of_full = self.kind_configs[FULL_ATTENTION]
+        query_heads = of_full.num_attention_heads // divided
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         recipe: Any = (allocator.tq_config, allocator.layout, like)
-        pages: Any = ((heads * groups, heads), *recipe)
+        pages: Any = ((query_heads, allocator.num_key_value_heads), *recipe)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
-        query_heads = of_full.num_attention_heads // divided
         if self.holds_latents:
             reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
         else:
