@@ -7,16 +7,16 @@ a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), ac
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig, LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
@@ -26,6 +26,7 @@ from tests.support.batching_cases import (
     Stream,
     Tokens,
     answers,
+    check_one_graph,
     greedy,
     mixed,
     model_of,
@@ -432,20 +433,7 @@ def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
     """Attention over pages and windows is an operator in it. A second cache takes the number of the first, so nothing
     is compiled again."""
     model = model_of() if name == "llama" else mixed(name)
-    inputs, config = prompts([5, 120, 300]), CompileConfig(backend="eager", mode=None, fullgraph=True, dynamic=True)
-    with Session(model) as session:
-        expected = session.run(inputs, greedy(10))
-    torch._dynamo.reset()
-    for first in (True, False):
-        torch._dynamo.utils.counters.clear()
-        with Session(model, decode_compile_config=config) as session:
-            session.capture()
-            assert session.run(inputs, greedy(10)) == expected
-            assert session.manager.batch_processor.model_runner._compiled_decode is not None
-        counters = torch._dynamo.utils.counters
-        assert not counters["graph_break"] and bool(counters["stats"]) == first
-        del session
-        gc.collect()
+    check_one_graph(partial(Session, model), prompts([5, 120, 300]))
 
 
 @pytest.mark.slow

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tq_kernels.types import ChannelScales
-from transformers import CONFIG_MAPPING, CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.batching_cases import Session, greedy, model_of, options, prompts
+from tests.support.batching_cases import Session, check_one_graph, greedy, model_of, options, prompts
 from tq_hf import Balance, TurboQuantBatching
 from tq_hf.batching import checks
 from tq_hf.ops import dispatch, latent_pages
@@ -178,17 +179,7 @@ def test_graphs_of_steps_with_prompts_are_refused(model: PreTrainedModel) -> Non
 
 
 def test_a_compiled_step_is_one_graph_and_answers_alike(model: PreTrainedModel) -> None:
-    inputs, config = prompts([5, 120, 300]), CompileConfig(backend="eager", mode=None, fullgraph=True, dynamic=True)
-    with session_of(model) as session:
-        expected = session.run(inputs, greedy(10))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with session_of(model, decode_compile_config=config) as session:
-        session.capture()
-        assert session.run(inputs, greedy(10)) == expected
-        assert session.manager.batch_processor.model_runner._compiled_decode is not None
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"] and not counters["graph_break"]
+    check_one_graph(partial(session_of, model), prompts([5, 120, 300]), sessions=1)
 
 
 @pytest.mark.slow

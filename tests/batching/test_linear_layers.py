@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.batching_cases import Log, Session, Steps, greedy, hybrid, options, prompts
+from tests.support.batching_cases import Log, Session, Steps, check_one_graph, greedy, hybrid, options, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.compat import as_input
 
@@ -160,20 +160,10 @@ def test_a_manager_that_slept_answers_as_before(blocks: int | None) -> None:
 def test_a_compiled_step_is_one_graph_and_answers_alike() -> None:
     """Reading and writing states are operators in it. A second cache has the number of the first, and the modules have
     new functions: nothing is compiled again."""
-    model, inputs = hybrid(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), prompts([5, 120])
-    config = CompileConfig(backend="eager", mode=None, fullgraph=True, dynamic=True)
-    with Session(model, num_blocks=400) as session:
-        expected = session.run(inputs, greedy(10))
-    torch._dynamo.reset()
-    for first in (True, False):
-        torch._dynamo.utils.counters.clear()
-        with Session(model, num_blocks=400, max_requests_per_batch=2, decode_compile_config=config) as session:
-            assert session.run(inputs, greedy(10)) == expected
-            assert session.manager.batch_processor.model_runner._compiled_decode is not None
-        counters = torch._dynamo.utils.counters
-        assert not counters["graph_break"] and bool(counters["stats"]) == first
-        del session
-        gc.collect()
+    model = hybrid(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    check_one_graph(
+        partial(Session, model, num_blocks=400, max_requests_per_batch=2), prompts([5, 120]), captures=False
+    )
 
 
 @pytest.mark.slow

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences
 
 from tests.support.kernel_cases import DEVICE, INTERPRETED, child, relative_rms, runs_kernels
-from tests.support.paged_cases import Step, in_torch, sequences_of
+from tests.support.paged_cases import Step, encoded_pages, in_torch, needed_pages, sequences_of, shuffled_table
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, latent_pages
 from tq_hf.tensors.pages import LayerPages
@@ -98,11 +97,7 @@ class LatentInputs:
 
     def encoded(self) -> torch.Tensor:
         """Pages that the step encodes blocks into."""
-        found, first = [], self.pages.tensors.first_block_column
-        for i, (past, new) in enumerate(zip(self.step.past, self.step.new, strict=True)):
-            start, stop = (first + due_blocks(n, self.step.sinks, 0) for n in (past, past + new))
-            found.append(self.sequences.block_table[i, start:stop])
-        return torch.cat(found).long()
+        return encoded_pages(self.step, self.sequences, self.pages.tensors.first_block_column)
 
 
 def make(step: LatentStep) -> LatentInputs:
@@ -120,16 +115,10 @@ def make(step: LatentStep) -> LatentInputs:
     none = Sequences(empty, empty, empty, empty, 1)
     pool = torch.zeros(1, 2, 1, layout.block_bytes, dtype=torch.uint8)
     inputs = LatentInputs(step, pool, ChannelScales(*made), weight, (weight, weight), weight, none)
-    first = inputs.pages.tensors.first_block_column
-    ends = [due_blocks(p + n, step.sinks, 0) for p, n in zip(step.past, step.new, strict=True)]
-    needed = [first + blocks if n else 0 for blocks, n in zip(ends, step.new, strict=True)]
-    count = sum(needed) + step.spare
-    inputs.pool = torch.zeros(count, 2, 1, layout.block_bytes, dtype=torch.uint8)
+    needed = needed_pages(step, inputs.pages.tensors.first_block_column)
+    inputs.pool = torch.zeros(sum(needed) + step.spare, 2, 1, layout.block_bytes, dtype=torch.uint8)
     inputs.pool.random_(0, 60, generator=generator)
-    block_table = torch.full((len(step.past), max(needed) + step.spare), -1, dtype=torch.int32)
-    owned = torch.randperm(count, generator=generator).int()[: sum(needed)].split(needed)
-    for row, own in zip(block_table, owned, strict=True):
-        row[: len(own)] = own
+    block_table = shuffled_table(step, needed, generator)
 
     def tokens(n: int) -> tuple[torch.Tensor, KeyValue]:
         query, latents = randn(1, n, step.Hq, content + step.rotary).transpose(1, 2), randn(1, 1, n, step.D)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tq_kernels.types import Sequences
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from tests.support.tiny_models import VOCAB, build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
@@ -203,6 +204,29 @@ class Session:
             free = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
             held -= free * allocator.bytes_per_block
         return held // cache.allocator.bytes_per_block
+
+
+def check_one_graph(
+    session: Callable[..., Session], inputs: list[Tokens], sessions: int = 2, captures: bool = True
+) -> None:
+    """Answers of compiled steps are those of steps that are not, and a step is one graph. A second session takes the
+    number of the first one's cache, so nothing is compiled again. All sizes are captured before the run, or each when
+    it first occurs."""
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True, dynamic=True)
+    with session() as plain:
+        expected = plain.run(inputs, greedy(10))
+    torch._dynamo.reset()
+    for first in [True, False][:sessions]:
+        torch._dynamo.utils.counters.clear()
+        with session(decode_compile_config=config) as compiled:
+            if captures:
+                compiled.capture()
+            assert compiled.run(inputs, greedy(10)) == expected
+            assert compiled.manager.batch_processor.model_runner._compiled_decode is not None
+        counters = torch._dynamo.utils.counters
+        assert not counters["graph_break"] and bool(counters["stats"]) == first
+        del compiled
+        gc.collect()
 
 
 class Steps:

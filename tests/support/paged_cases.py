@@ -113,11 +113,31 @@ class Inputs:
 
     def encoded(self) -> torch.Tensor:
         """Pages that the step encodes blocks into."""
-        found, first = [], self.pages.tensors.first_block_column
-        for i, (past, new) in enumerate(zip(self.step.past, self.step.new, strict=True)):
-            start, stop = (first + due_blocks(n, self.step.sinks, 0) for n in (past, past + new))
-            found.append(self.sequences.block_table[i, start:stop])
-        return torch.cat(found).long()
+        return encoded_pages(self.step, self.sequences, self.pages.tensors.first_block_column)
+
+
+def encoded_pages(step: Step, sequences: Sequences, first: int) -> torch.Tensor:
+    """Pages that a step encodes blocks into; `first` is the column of block 0."""
+    found = []
+    for row, past, new in zip(sequences.block_table, step.past, step.new, strict=True):
+        start, stop = (first + due_blocks(n, step.sinks, 0) for n in (past, past + new))
+        found.append(row[start:stop])
+    return torch.cat(found).long()
+
+
+def needed_pages(step: Step, first: int) -> list[int]:
+    """Number of pages of each sequence after the step; `first` is the column of block 0."""
+    ends = [due_blocks(p + n, step.sinks, 0) for p, n in zip(step.past, step.new, strict=True)]
+    return [first + blocks if n else 0 for blocks, n in zip(ends, step.new, strict=True)]
+
+
+def shuffled_table(step: Step, needed: list[int], generator: torch.Generator) -> torch.Tensor:
+    """Block table of sequences that own `needed` pages each, shuffled ones; the rest of a row is -1."""
+    block_table = torch.full((len(step.past), max(needed) + step.spare), -1, dtype=torch.int32)
+    owned = torch.randperm(sum(needed) + step.spare, generator=generator).int()[: sum(needed)].split(needed)
+    for row, own in zip(block_table, owned, strict=True):
+        row[: len(own)] = own
+    return block_table
 
 
 def make(step: Step, seed: int = 0) -> Inputs:
@@ -128,16 +148,10 @@ def make(step: Step, seed: int = 0) -> Inputs:
         return torch.randn(*shape, generator=generator)
 
     layout = step.config.layout(step.D)
-    first = ring_pages(step.config, layout, step.dtype) + min(1, step.sinks) + 1
-    ends = [due_blocks(p + n, step.sinks, 0) for p, n in zip(step.past, step.new, strict=True)]
-    needed = [first + blocks if n else 0 for blocks, n in zip(ends, step.new, strict=True)]
-    count = sum(needed) + step.spare
-    pool = torch.zeros(count, LAYERS, step.Hkv, layout.block_bytes, dtype=torch.uint8)
+    needed = needed_pages(step, ring_pages(step.config, layout, step.dtype) + min(1, step.sinks) + 1)
+    pool = torch.zeros(sum(needed) + step.spare, LAYERS, step.Hkv, layout.block_bytes, dtype=torch.uint8)
     pool.random_(0, 256, generator=generator)
-    block_table = torch.full((len(step.past), max(needed) + step.spare), -1, dtype=torch.int32)
-    owned = torch.randperm(count, generator=generator).int()[: sum(needed)].split(needed)
-    for row, own in zip(block_table, owned, strict=True):
-        row[: len(own)] = own
+    block_table = shuffled_table(step, needed, generator)
     made = [torch.exp(0.3 * randn(1, step.Hkv, step.D)).bfloat16().half() for _ in range(2)]
     total = sum(step.new) + step.nobody
     # Heads behind tokens, and of keys and values also heads before them: as models give them.

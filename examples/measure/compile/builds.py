@@ -44,6 +44,7 @@ Bits = tuple[int, int]
 SEQUENCES = 64
 """Sequences of a batch that kernels over pages are compiled for."""
 MATRIX = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
+STATES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def bits_of(preset: str) -> Bits:
@@ -166,27 +167,16 @@ def build_latents(
         types += [*[own] * 4, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 10, *[None] * 3, "fp32"]
     options = {"maxnreg": config.registers} if config.registers else {}
     options |= {"num_warps": config.warps, "num_stages": config.stages}
-    causal, where = mask == 0 and rows > 64, latent_place(layout, dtype) if paged else NO_PLACE
+    causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
     return build(attend_latents_split, types, constants, arch, **options)
-
-
-def latent_place(layout: BlockLayout, dtype: str) -> tuple[int, int, int, int]:
-    """As `place`, of latents."""
-    config, states = (
-        TurboQuantConfig(),
-        getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]),
-    )
-    rows = rows_per_page(layout, states)
-    return config.sink_tokens, rows * ring_pages(config, layout, states), rows, layout.block_bytes // 4
 
 
 def build_small_latents(
     arch: Arch, bits: Bits, *, dim: int = 512, rotary: int = 64, dtype: str = "bf16"
 ) -> list[Compiled]:
     """The kernels of steps over pages of latents that rotate queries, merge, append rows and encode blocks."""
-    on, own, layout = target_of(arch), f"*{dtype}", BlockLayout(dim, rotary, *bits)
-    where = latent_place(layout, dtype)
+    own, where = f"*{dtype}", place_of(BlockLayout(dim, rotary, *bits), dtype)
     rotate = build(
         rotate_latent_queries,
         [own, own, *["*fp16"] * 4, "*i32", "*fp16", "*fp16", "*fp32", *["i32"] * 7],
@@ -203,15 +193,7 @@ def build_small_latents(
     )
     types: list[str | None] = [own, own, own, *["*i32"] * 3, *["i32"] * 7]
     append = build(append_tails, types, (dim, dim, *where, rotary), arch, num_warps=4)
-    config = encode_config(dim, dim, bits, 4 if dtype == "fp32" else 2, on.capability)
-    constants = (
-        *(dim, dim, dim, bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
-        *(False, 1, bits[1], LEVELS[bits[1]], *where, SEQUENCES, rotary),
-    )
-    types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
-    types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
-    encode = build(encode_blocks, types, constants, arch, num_warps=config.warps)
-    return [rotate, merge, append, encode]
+    return [rotate, merge, append, encoder_of_pages(arch, bits, dim, dtype, where, rotary)]
 
 
 def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
@@ -279,10 +261,13 @@ def build_reduce(
 
 def place(preset: str, dim: int) -> tuple[int, int, int, int]:
     """Sinks, rows of a ring and of a page, and words of a block."""
-    config = TurboQuantConfig.from_preset(preset)
-    layout = config.layout(dim)
-    rows = rows_per_page(layout, torch.float16)
-    return config.sink_tokens, rows * ring_pages(config, layout, torch.float16), rows, layout.block_bytes // 4
+    return place_of(TurboQuantConfig.from_preset(preset).layout(dim), "fp16")
+
+
+def place_of(layout: BlockLayout, dtype: str) -> tuple[int, int, int, int]:
+    """`place` of blocks of this layout beside rows of `dtype`."""
+    config, rows = TurboQuantConfig(), rows_per_page(layout, STATES[dtype])
+    return config.sink_tokens, rows * ring_pages(config, layout, STATES[dtype]), rows, layout.block_bytes // 4
 
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
@@ -332,13 +317,19 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
 
 def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16") -> Any:
     """The encoder of blocks that new tokens complete."""
-    on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
+    return encoder_of_pages(arch, bits_of(preset), dim, dtype, place(preset, dim), 0)
+
+
+def encoder_of_pages(
+    arch: Arch, bits: Bits, dim: int, dtype: str, where: tuple[int, int, int, int], beside: int
+) -> Compiled:
+    """`encode_blocks` over pages whose rows and blocks are at `where`; `beside` is `Pages.beside`."""
+    on, stored, own = target_of(arch), padded_dim(dim), f"*{dtype}"
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
-        *(False, 1, bits[1], LEVELS[bits[1]], *place(preset, dim), SEQUENCES, 0),
+        *(False, 1, bits[1], LEVELS[bits[1]], *where, SEQUENCES, beside),
     )
-    own = f"*{dtype}"
     types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
     types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
     return build(encode_blocks, types, constants, arch, num_warps=config.warps)

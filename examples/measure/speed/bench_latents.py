@@ -33,10 +33,10 @@ from tq_kernels.prefix.launch import merge, prefix_splits
 from tq_kernels.types import AttentionOptions, KeyValue
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DynamicCache, PreTrainedModel
 
-from examples.measure.speed.bench_generate import ONE_GRAPH, TIMED, Clock, go_on, timed_flags
+from examples.measure.speed.bench_generate import NEW_TOKENS, ONE_GRAPH, Variant, step_seconds
 from examples.measure.speed.benchmark import captured, microseconds, random_blocks, read_gigabytes_per_second
 from examples.provenance import RESULTS, provenance, slug
-from tq_hf import TurboQuantCache, TurboQuantConfig, graph_decoding
+from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.ops.dispatch import dequantize
 from tq_hf.ops.triton.blocks import rotations
 
@@ -44,8 +44,6 @@ PRESET, LATENT, ROTARY = "4bit_nc", 512, 64
 SCALING = 192**-0.5
 HEADS, SHAPES = (16, 32, 128), ((1, 32768), (8, 32768))
 SINKS, RESIDUAL, RING = 4, 160, 384
-WARM = 16
-"""Steps before those that are timed: the first compile kernels and capture the graph."""
 BF16 = torch.bfloat16
 
 CONFIGS = {
@@ -234,19 +232,14 @@ def lite(layers: int, device: torch.device, **sizes: int) -> PreTrainedModel:
 
 def step(model: PreTrainedModel, kind: str, batch: int, context: int) -> dict[str, Any]:
     """One row: milliseconds of a step, the mean of the last ones."""
-    model.set_attn_implementation("turboquant" if kind == f"turboquant, {ONE_GRAPH}" else "sdpa")
     ids = torch.randint(3, model.config.vocab_size, (batch, context), device=model.device)
-    if kind == "DynamicCache":
-        clock = Clock()
-        go_on(model, ids, DynamicCache(config=model.config), WARM + TIMED, stopping_criteria=[clock])
-        times = clock.times
-    else:
-        cache = TurboQuantCache(model.config, PRESET, max_cache_len=context + WARM + TIMED)
-        with timed_flags() as times:
-            go_on(model, ids, cache, WARM + TIMED, custom_generate=graph_decoding)
-        del cache
+    variant = Variant("sdpa", functools.partial(DynamicCache, config=model.config))
+    if kind != "DynamicCache":
+        packed = functools.partial(TurboQuantCache, model.config, PRESET, max_cache_len=context + NEW_TOKENS)
+        variant = Variant(kind.partition(",")[0], packed, one_graph=True)
+    model.set_attn_implementation(variant.attention)
+    ms = 1e3 * step_seconds(model, variant, ids, variant.make())
     gc.collect()
-    ms = 1e3 * (times[-1] - times[-1 - TIMED]) / TIMED
     layers = model.config.num_hidden_layers
     return {"cache": kind, "batch": batch, "context": context, "layers": layers, "ms_per_step": ms}
 

@@ -340,10 +340,8 @@ def generated(model: PreTrainedModel, batch: int, context: int) -> dict[str, Any
     """The row of `generate()` as transformers has it, on one batch in a `DynamicCache`."""
     model.set_attn_implementation("sdpa")
     ids = torch.randint(3, model.config.get_text_config().vocab_size, (batch, context), device=model.device)
-    clock, steps = bench_generate.Clock(), bench_generate.TIMED
-    cache = DynamicCache(config=model.config)
-    bench_generate.go_on(model, ids, cache, steps + 4, stopping_criteria=[clock])
-    return {"ms_per_step": 1e3 * (clock.times[-1] - clock.times[-1 - steps]) / steps, "steps": steps}
+    variant = bench_generate.Variant("sdpa", partial(DynamicCache, config=model.config))
+    return {"ms_per_step": 1e3 * bench_generate.step_seconds(model, variant, ids, variant.make())}
 
 
 def bf16_floor(model: PreTrainedModel, batch: int, context: int, gigabytes_per_second: float) -> float:
