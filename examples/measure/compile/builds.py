@@ -204,8 +204,8 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16", rows: int = 1) -> Compiled:
     """`rotate_query` with this number of rows and warps in a program."""
     types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
-    *sizes, _, overlaps = plan(arch, *bits, dim=dim).rotate_constants
-    return build(rotate_query, types, (*sizes, rows, overlaps), arch, num_warps=rows)
+    *sizes, _ = plan(arch, *bits, dim=dim).rotate_constants
+    return build(rotate_query, types, (*sizes, rows), arch, num_warps=rows)
 
 
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
@@ -244,9 +244,8 @@ def build_preallocated_append(
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
     if not rotates:
         return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 14], constants, arch, **options)
-    overlaps = plan(arch, *bits, dim=dim).rotate_constants[-1]
     types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
-    constants += (config.warps, overlaps)
+    constants += (config.warps,)
     return build(append_and_rotate, types, constants, arch, **options)
 
 
@@ -288,7 +287,6 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
         num_warps=p.config.warps,
         num_stages=p.config.stages,
         **limit,
-        **({"launch_pdl": True} if arch >= 90 else {}),
     )  # fmt: skip
     return compiled, p
 

@@ -99,7 +99,6 @@ def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch
 def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled:
     p = plan(arch, **shape)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
-    pdl = {"launch_pdl": True} if isinstance(arch, int) and arch >= 90 else {}
     types = [
         *["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[dtype] * 4, "*i32", "*i32", "*u8", *[None] * 6],
         *[*["i32"] * 13, *[None] * 5, "fp32", "fp32", *["i32"] * 8],
@@ -112,7 +111,6 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled
         num_warps=p.config.warps,
         num_stages=p.config.stages,
         **limit,
-        **pdl,
     )
 
 

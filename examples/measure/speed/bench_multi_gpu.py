@@ -639,7 +639,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short contexts, to try the script")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time after which no measurement starts")
-    parser.add_argument("--no-pdl", action="store_true", help="kernels without programmatic dependent launch")
     parser.add_argument(
         "--output",
         type=Path,
@@ -648,10 +647,6 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        if arguments.no_pdl:
-            from tq_kernels.common.device import Target
-
-            Target.dependent_launch = property(lambda on: False)
         Process(arguments).run()
         return
     if torch.cuda.device_count() < 2 and (ON_GPU or not arguments.tiny):

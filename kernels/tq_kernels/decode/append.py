@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
 from ..codec.launch import encode_config
@@ -80,7 +79,6 @@ def rotate_and_append(
     width,  # W; None without pages, like the next
     page_blocks, DV: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each head's new row to slot `slot` of the residual's ring (first program); rotate queries (the others).
 
@@ -88,8 +86,6 @@ def rotate_and_append(
     Grid: (P, 1 + rows / BLOCK_R); over pages (Hkv, B + rows / BLOCK_R). The kernel that attends reads the row after
     this one has ended.
     """
-    if PDL:
-        cuda.gdc_launch_dependents()
     index = tl.program_id(1)
     if block_table is None:
         if index == 0:
@@ -292,14 +288,12 @@ def append_and_rotate(
     query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    MATRIX: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
 
     Grid: (B * H, 2 + rows / BLOCK_R).
     """
-    if PDL:
-        cuda.gdc_launch_dependents()
     if tl.program_id(1) < 2:
         append_and_encode(
             keys, values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values,

@@ -308,13 +308,11 @@ class DecodeLaunch:
             numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
             grid, constants = plan.rotate_grid, plan.rotate_constants
             if append is not None and states is not None:
-                warps, overlaps = append.options["num_warps"], constants[-1]
+                warps = append.options["num_warps"]
                 new, of_append = append.of_tokens(*states)
                 numbers = (*new, *append.numbers, *numbers)
-                constants = (*of_append, warps, overlaps)  # a row for each warp
+                constants = (*of_append, warps)  # a row for each warp
                 first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, warps)
-                # The split must wait until the counts are written.
-                split_constants = (*split_constants[:-1], 2) if overlaps else split_constants
             elif states is not None:
                 constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *NO_PLACE, *constants)
                 strides = (*states[0].stride()[:2], *states[1].stride()[:2])
@@ -332,7 +330,7 @@ class DecodeLaunch:
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
         kernel, grid, numbers, constants, warps = first
         first_options = {"num_warps": warps} if append is None else append.options
-        split_options = {"num_warps": plan.config.warps, "num_stages": plan.config.stages, **limit, **dependent}
+        split_options = {"num_warps": plan.config.warps, "num_stages": plan.config.stages, **limit}
         aux = None if options.s_aux is None else options.s_aux.dtype
         # The dtypes of pointers decide a variant too.
         return Step(

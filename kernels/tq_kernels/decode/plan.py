@@ -249,7 +249,7 @@ def plan_decode(
         rotate_grid=(heads, rows, 1),
         reduce_grid=(streams, tile_rows, 1),
         reduce_warps=2 if reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
-        rotate_constants=(key_dim, dkp, block_dk, 1, on.dependent_launch),
+        rotate_constants=(key_dim, dkp, block_dk, 1),
         tile_constants=tile_constants,
         split_constants=(
             key_dim, value_dim, dkp, dvp, key_bits, value_bits,

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from ..common.schedule import LINE, ROTATED
 from ..common.softmax import power_of_two
@@ -117,10 +116,8 @@ def rotate_query(
     rows,  # G * S
     queries,  # S
     kv_heads, query_b, query_h, query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R)."""
-    if PDL:
-        cuda.gdc_launch_dependents()
     new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s)
     rotate_rows(new, scratch, tl.program_id(1), plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)

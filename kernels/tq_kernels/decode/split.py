@@ -105,7 +105,7 @@ def decode_split(
     BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
     BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr,
     BLOCK_R: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,  # the kernel in front: 0: has ended, 1: may still run, 2: may still run and writes the counts
+    PDL: tl.constexpr,  # whether the merge may start and wait in the multiprocessors
 ):  # fmt: skip
     """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,).
 
@@ -122,13 +122,9 @@ def decode_split(
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
+    if PDL:
+        cuda.gdc_launch_dependents()
     if block_table is None:
-        if PDL == 2:
-            cuda.gdc_wait()
-        if PDL:
-            # After that wait, because the merge reads the counts before its own wait.
-            cuda.gdc_launch_dependents()
-        # Before the wait, read nothing that the kernel in front writes: queries and perhaps a row of the residual.
         blocks = tl.load(num_blocks)
         residual_count = tl.load(num_residual)
         sink_count = tl.load(num_sinks)
@@ -141,12 +137,12 @@ def decode_split(
         per_stream = tl.maximum(counted(blocks), 1)
         first_job, without_share = first_jobs(worker, workers, total, sharers)
         residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-        # Find the first stream here and count on from it: divisions behind the wait would make a short call longer.
+        # Find the first stream here and count on from it: divisions between streams would make a short call longer.
         first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
         tile, head = first_stream % row_tiles, first_stream // row_tiles
         batch, kv_head = head // kv_heads, head % kv_heads
         if ASM >= AMPERE:
-            # Fetch the first block and dense rows while queries are made.
+            # Fetch the first block and dense rows at once; queries are read first.
             own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             own_block += tl.maximum(start % per_stream - START, 0)
             prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
@@ -164,8 +160,6 @@ def decode_split(
                 k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
                 prefetch_rows(k_row, DK)
                 prefetch_rows(v_row, DV)
-        if PDL == 1:
-            cuda.gdc_wait()
 
         for stream in tl.range(first_stream, last_stream, num_stages=1):
             first = tl.maximum(start - stream * per_stream - START, 0)
@@ -212,10 +206,6 @@ def decode_split(
             job = claim(claims, without_share, jobs * streams)
     else:
         FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
-        if PDL:
-            cuda.gdc_launch_dependents()
-        # Before the wait, read nothing that the kernel in front writes: queries, and rows of new tokens (read here from
-        # `key` and `value`).
         heads = kv_heads * row_tiles
 
         start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, num_blocks, queries, heads, BLOCK_B)
@@ -229,8 +219,6 @@ def decode_split(
             first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
             prefetch(key_words + first_block * BLOCK_WORDS, DKP * KEY_BITS // 8, starts_packed)
             prefetch(value_words + first_block * BLOCK_WORDS, DKP * VALUE_BITS // 8, starts_packed)
-        if PDL:
-            cuda.gdc_wait()
 
         while at < end:
             sequence = stream // heads
