@@ -183,9 +183,10 @@ def test_wide_heads_over_pages_compile_for(arch: int, dim: int, preset: str) -> 
     compiled, p = build_paged_split(arch, preset, dim)
     assert p.config.programs_per_multiprocessor * (compiled.metadata.shared + 1024) <= SHARED[arch] * 1024
     if arch < 100:
-        # Of 3,800 instructions for a block one writes to the stack, and up to three read numbers from it.
-        loop = inner_loop(compiled)
-        assert within(loop["STL"], 1) and within(loop["LDL"], 3)
+        # Of 2,900 instructions for a block, 10 write to the stack and 10 read from it with keys of 8 bits: none before
+        # one kernel served caches and pages.
+        loop, most = inner_loop(compiled), 10 if preset == "k8v4" else 0
+        assert within(loop["STL"], most) and within(loop["LDL"], most)
     # Of 320 channels the kernel in front keeps two numbers there.
     for small in build_small(arch, dim):
         assert within(resources(small).stack, 8 if dim == 320 else 0)
