@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
 from .layers.expansion import ExpandedStates, pending, real, up_projection
-from .layers.handle import LazyStates, resolve, without_backward
+from .layers.handle import Handle, LazyStates, resolve, without_backward
 from .ops import dispatch
 from .ops.latent_pages import expand
 from .stores import graph_ops
@@ -81,19 +81,9 @@ def turboquant_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
-    refused = dropout or module.__dict__.get("masked_key_indices") is not None
+    refused = dropout > 0 or module.__dict__.get("masked_key_indices") is not None
     if latents is not None:
-        recorded: Any = getattr(key, "_expansion", None)
-        view, weight = latents.view, up_projection(module) if recorded is None else recorded.weight
-        assert weight is not None
-        if not refused:
-            out = _attend_absorbed(weight, query, view, attention_mask, options)
-            if out is not None:
-                return out, None
-        if attention_mask is not None and not attention_mask.shape[-1]:
-            attention_mask = graph_ops.causal_mask(view, query.shape[2])
-        key, value = real((key, value)) if recorded else expand(weight, query.shape, graph_ops.dense(view))
-        view = None
+        return _attend_latents(latents, module, query, key, value, attention_mask, dropout, options, refused, kwargs)
     if view is not None and view.counts is not None:
         if refused:
             _refuse_compressed(dropout)
@@ -107,28 +97,75 @@ def turboquant_attention(
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             attend = partial(_attend_with_gradients, attend, key)
         return attend(query, view, attention_mask, options), None
-    if attention_mask is not None:
-        key, value = _without_room(key, value, attention_mask)
-        if view is None and kwargs.get("sliding_window") is not None and attention_mask.shape[-1] > key.shape[2]:
+    sliding = view is None and kwargs.get("sliding_window") is not None
+    return _attend_dense(module, query, key, value, attention_mask, dropout, options, sliding, kwargs)
+
+
+def _attend_latents(
+    latents: Handle,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    options: AttentionOptions,
+    refused: bool,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attend over packed latents with absorbed queries, or over the keys and values that the module expands from them
+    where kernels do not compute this call. `refused`: an option that only works on expanded ones."""
+    recorded: Any = getattr(key, "_expansion", None)
+    view, weight = latents.view, up_projection(module) if recorded is None else recorded.weight
+    assert weight is not None
+    if not refused:
+        out = _attend_absorbed(weight, query, view, mask, options)
+        if out is not None:
+            return out, None
+    if mask is not None and not mask.shape[-1]:
+        mask = graph_ops.causal_mask(view, query.shape[2])
+    key, value = real((key, value)) if recorded else expand(weight, query.shape, graph_ops.dense(view))
+    sliding = kwargs.get("sliding_window") is not None
+    return _attend_dense(module, query, key, value, mask, dropout, options, sliding, kwargs)
+
+
+def _attend_dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    options: AttentionOptions,
+    sliding: bool,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attend over dense states `[B, Hkv, T, D]`: by sdpa, or with softcap or sinks by kernels.
+
+    `sliding`: a mask may not be wider than these states of a sliding layer.
+    """
+    if mask is not None:
+        key, value = _without_room(key, value, mask)
+        if sliding and mask.shape[-1] > key.shape[2]:
             raise ValueError(
-                f"The attention mask {list(attention_mask.shape)} has {attention_mask.shape[-1]} columns, and this "
+                f"The attention mask {list(mask.shape)} has {mask.shape[-1]} columns, and this "
                 f"sliding layer has {key.shape[2]} tokens. Pass a dict with a mask for each kind of layer."
             )
-        attention_mask = attention_mask[..., : key.shape[2]]
+        mask = mask[..., : key.shape[2]]
     if options.only_scales():
-        attention_mask = _bottom_right(query, key, attention_mask, causal)
-        arguments: dict[str, Any] = dict(dropout=dropout, scaling=scaling, is_causal=causal)
+        mask = _bottom_right(query, key, mask, options.causal)
+        arguments: dict[str, Any] = dict(dropout=dropout, scaling=options.scaling, is_causal=options.causal)
         arguments["position_bias"] = options.position_bias
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, mask, **arguments, **kwargs)
     if dropout:
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
     if (lower := autocast_dtype(query)) is None:
-        return dispatch.attend_dense(query, key, value, attention_mask, options), None
+        return dispatch.attend_dense(query, key, value, mask, options), None
     with outside_autocast(query):
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
-        return dispatch.attend_dense(query, key, value, attention_mask, options), None
+        return dispatch.attend_dense(query, key, value, mask, options), None
 
 
 def _attend_absorbed(
