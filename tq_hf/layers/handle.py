@@ -63,7 +63,6 @@ class Handle:
         states: Dense keys and values, if they exist already.
     """
 
-    is_lazy = False
     touched = False
     """Whether the model computed with the states."""
     written = False
@@ -80,7 +79,6 @@ class Handle:
 
     def lazy(self, bases: KeyValue) -> KeyValue:
         """Lazy keys and values with the dtype and device of `bases`."""
-        self.is_lazy = True
         keys: Any
         values: Any
         if bases[0].requires_grad or bases[1].requires_grad:
@@ -267,7 +265,7 @@ def resolve(
     if layer.reader is None and not torch.compiler.is_dynamo_compiling():
         config = getattr(module, "config", None)
         layer.reader = None if config is None else weakref.ref(config)
-    if handle.is_lazy:  # so nothing is compiled: see `turboquant_attention`
+    if isinstance(keys, LazyStates):  # so nothing is compiled: see `turboquant_attention`
         layer.is_untouched = not handle.touched
     if view.counts is None:
         states = handle.layer.dense(view) if handle._states is None else handle._states

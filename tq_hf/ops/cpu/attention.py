@@ -113,26 +113,14 @@ def supports_sdpa(options: AttentionOptions) -> bool:
     return options.only_scales() and options.position_bias is None
 
 
-def _dense_tiles(first: int, states: KeyValue, query: torch.Tensor) -> Iterator[DenseTile]:
+def _dense_tiles(
+    first: int, states: KeyValue, query: torch.Tensor, tile: type[DenseTile] = DenseTile
+) -> Iterator[DenseTile]:
     """Dense states whose first token is at position `first`, in tiles."""
     keys, values = states
     for start in range(0, keys.shape[2], TILE_TOKENS):
         part = slice(start, start + TILE_TOKENS)
-        yield DenseTile(first + start, query, (keys[:, :, part], values[:, :, part]))
-
-
-def _packed_tiles(view: View, query: torch.Tensor) -> Iterator[PackedTile]:
-    """Iterate over the packed blocks of a view in tiles. They share scratch: use scores and values of one at a time."""
-    layout, sinks = view.tensors.blocks.layout, view.tensors.sinks
-    needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
-    take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
-    scales, seed = view.tensors.blocks.channel_scales.keys, view.tensors.config.seed
-    turned, products = rotated(query, scales, seed), _products(sinks[0])
-    step = _blocks_of_tile(view.tensors.blocks)
-    for start in range(0, view.num_blocks, step):
-        blocks = view.tensors.blocks.slice(start, min(start + step, view.num_blocks))
-        position = sinks[0].shape[2] + start * layout.tokens
-        yield PackedTile(position, turned, view.tensors.config, blocks, sinks[1].shape[3], take, products)
+        yield tile(first + start, query, (keys[:, :, part], values[:, :, part]))
 
 
 def _blocks_of_tile(blocks: PackedBlocks) -> int:
@@ -154,18 +142,30 @@ def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _view_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
-    """Iterate over all tokens of a view in tiles, oldest first."""
-    parts = view.dense_parts()
-    if parts and view.tensors.sinks[0].shape[2]:
-        yield from _dense_tiles(*parts.pop(0), query)
+def _view_tiles(view: View, query: torch.Tensor, latents: bool = False) -> Iterator[Tile]:
+    """Iterate over all tokens of a view in tiles, oldest first. Tiles of packed blocks share scratch: use scores and
+    values of one at a time."""
+    dense, packed = (DenseLatents, PackedLatents) if latents else (DenseTile, PackedTile)
+    parts, sinks = view.dense_parts(), view.tensors.sinks
+    if parts and sinks[0].shape[2]:
+        yield from _dense_tiles(*parts.pop(0), query, dense)
     if view.num_blocks:
-        yield from _packed_tiles(view, query)
+        blocks, config = view.tensors.blocks, view.tensors.config
+        needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
+        take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
+        widths, scales = [blocks.layout.key_dim, query.shape[-1] - blocks.layout.key_dim], blocks.channel_scales
+        halves = zip(query.split(widths, -1), scales, strict=True) if latents else [(query, scales.keys)]
+        turned = torch.cat([rotated(part, factors, config.seed) for part, factors in halves], -1)
+        step, products = _blocks_of_tile(blocks), _products(sinks[0])
+        for start in range(0, view.num_blocks, step):
+            some = blocks.slice(start, min(start + step, view.num_blocks))
+            position = sinks[0].shape[2] + start * blocks.layout.tokens
+            yield packed(position, turned, config, some, sinks[1].shape[3], take, products)
     if len(parts) > 1 and sum(states[0].shape[2] for _, states in parts) <= TILE_TOKENS:
         keys, values = zip(*(states for _, states in parts), strict=True)
         parts = [(parts[0][0], (torch.cat(keys, 2), torch.cat(values, 2)))]
     for first, states in parts:
-        yield from _dense_tiles(first, states, query)
+        yield from _dense_tiles(first, states, query, dense)
 
 
 def _groups(tiles: Iterable[Tile], most: int) -> Iterator[list[Tile]]:
@@ -197,7 +197,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S tokens `[B, Hq, S, Dk]` over all tokens of `view`; arguments as for `attend_dense`."""
     heads = view.tensors.sinks[0].shape[1]
-    return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, options)
+    return _attend(query, partial(_view_tiles, view), heads, view.length, mask, options)
 
 
 @dataclass
@@ -225,25 +225,6 @@ class PackedLatents(PackedTile):
         return total / self.blocks.channel_scales.keys.float()
 
 
-def _latent_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
-    """Iterate over all tokens of a view of latents in tiles, oldest first; as `_view_tiles`."""
-    layout, blocks, config = view.tensors.layout, view.tensors.blocks, view.tensors.config
-    parts = view.dense_parts()
-    if parts and view.tensors.sinks[0].shape[2]:
-        yield DenseLatents(parts[0][0], query, parts.pop(0)[1])
-    take: Take = partial(_scratch, query.device)
-    latent, rotary = query.split([layout.key_dim, layout.value_dim], -1)
-    factors = blocks.channel_scales
-    turned = torch.cat([rotated(latent, factors.keys, config.seed), rotated(rotary, factors.values, config.seed)], -1)
-    step = _blocks_of_tile(blocks)
-    for start in range(0, view.num_blocks, step):
-        some = blocks.slice(start, min(start + step, view.num_blocks))
-        position = view.tensors.sinks[0].shape[2] + start * layout.tokens
-        yield PackedLatents(position, turned, config, some, layout.value_dim, take)
-    for first, states in parts:
-        yield DenseLatents(first, query, states)
-
-
 @torch.compiler.disable
 def attend_latents(
     latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
@@ -260,7 +241,9 @@ def attend_latents(
         Means of latents `[B, S, Hq, R]` in the dtype of `latent`. Rows that may attend to nothing are 0.
     """
     query = torch.cat([latent, rotary], -1)
-    return _attend(query, lambda q: _latent_tiles(view, q), 1, view.length, mask, options, tiles_at_once=False)
+    return _attend(
+        query, lambda q: _view_tiles(view, q, latents=True), 1, view.length, mask, options, tiles_at_once=False
+    )
 
 
 def attend_dense(
