@@ -94,11 +94,11 @@ BUDGETS = {
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1850,  # latents not expanded, of shards too; rollback of uneven layers; rings; assigned keys
         "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
-        "ops": 2755,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
+        "ops": 2690,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 875,  # pending tokens; rows of latents; the order of padded rows; dense blocks of pages; counts
         "cache": 490,  # bits of latent layers; one cache for both attentions of an encoder-decoder; padding of a call
-        "attention": 340,  # packed latents; lost gradients; masks beside empty room, of padded rows
+        "attention": 375,  # latents, dense states: functions of their own; lost gradients; masks beside empty room
         "memory": 105,
         "balance": 125,  # kernels of a probe are compiled together
         "config": 225,  # which layers hold latents, and their bits
