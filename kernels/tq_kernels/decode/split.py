@@ -137,12 +137,12 @@ def decode_split(
         per_stream = tl.maximum(counted(blocks), 1)
         first_job, without_share = first_jobs(worker, workers, total, sharers)
         residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-        # Find the first stream here and count on from it: divisions between streams would make a short call longer.
+        # Find the first stream here and count on from it: a division takes longer than an addition.
         first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
         tile, head = first_stream % row_tiles, first_stream // row_tiles
         batch, kv_head = head // kv_heads, head % kv_heads
         if ASM >= AMPERE:
-            # Fetch the first block and dense rows at once; queries are read first.
+            # Fetch the first block and dense rows now: queries are read before them.
             own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             own_block += tl.maximum(start % per_stream - START, 0)
             prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
