@@ -84,11 +84,6 @@ class BlockLayout:
         return 2 * self.key_dim_padded
 
     @property
-    def channel_scale_bytes(self) -> int:
-        """Bytes of the channel scales of a head, for all its blocks."""
-        return 2 * (self.key_dim + self.value_dim)
-
-    @property
     def block_bytes(self) -> int:
         """All bytes of a block: its slots and its key mean."""
         return self.tokens * self.slot_bytes + self.mean_bytes

@@ -47,7 +47,7 @@ def test_packed_part_of_a_4k_cache_is_the_presets_slot_bytes(name):
     """30 of 32 blocks are packed at 4096 tokens: 4 sinks and a residual window of 128 stay dense."""
     cache = pushed(TurboQuantCache(llama_config(1, dim=64), name), 0, 4096, layers=1, dim=64)
     footprint, layout = cache.memory_footprint(), PRESETS[name].layout(64)
-    rest = 2 * layout.channel_scale_bytes  # of two heads
+    rest = 2 * 2 * (64 + 64)  # channel scales of two heads
     assert footprint.packed + footprint.metadata - rest == 2 * 30 * (BLOCK * layout.slot_bytes + layout.mean_bytes)
 
 

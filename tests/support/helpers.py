@@ -183,7 +183,7 @@ def prefill_bytes(
     return {
         "packed": batch * heads * blocks * codes,
         "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
-        + layout.channel_scale_bytes * batch * heads,
+        + 2 * (2 * dim) * batch * heads,  # channel scales
         "residual": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }
