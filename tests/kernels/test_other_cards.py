@@ -1,7 +1,8 @@
 """What other cards would run, run on the GPU at hand: every kernel compiled for sm_75, 80, 86 and 89 as far as PTX,
 which is then assembled for this GPU, and the plain spelling of AMD and Intel.
 
-One child process a target, all at once, because the target is one of a process (`TQ_HF_TARGET`).
+One child process a target, all at once, because the target is one of a process (`TQ_HF_TARGET`). Compiling takes the
+time: a child spreads its kernels over its share of the processors.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ if wanted_card() is None:
 
     @pytest.fixture(scope="module")
     def children() -> Iterator[dict[str, subprocess.Popen[str]]]:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
+        workers = str((os.cpu_count() or 1) // len(OTHER_CARDS))  # 0: in the child itself
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "-n", workers]
         tests = [
             __file__,
             f"{GENERATE}::test_a_passkey_is_recalled_from_packed_blocks[4bit_nc-eager]",
