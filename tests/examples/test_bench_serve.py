@@ -95,9 +95,10 @@ def test_a_hybrid_is_compared_with_generate(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bench_serve, "random_hybrid", lambda layers, device: real(layers, device, **small))
     few = arguments("--hybrid", "--layers", 4, "--shapes", "2x40", "--only", "decode")
     record = bench_serve.run(few, lambda record: None, lambda device: pytest.fail(NEVER))
-    stock, packed, generated = record["rows"]
-    assert "linear_attention" in stock["error"] and "error" not in packed and generated["ms_per_step"] > 0
-    assert "| generate(), DynamicCache | **" in tables.serve(record)
+    stock, packed, *generated = record["rows"]
+    assert "linear_attention" in stock["error"] and "error" not in packed
+    assert len(generated) == 2 and all(row["ms_per_step"] > 0 for row in generated)
+    assert all(f"| generate(), {kind} | **" in tables.serve(record) for kind in ("DynamicCache", "StaticCache"))
 
 
 def test_a_trace_has_the_lengths_and_the_rate_asked_for() -> None:

@@ -34,7 +34,9 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     Qwen3NextConfig,
+    StaticCache,
 )
+from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, logging
@@ -336,11 +338,11 @@ def static(model: PreTrainedModel, config: TurboQuantConfig, batch: int, context
     return bench_generate.measure(model, variant, batch, context)
 
 
-def generated(model: PreTrainedModel, batch: int, context: int) -> dict[str, Any]:
-    """The row of `generate()` as transformers has it, on one batch in a `DynamicCache`."""
+def generated(model: PreTrainedModel, make: Callable[[], Cache], batch: int, context: int) -> dict[str, Any]:
+    """The row of `generate()` as transformers has it, on one batch: in a `StaticCache` it compiles."""
     model.set_attn_implementation("sdpa")
     ids = torch.randint(3, model.config.get_text_config().vocab_size, (batch, context), device=model.device)
-    variant = bench_generate.Variant("sdpa", partial(DynamicCache, config=model.config))
+    variant = bench_generate.Variant("sdpa", make)
     return {"ms_per_step": 1e3 * bench_generate.step_seconds(model, variant, ids, variant.make())}
 
 
@@ -389,7 +391,13 @@ def cells(
                 lambda e=engine, b=batch, c=context: decoded(model, e, b, c, arguments),
             )
         if arguments.hybrid:
-            yield named | {"engine": "generate(), DynamicCache"}, lambda b=batch, c=context: generated(model, b, c)
+            room = context + bench_generate.ROOM
+            for kind, room_of in ((DynamicCache, {}), (StaticCache, {"max_cache_len": room})):
+                make = partial(kind, config=model.config, **room_of)
+                yield (
+                    named | {"engine": f"generate(), {kind.__name__}"},
+                    lambda m=make, b=batch, c=context: generated(model, m, b, c),
+                )
         elif model.device.type == "cuda":
             for preset, config in configs.items():
                 yield (
