@@ -156,7 +156,8 @@ def _view_tiles(view: View, query: torch.Tensor, latents: bool = False) -> Itera
         widths, scales = [blocks.layout.key_dim, query.shape[-1] - blocks.layout.key_dim], blocks.channel_scales
         halves = zip(query.split(widths, -1), scales, strict=True) if latents else [(query, scales.keys)]
         turned = torch.cat([rotated(part, factors, config.seed) for part, factors in halves], -1)
-        step, products = _blocks_of_tile(blocks), _products(sinks[0])
+        step = _blocks_of_tile(blocks)
+        products = torch.float32 if latents else _products(sinks[0])  # rotary keys make scores, not sums
         for start in range(0, view.num_blocks, step):
             some = blocks.slice(start, min(start + step, view.num_blocks))
             position = sinks[0].shape[2] + start * blocks.layout.tokens
