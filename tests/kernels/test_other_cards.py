@@ -79,36 +79,38 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
 if wanted_card() is None:
 
     @pytest.fixture(scope="module")
-    def children() -> Iterator[dict[str, subprocess.Popen[str]]]:
-        workers = str((os.cpu_count() or 1) // len(OTHER_CARDS))  # 0: in the child itself
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "-n", workers]
+    def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
+        """A child and its log for each card."""
+        workers = str(len(os.sched_getaffinity(0)) // len(OTHER_CARDS))  # 0: in the child itself
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider", "-n", workers]
+        # pytest-benchmark, where it is installed, warns of workers, and a warning is an error here.
+        command += ["-p", "no:benchmark", "--dist", "worksteal"]
         tests = [
             __file__,
             f"{GENERATE}::test_a_passkey_is_recalled_from_packed_blocks[4bit_nc-eager]",
             f"{GENERATE}::test_kernels_and_reads_agree_in_logits",
         ]
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-        running = {
-            name: subprocess.Popen(
-                [*command, *tests],
-                env=own | {VARIABLE: name},
-                cwd=ROOT,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            for name in OTHER_CARDS
-        }
+        logs, running = tmp_path_factory.mktemp("cards"), {}
+        for name in OTHER_CARDS:
+            log = logs / f"{name}.log"
+            with log.open("w") as out:
+                child = subprocess.Popen(
+                    [*command, *tests], env=own | {VARIABLE: name}, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+                )
+            running[name] = child, log
         yield running
-        for process in running.values():
-            process.kill()
+        for child, _ in running.values():
+            child.kill()
 
     @gpu
     @pytest.mark.parametrize("name", OTHER_CARDS)
-    def test_kernels_of(name: str, children: dict[str, subprocess.Popen[str]]) -> None:
-        report, _ = children[name].communicate()
+    def test_kernels_of(name: str, children: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
+        child, log = children[name]
+        status = child.wait()
+        report = log.read_text()
         print(f"{name}: {report.strip().splitlines()[-1]}")
-        assert children[name].returncode == 0, report[-6000:]
+        assert status == 0, report[-6000:]
 
     def test_checks_take_these_arguments() -> None:
         """Only a GPU runs the calls: a check that has changed since shows here."""
