@@ -11,7 +11,18 @@ from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.batching_cases import Log, Session, Steps, check_one_graph, greedy, hybrid, options, prompts
+from tests.support.batching_cases import (
+    Log,
+    Session,
+    Steps,
+    agreement,
+    check_one_graph,
+    greedy,
+    hybrid,
+    options,
+    prompts,
+)
+from tests.support.kernel_cases import DEVICE, gpu
 from tq_hf import TurboQuantBatching
 from tq_hf.compat import as_input
 
@@ -173,6 +184,26 @@ def test_a_step_that_inductor_compiled_answers_alike() -> None:
         with Session(model, default_compile_level=level, max_requests_per_batch=2) as session:
             found.append(session.run(prompts([5, 120]), greedy(20)))
     assert found[0] == found[1]
+
+
+@gpu
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_captured_and_compiled_steps_answer_as_others(family: str) -> None:
+    """Batches of other sizes round otherwise: those of graphs are padded. Requests of a graph come and go."""
+    model = (hybrid() if family == "qwen3_next" else tiny_model(family)).to(DEVICE)
+    inputs, found = prompts([5, 120, 127, 128, 129, 250, 300, 47, 700]), []
+    plain = dict(use_cuda_graph=False, use_async_batching=False)
+    for way in (plain, {}, {"default_compile_level": 1}):
+        with Session(model, num_blocks=2000, max_requests_per_batch=6, **way) as session:
+            found.append(session.run(inputs, greedy(40)))
+            runner = session.manager.batch_processor.model_runner
+            assert runner.use_cuda_graph_decode == (way is not plain)
+            assert (runner._compiled_decode is not None) == ("default_compile_level" in way)
+            assert session.pages_in_use() == 0
+            assert pages_that_nobody_writes(session).count_nonzero() == 0
+            expected = [session.oracle.generate(prompt, 40) for prompt in inputs]
+        assert agreement(found[-1], expected) > 0.7
+    assert agreement(found[1], found[0]) > 0.9 and agreement(found[2], found[0]) > 0.7
 
 
 def test_the_model_takes_no_other_call_while_it_serves() -> None:
