@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -41,6 +42,7 @@ from .memory import MemoryFootprint, measure
 from .ops.dispatch import check_choice
 from .saving.cache_file import load_cache, save_cache
 from .stores.sizes import STEP_TOKENS
+from .tensors.layer import check_room
 from .tensors.sinks import Padding
 
 logger = logging.get_logger(__name__)
@@ -267,9 +269,20 @@ class TurboQuantCache(DynamicCache):
         if self._unchecked and not (torch.compiler.is_dynamo_compiling() or is_capturing()):
             warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
             self._unchecked = None
-        if query_length > 1 and not torch.compiler.is_dynamo_compiling():
-            self._padding = self._observe_padding()
+        if not torch.compiler.is_dynamo_compiling():
+            self._padding = self._observe_padding() if query_length > 1 else None
+            if query_length > 1:  # of a step the padding mask tells, see `turboquant_mask`
+                self._check_room(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise a `ValueError` if a preallocated cache with layers of linear attention has no room for `tokens` more:
+        such a layer reads them before another layer could refuse them, and forgets nothing."""
+        if self.preallocated_for is None or not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers):
+            return
+        full: Any = next((layer for layer in self.layers if isinstance(layer, FullAttentionLayer)), None)
+        if full is not None:
+            check_room(tokens, int(full.get_seq_length()), self.preallocated_for)
 
     def _observe_padding(self) -> Padding | None:
         """Padding mask of the function that asks for the sizes of masks; `None` if no token is padded, or all rows
@@ -331,9 +344,10 @@ class TurboQuantCache(DynamicCache):
         """Raise a `ValueError` unless every layer has this method: some layers of transformers do not."""
         for index, layer in enumerate(self.layers):
             if not hasattr(layer, operation):
+                way_out = "" if self.preallocated_for is None else " Make the cache without `max_cache_len`."
                 raise ValueError(
                     f"`{operation}` needs this method in every layer, but layer {index} is transformers' "
-                    f"{type(layer).__name__}, which has none. Make the cache without `max_cache_len`."
+                    f"{type(layer).__name__}, which has none.{way_out}"
                 )
 
     def memory_footprint(self) -> MemoryFootprint:
@@ -474,14 +488,20 @@ def _layer_for(
 
 
 def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
-    """Make all full-attention layers return the same number of rows: transformers makes one mask for all of them."""
+    """Make all full-attention layers return the same number of rows, since transformers makes one mask for all of them,
+    and sliding layers refuse the calls that full-attention layers refuse."""
+    full: list[Any] = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
     others = [layer for layer in layers if isinstance(layer, StaticLayer) and not isinstance(layer, PreallocatedLayer)]
     if not takes_attention_functions(type(config)) or any(not layer.is_sliding for layer in others):
-        for layer in layers:
-            if isinstance(layer, FullAttentionLayer):
-                layer.returns_empty_rows = True
+        for layer in full:
+            layer.returns_empty_rows = True
+    room = next((layer.max_cache_len for layer in (*full, *others) if not layer.is_sliding), None)
+    for layer in layers:
+        if isinstance(layer, PreallocatedSlidingLayer):
+            layer.room = room
 
 
 def _is_filled(layer: Any) -> bool:
     states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
-    return getattr(layer, "is_initialized", False) or any(any(one.values()) for one in states)
+    holds_tokens = getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0
+    return holds_tokens or any(any(one.values()) for one in states)

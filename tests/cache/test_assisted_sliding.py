@@ -225,3 +225,39 @@ def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> Non
     )
     assert tokens < held < tokens + NEW and torch.equal(answer, expected[:, : tokens + NEW])
     assert_same_windows(cache, plain)
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
+def test_a_stream_that_ends_early_leaves_what_was_streamed(name, way, device, tmp_path) -> None:
+    """Nothing of a step that the streamer has not had, nor rows beyond a window once another call has come."""
+    model, assistant = models(name, 24, device)
+    ids, options, streamer = prompt(model, 60), drafts((model, assistant), way), Interrupted()
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    with pytest.raises(StopIteration):
+        conversation(model, ids, cache, turns=1, streamer=streamer, **options)
+    streamed = torch.cat(streamer.had)[None].to(device)
+    assert int(cache.get_seq_length()) == streamed.shape[1] - 1
+    cache.save(tmp_path / "cache.safetensors", model)
+    answers = []
+    for held in (cache, TurboQuantCache.load(tmp_path / "cache.safetensors", model), None):
+        ids, held = conversation(model, torch.cat([streamed, streamed[:, :30]], dim=1), held, turns=1)
+        held.crop(-1)
+        held.save(tmp_path / "cache.safetensors", model)
+        TurboQuantCache.load(tmp_path / "cache.safetensors", model)
+        answers.append(conversation(model, ids, held, turns=1, **options)[0])
+    assert torch.equal(answers[0], answers[2]) and torch.equal(answers[1], answers[2])
+
+
+class Interrupted:
+    """A streamer that ends `generate()` when it has had some tokens."""
+
+    def __init__(self) -> None:
+        self.had: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.had.append(value.reshape(-1).cpu())
+        if len(self.had) > 4:
+            raise StopIteration
+
+    def end(self) -> None: ...

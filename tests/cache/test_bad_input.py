@@ -13,7 +13,9 @@ from transformers.cache_utils import DynamicLayer
 
 import tq_hf.cache
 from tests.support.helpers import assert_unchanged, llama_config, snapshot, states
+from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.compat import as_input
 
 LAYERS = 2
 
@@ -143,6 +145,24 @@ def test_a_cache_reused_for_another_batch_or_model_is_refused(message, tokens, l
     cache = new_cache(max_cache_len=limit)
     with unchanged(cache), pytest.raises(ValueError, match=f"This cache holds.*{message}.*cache.reset"):
         cache.update(*states(5, tokens=tokens, **MISFITS[message]), 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("limit", [None, 64])
+@pytest.mark.parametrize(("name", "options"), [("gemma3", {}), ("llama", dict(skip_layers=(0,)))])
+def test_another_batch_is_refused_by_a_first_layer_that_is_not_compressed(name, options, limit, batch, tokens):
+    model = build(name)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=limit, residual_length=10**4, **options)
+    ids, more = torch.arange(60).view(2, 30), torch.arange(6).view(2, 3)
+    model(ids, **as_input(cache))
+    with pytest.raises(ValueError, match=f"batch size 2.* batch size {batch}"):
+        model(torch.ones(batch, tokens, dtype=torch.long), **as_input(cache))
+    found = model(more, **as_input(cache)).logits
+    expected = model(torch.cat([ids, more], dim=1), use_cache=False).logits[:, -3:]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_after_reset_another_batch_and_dtype_are_welcome():
@@ -327,6 +347,8 @@ def test_an_empty_cache_pickles(options):
         for one in (cache, there):
             one.update(*states(layer, dim=64, tokens=200), layer)
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, there.layers, strict=True))
+    cache.reset()
+    assert pickle.loads(pickle.dumps(cache)).get_max_length() == cache.get_max_length()
     del config
     with pytest.raises(pickle.PicklingError):
         pickle.dumps(there)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -14,6 +16,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from tests.support.recorded_graph import record_graphs
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input
@@ -75,6 +78,27 @@ def test_greedy_tokens_are_those_of_generate(model, padded) -> None:
     (expected, plain), (tokens, cache) = both(model, prompt(model, padded=padded), **GREEDY)
     assert torch.equal(tokens, expected)
     assert same_caches(cache, plain)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_answer_may_fill_the_cache(model, ends, monkeypatch) -> None:
+    """The step after the end, which a captured graph takes before the host has read of the end, has no room."""
+    if model.device.type == "cpu":
+        record_graphs(monkeypatch)
+    inputs = prompt(model, batch=1, tokens=20)
+    options = dict(max_new_tokens=12, do_sample=False)
+    free = model.generate(**inputs, **options, **as_input(DynamicCache(config=model.config)))[0, 20:].tolist()
+    last = next(i for i in range(6, 12) if free.index(free[i]) == i)
+    for loop in ({}, {"custom_generate": graph_decoding}):
+        cache = TurboQuantCache(model.config, max_cache_len=20 + last)
+        end = free[last] if ends else None
+        call = partial(model.generate, **inputs, **as_input(cache), do_sample=False, eos_token_id=end, **loop)
+        if ends:
+            assert call(max_new_tokens=100)[0, 20:].tolist() == free[: last + 1]
+        else:
+            with pytest.raises(ValueError, match=f"to the {20 + last} in this cache exceeds its `max_cache_len`"):
+                call(max_new_tokens=100)
+        assert int(cache.get_seq_length()) == 20 + last
 
 
 @pytest.mark.parametrize(

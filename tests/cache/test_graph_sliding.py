@@ -109,3 +109,22 @@ def test_windows_that_do_not_slide_are_refused():
     ids = torch.randint(2, VOCAB, (1, 20))
     with pytest.raises(ValueError, match="within chunks"):
         model.generate(ids, **as_input(cache), max_new_tokens=4, **LOOP)
+
+
+def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:
+    """transformers' assisted decoding records what leaves a window, and replayed steps do not."""
+    model = build("gemma3", sliding_window=20).to(device)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0)).to(device)
+    options = dict(do_sample=False, eos_token_id=None)
+    ids = model.generate(ids, **as_input(cache), max_new_tokens=8, prompt_lookup_num_tokens=3, **options)
+    ids = torch.cat([ids, ids[:, :9]], dim=1)
+    ids = model.generate(ids, **as_input(cache), max_new_tokens=20, **options, **LOOP)
+    with pytest.raises(ValueError, match="tokens that left its window were not kept"):
+        cache.crop(-4)
+    cache.crop(-1)
+    ids = torch.cat([ids[:, : int(cache.get_seq_length())], ids[:, :3]], dim=1)
+    found = model.generate(ids, **as_input(cache), max_new_tokens=8, **options, **LOOP)
+    fresh = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    assert torch.equal(found, model.generate(ids, **as_input(fresh), max_new_tokens=8, **options))

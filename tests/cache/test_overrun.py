@@ -12,7 +12,7 @@ import torch
 
 from tests.support.helpers import assert_unchanged, compile_config, slow, snapshot
 from tests.support.kernel_cases import INTERPRETED, child
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 
@@ -119,3 +119,28 @@ def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
     with pytest.raises(ValueError, match="exceeds its `max_cache_len`"):
         model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), max_new_tokens=8, **options)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [ROOM] * 2
+
+
+@once
+@torch.no_grad()
+@pytest.mark.parametrize("held_tokens", [0, 40])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gemma3", dict(sliding_window=20)), ("gpt_oss", dict(sliding_window=20)), ("qwen3_next", {}), ("llama", {})],
+)
+def test_a_call_too_long_is_refused_before_the_first_layer_reads_it(name, changes, held_tokens):
+    """Sliding windows and linear layers, which have no limit of their own, come before full attention here."""
+    model = build(name, **changes)
+    ids = torch.randint(3, VOCAB, (1, 90), generator=torch.Generator().manual_seed(0))
+    skip = (0,) if name == "llama" else ()
+    for attention in ("turboquant", dense_attention(name)):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model.config, max_cache_len=64, residual_length=10**4, skip_layers=skip)
+        if held_tokens:
+            model(ids[:, :held_tokens], **as_input(cache))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="`max_cache_len`"):
+                model(ids[:, held_tokens : held_tokens + 65], **as_input(cache))
+        found = model(ids[:, held_tokens:50], **as_input(cache)).logits
+        expected = model(ids[:, :50], use_cache=False).logits[:, held_tokens:]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -117,3 +117,19 @@ def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
     for hook in hooks:
         hook.remove()
     assert torch.equal(*answers) and max(steps) > 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("skip_layers", [(0,), (-1,)])
+@pytest.mark.parametrize("empty", ["reset", "crop"])
+def test_the_first_call_after_an_emptied_cache_is_none_of_drafts(empty, skip_layers):
+    """Layers agree on the rows of a call of 2 to 16 tokens: those of a prompt, not of a step with drafts."""
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers)
+    cache.activate_past_recording()
+    model(ids, **as_input(cache))
+    cache.reset() if empty == "reset" else cache.crop(-40)
+    found = model(ids[:, :5], **as_input(cache)).logits
+    torch.testing.assert_close(found, model(ids[:, :5], use_cache=False).logits, atol=1e-5, rtol=1e-5)

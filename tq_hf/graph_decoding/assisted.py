@@ -552,7 +552,12 @@ class AssistedLoop(Loop):
     def _ended(self, step: AssistedTensors) -> bool:
         """Record the step that has run. Returns whether the sequence is known to have ended."""
         self._keep_scores(step)
-        ended = self.flags.record(step.unfinished, step.accepted)
+        try:
+            ended = self.flags.record(step.unfinished, step.accepted)
+        except BaseException:  # a streamer's, which has not had the tokens of a later step
+            if self.flags.lag:
+                take_back((*self.layers, *step.drafts.layers), step.accepted[-1])
+            raise
         return self._stops(step) or ended
 
     def _receive(self, accepted: torch.Tensor) -> None:

@@ -40,6 +40,7 @@ from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
+from ..tensors.layer import check_room
 from .step import LateFlags, Masks, StepTensors, check_inputs, map_masks, mask_tensors, unmask_newest, without_columns
 
 READ_SCORES_ONLY = (
@@ -112,6 +113,9 @@ class Loop:
         self.layers: list[Any] = layers_with_states(cache)
         self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
         self.cached = int(cache.get_seq_length())
+        has_full = any(isinstance(layer, FullAttentionLayer) for layer in self.layers)
+        self.room = cache.preallocated_for if has_full else None
+        """Number of tokens that the cache has room for; no graph counts them. Sliding windows alone have no limit."""
         self.config, self.processors, self.sample = config, logits_processor, config.do_sample
         self.selects_in_graph = all(type(processor) in READ_SCORES_ONLY for processor in logits_processor)
         self.ends = [c.eos_token_id.to(prompt.device) for c in stopping_criteria if type(c) is EosTokenCriteria]
@@ -138,6 +142,10 @@ class Loop:
         step = self._step(inputs)
         self._select(step, logits)
         while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
+            if self.cached == self.room:
+                if ended := self.flags.read_now():
+                    break
+                check_room(1, self.cached, self.room)
             self._advance(step)
         self.flags.finish(ended)
         if ended and self.flags.lag:

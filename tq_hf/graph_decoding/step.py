@@ -173,6 +173,11 @@ class LateFlags:
             self.receive(tokens.clone())
         return bool(flag)
 
+    def read_now(self) -> bool:
+        """Wait for the last step, and record no further one. Returns whether all sequences have ended."""
+        late, self.lag = self.lag, 0
+        return bool(late) and self._read(self._steps - 1)
+
     def finish(self, ended: bool) -> None:
         """Read the last step, unless it ran after the end of all sequences."""
         if self.lag and not ended:

@@ -20,7 +20,8 @@ from tq_kernels.types import KeyValue
 from transformers.cache_utils import CacheLayerMixin
 
 from ..compat import outside_inference_mode
-from ..stores.checks import check_same, widened
+from ..stores.checks import check_fits, widened
+from ..tensors.layer import RowKind
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]
 """State of a layer in a file: a description in JSON, and tensors by name."""
@@ -123,12 +124,13 @@ def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
     `widened`).
 
     Raises:
-        ValueError: The layer has states of another dtype or on another device.
+        ValueError: The layer has states of another batch, shape or dtype, or on another device.
     """
-    keys, values = widened(keys, values, layer.keys.dtype if layer.is_initialized else keys.dtype)
-    if layer.is_initialized:
-        check_same("dtype", layer.keys.dtype, keys.dtype)
-        check_same("device", layer.device, keys.device)
+    if not layer.is_initialized:
+        return widened(keys, values, keys.dtype)
+    keys, values = widened(keys, values, layer.keys.dtype)
+    key_row, value_row = ((*states.shape[:2], 1, *states.shape[3:]) for states in (layer.keys, layer.values))
+    check_fits(keys, values, RowKind(key_row, value_row, layer.keys.dtype, layer.device))  # keys may be offloaded
     return keys, values
 
 

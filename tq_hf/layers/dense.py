@@ -119,7 +119,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         tokens_to_remove = check_crop(tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
-            self.num_tokens = None
+            self.num_tokens = int(self.cumulative_length)
 
     def count_replayed(self, length: int | None) -> None:
         self.num_tokens = length
@@ -127,7 +127,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
     def reset(self) -> None:
         """Remove all tokens. The tensors keep their addresses, for captured graphs."""
         super().reset()
-        self.num_tokens = None
+        self.num_tokens = 0
 
 
 class _WindowState:
@@ -197,6 +197,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
     `crop` can always remove one token: the next step does not read the first row of a full window. More tokens can be
     removed only before the window slides, because older rows are overwritten. As in the growing layer,
     `activate_past_recording` (called by assisted decoding) keeps the rows that leave the window until the next `crop`.
+    A replayed step records nothing: after it one token can be removed.
 
     Assisted decoding in `graph_decoding` takes tokens back on the device. Meanwhile the layer is a ring of more rows
     than the window has (`open_ring`): the token at position p is in row p modulo the number of rows, and a smaller
@@ -205,9 +206,13 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     is_croppable = True
 
+    room: int | None = None
+    """Number of tokens that the cache has room for in its layers of full attention; `None` without such layers. A call
+    that exceeds it is refused here, before a window changes."""
     record_past = False
     _recorded: KeyValue | None = None
-    """Recorded keys and values: all tokens since the first one in the window at the last `crop`."""
+    """Recorded keys and values: all tokens since the first one in the window at the last `crop`. Without `record_past`,
+    those of a ring that an exception closed, until the next update."""
     _first_missing_at: int | None = None
     """Number of tokens at which the first row of the full window may be missing."""
     is_ring = False
@@ -233,11 +238,19 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need,
-        and empty rows. A ring returns all its rows."""
+        and empty rows. A ring returns all its rows.
+
+        Raises:
+            ValueError: The tokens exceed `room`. The layer is unchanged then.
+        """
         if self.is_ring:
             return self._append_to_ring(key_states, value_states)
         check_rows(self)
-        if self.record_past:
+        if self.room is not None and not torch.compiler.is_dynamo_compiling():
+            check_room(key_states.shape[2], self.cumulative_length_int, self.room)
+        if not self.record_past:
+            self._recorded = None
+        else:
             states = (key_states, value_states)
             if (past := self._past()) is not None:
                 states = (torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2))
@@ -320,7 +333,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         """Order the rows as a window. The number of tokens is read from the device.
 
         Args:
-            record: Whether to keep rows beyond the window until the next `crop`.
+            record: Whether to keep rows beyond the window until the next `crop` or update.
         """
         if not self.is_ring:
             return
@@ -337,7 +350,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     def count_replayed(self, length: int | None) -> None:
         if length is not None:  # a ring counts on the device
-            self.cumulative_length_int = length
+            self.cumulative_length_int, self._recorded = length, None  # a replay records nothing
 
     @outside_inference_mode
     def resume(self, length: int) -> None:
@@ -355,12 +368,13 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         return self.keys[:, :, rows], self.values[:, :, rows]
 
     def _rows_to_save(self) -> KeyValue:
-        past = self._past()
+        past, most = self._past(), self.max_cache_len
         assert past is not None
+        if self.record_past and self._recorded is not None:
+            return past
         # The first row of a window that has slid is not read, and a growing window does not have it.
-        slid = self._recorded is None and self.cumulative_length_int > self.max_cache_len
-        first = past[0].shape[2] - max(self.max_cache_len - 1, 1) if slid else 0
-        return past[0][:, :, first:], past[1][:, :, first:]
+        rows = most if self.cumulative_length_int <= most else max(most - 1, 1)
+        return past[0][:, :, -rows:], past[1][:, :, -rows:]
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
