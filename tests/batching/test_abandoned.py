@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -59,6 +60,48 @@ def test_a_step_of_a_cancelled_prompt_ends_at_its_layer_and_others_are_answered(
         assert result.generated_tokens == session.oracle.generate(long, 5)
         assert paused.layers == 1 + LAYERS
         manager.stop(block=True)
+
+
+def test_the_id_of_a_cancelled_request_is_free_again(paused: Paused) -> None:
+    """And a cancellation that comes late is not of the next request of that id."""
+    long, short = prompts([900, 30])
+    with Session(model_of(num_hidden_layers=LAYERS)) as session:
+        manager = session.batching.init_continuous_batching(greedy(5), session.options)
+        manager.start()
+        expected = session.oracle.generate(short, 5)
+        assert manager.add_request(long, "x") == "x" and manager.add_request(long, "x") == "x#2"
+        assert paused.reached.wait(60)
+        manager.cancel_request("x")
+        manager.cancel_request("x#2")
+        paused.go_on.set()
+        assert manager.add_request(short, "y") == "y"
+        assert manager.get_result("y", timeout=60).generated_tokens == expected
+        for _ in range(3):
+            assert manager.add_request(short, "x") == "x"
+            assert manager.get_result("x", timeout=60).generated_tokens == expected
+            manager.cancel_request("x")
+        assert not manager.output_router._open and not manager._cancelled
+
+
+def test_requests_wait_no_longer_once_one_that_held_all_pages_is_cancelled() -> None:
+    """After a preemption no request begins until pages are free, which cancelled requests free, too."""
+    with Session(model_of(max_position_embeddings=8192), num_blocks=46, allow_block_sharing=False) as session:
+        manager = session.batching.init_continuous_batching(greedy(900), session.options)
+        manager.start()
+        while manager.batch_processor is None:
+            time.sleep(0.01)
+        manager.batch_processor.cache.before_layer = lambda: None  # steps are not abandoned, as on a GPU
+        scheduler = manager.batch_processor.scheduler
+        for prompt in prompts([300, 310]):
+            manager.add_request(prompt)
+        while not scheduler.block_new_requests:
+            time.sleep(0.001)
+        for name in list(scheduler.active_requests):
+            manager.cancel_request(name)
+        (prompt,) = prompts([40])
+        manager.add_request(prompt, "short", max_new_tokens=4)
+        assert manager.get_result("short", timeout=60).generated_tokens == session.oracle.generate(prompt, 4)
+        manager.stop(block=True, hard_stop=True)
 
 
 def test_a_step_with_a_request_that_is_wanted_goes_on(paused: Paused) -> None:

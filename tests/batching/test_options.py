@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.options import FIELDS, REQUEST_FIELDS, RequestOptions, options_of, with_defaults
 from tq_hf.batching.processors import BatchOptions, Features, History
+from tq_hf.batching.requests import Detokenizer
 from tq_hf.compat import as_input
 
 NEW = 12
@@ -295,6 +297,32 @@ def test_forks_have_the_options_of_their_request(batching: TurboQuantBatching, l
     names = [name, f"{name}__child#0", f"{name}__child#1"]
     assert [found[each].generated_tokens for each in names] == [expected] * 3
     assert found[single].generated_tokens == alone(batching.model, prompt, {})
+
+
+def test_seeded_answers_of_one_request_differ_and_come_again(batching: TurboQuantBatching) -> None:
+    (prompt,) = prompts([40])
+    sampled = GenerationConfig(
+        max_new_tokens=NEW, do_sample=True, temperature=1.5, num_return_sequences=3, eos_token_id=-1
+    )
+    runs = []
+    for _ in range(2):
+        manager = batching.init_continuous_batching(sampled, options())
+        manager.start()
+        manager.add_request(prompt, "x", seed=7)
+        found = [manager.get_result(timeout=60) for _ in range(3)]
+        runs.append({result.request_id: tuple(result.generated_tokens) for result in found})
+        manager.stop(block=True)
+        manager.destroy()
+    assert runs[0] == runs[1] and len(set(runs[0].values())) == 3
+
+
+def test_a_stop_string_may_end_in_a_character_of_several_tokens() -> None:
+    """Here a token is a byte; the beginning of a character decodes to a sign of its own."""
+    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
+    tokens = list("bc€de".encode())
+    for stop, end in (("€", 5), ("c€", 5), ("€d", 6), ("c", 2)):
+        ends = [n for n in range(1, len(tokens) + 1) if Detokenizer(tokenizer).completes(tokens[:n], (stop,))]
+        assert ends == [end]
 
 
 def test_a_cancelled_request_leaves_no_trace_in_its_slot(batching: TurboQuantBatching) -> None:

@@ -105,7 +105,8 @@ def read_until(stops: str | list[str], items: list[Any]) -> tuple[list[Any], boo
 
     async def run() -> list[Any]:
         queue: asyncio.Queue = asyncio.Queue()
-        out = sampling._until(queue, stops, SimpleNamespace(cancel=lambda: cancelled.append(True)))
+        config = SimpleNamespace(stop_strings=[stops] if isinstance(stops, str) else stops)
+        out = sampling._until(queue, config, SimpleNamespace(cancel=lambda: cancelled.append(True)))
         for item in [*items, None]:
             queue.put_nowait(item)
         found = []
@@ -216,6 +217,18 @@ def test_options_of_a_request_reach_its_answer(served: Callable[..., str], folde
         rows = answer["choices"][0]["logprobs"]["content"]
         assert "".join(row["token"] for row in rows) == plain
         assert all(row["top_logprobs"][0]["logprob"] == row["logprob"] <= 0 for row in rows), "greedy"
+        for field, value in {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {"70": 100}}.items():
+            config = {"max_new_tokens": 12, field: value}
+            assert content(generation_config=json.dumps(config)) == content(**{field: value}) != plain
+        config = {"max_new_tokens": 12, "do_sample": True, "seed": 4, "num_return_sequences": 2, "temperature": 1.5}
+        choices = chat(generation_config=json.dumps(config), temperature=None)["choices"]
+        alone = [content(seed=seed, temperature=1.5) for seed in (4, 5)]
+        assert [choice["message"]["content"] for choice in choices] == alone
+        for config, words in (({"temprature": 1}, "temprature"), ([1], "an object in JSON")):
+            asked = body(generation_config=json.dumps(config))
+            assert words in client.post("/v1/completions", json=asked).json()["error"]["message"]
+        asked = {"input": "A text", "generation_config": json.dumps({"num_return_sequences": 2, "do_sample": True})}
+        assert "one answer" in client.post("/v1/responses", json=asked).json()["error"]["message"]
         answer = chat(n=3, seed=4, temperature=1.5)
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and len(set(texts)) == 3
@@ -293,6 +306,31 @@ def test_an_answer_ends_before_its_stop_string(
         lines = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
         assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
         assert json.loads(lines[-1])["usage"]["completion_tokens"] < 40
+        used = answer["usage"]["completion_tokens"]
+        for stream in (False, True):
+            asked = body(temperature=0.0, max_tokens=used, stop=stop, stream=stream)
+            answered = client.post("/v1/completions", json=asked).text
+            assert '"finish_reason":"stop"' in answered.replace(" ", ""), "also with the last token"
+
+    served(ask, folder)
+
+
+def test_requests_of_one_id_are_answered_each(served: Callable[..., str], folder: Path) -> None:  # noqa: F811
+    """At once, one after the other, and beside the further answers of another request."""
+
+    def ask(client: Any) -> None:
+        def texts(name: str, **options: Any) -> list[str]:
+            answer = client.post(
+                "/v1/completions", json=body(temperature=0.0, **options), headers={"x-request-id": name}
+            )
+            return [choice["text"] for choice in answer.json()["choices"]]
+
+        (expected,), (short,) = texts("a"), texts("a", max_tokens=5)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: texts("a"), range(8)))
+            both = [pool.submit(texts, "b", n=2), pool.submit(texts, "b-1", max_tokens=5)]
+        assert found == [[expected]] * 8
+        assert [each.result() for each in both] == [[expected] * 2, [short]]
 
     served(ask, folder)
 

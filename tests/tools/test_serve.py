@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -172,35 +171,6 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(served: Callable[..., 
     for name in ("pool", "prompt"):
         assert "8,192" in found[name].json()["error"]["message"] or "tokens" in found[name].json()["error"]["message"]
     assert found["number"].json()["error"]["message"]
-
-
-def test_an_id_that_is_being_answered_is_refused() -> None:
-    """Of two at once the second gets a 409; one after the other both are answered."""
-    pytest.importorskip("fastapi")
-    statuses: list[int] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"x-request-id", b"a")]}
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if len(statuses) < 1:
-            await door(scope, receive, send)  # while this one is open
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    door = serve.UniqueRequestIds(app)
-
-    async def both() -> None:
-        await door(scope, receive, send)
-        await door(scope, receive, send)
-
-    asyncio.run(both())
-    assert statuses == [409, 200, 200] and not door.open
 
 
 def test_a_server_that_is_told_to_stop_does_not_wait_for_answers(

@@ -17,7 +17,7 @@ from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
-from .options import check_refused, options_of, with_defaults
+from .options import check_refused, options_of, prompt_ids, with_defaults
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
@@ -104,7 +104,7 @@ class TurboQuantBatching(ContinuousMixin):
         """Generate answers to prompts.
 
         Args:
-            inputs: Prompts, each a list of token ids.
+            inputs: Prompts, each a list or a tensor `[T]` of token ids.
             generation_config: Options of all answers. Unset fields are those of the model's generation config. Fields
                 are applied or refused as "Options of a request" in `examples/README.md` lists them.
             *args, **kwargs: Arguments of transformers' method.
@@ -115,8 +115,8 @@ class TurboQuantBatching(ContinuousMixin):
             lists all failed requests.
 
         Raises:
-            ValueError: An option is unknown to transformers, which would ignore it, or would change answers and is not
-                applied.
+            ValueError: A prompt is not a list of the model's tokens; or an option is unknown to transformers, which
+                would ignore it, or would change answers and is not applied.
         """
         known = signature(super().generate_batch).parameters.keys() | {"max_new_tokens"}
         if unknown := sorted(kwargs.keys() - known):
@@ -126,8 +126,9 @@ class TurboQuantBatching(ContinuousMixin):
             )
         generation_config = self._with_defaults(generation_config)
         # transformers logs what a request is refused for, and returns no answers.
-        longest = max(map(len, inputs), default=0)
-        options_of(generation_config, prompt=longest, vocabulary=self.model.config.get_text_config().vocab_size)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        inputs = [prompt_ids(prompt, vocabulary) for prompt in inputs]
+        options_of(generation_config, prompt=max(map(len, inputs), default=0), vocabulary=vocabulary)
         outputs = super().generate_batch(inputs, generation_config, *args, **kwargs)
         reasons: dict[str, list[str]] = {}
         for name, output in outputs.items():

@@ -27,7 +27,7 @@ from .cache import TurboQuantPagedCache
 from .checks import check_expansion, check_model, number_of_positions, paged_options
 from .geometry import TableShape
 from .linear import LinearLayers, StateOffloading
-from .options import RequestOptions, options_of, with_defaults, with_options
+from .options import RequestOptions, options_of, prompt_ids, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions
 from .requests import AnswerRouter, Detokenizer, WakeUp, named, one_line, scheduler_class
 from .runner import TurboQuantModelRunner, compile_config_of
@@ -127,7 +127,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def fail_step(self, error: Exception, in_step: bool) -> None:
         """Fail the requests of a step that raised `error`, and reset its inputs.
 
-        All active requests fail if the error came from outside of the step, or if another step is running.
+        All active requests fail if the error came from outside of the step, or if another step is running; and if there
+        are none, those that wait.
 
         Args:
             error: The exception.
@@ -137,6 +138,10 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if in_step and isinstance(io, ContinuousBatchingIOs):
             failed = {name: state for name, state in failed.items() if name in self.computed}
+        if not failed:  # the error came while waiting requests were scheduled, and would come again
+            failed = dict(scheduler.waiting_requests)
+            scheduler.waiting_requests.clear()
+            scheduler.waiting_requests_order.clear()
         # Log the long traceback at debug level only: each later step may fail in the same way.
         logger.debug("Where a step of continuous batching failed:", exc_info=error)
         logger.error(f"A step of continuous batching failed, and with the step {named(failed)}: {one_line(error)}")
@@ -347,7 +352,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         fails, and `error` of its output says why.
 
         Args:
-            input_ids: Token ids of the prompt.
+            input_ids: Token ids of the prompt, a list or a tensor `[T]`.
             request_id: Id of the request, by default a new one.
             max_new_tokens: Maximum number of tokens of the answer.
             streaming: Whether there is an output for every token.
@@ -362,7 +367,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             request was dropped. Further answers of `num_return_sequences` have the ids `{request_id}__child#{i}`.
 
         Raises:
-            ValueError: An option would change the answer and is not applied, or is outside its range.
+            ValueError: The prompt is not a list of the model's tokens, or an option would change the answer and is not
+                applied, or is outside its range.
         """
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
@@ -372,6 +378,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if generation_config is not None:
             config = with_defaults(generation_config, config)
         config, extra = with_options(config, options)
+        input_ids = prompt_ids(input_ids, self.vocabulary)
         applied = self.options_of(config, extra, len(input_ids))
         if request_id is None:
             with self._request_lock:
@@ -388,9 +395,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return added
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request. On a CPU, a step without other requests ends at once."""
-        super().cancel_request(request_id)
-        self._cancelled.add(request_id)
+        """Cancel a request that is not answered yet. On a CPU, a step without other requests ends at once."""
+        # Otherwise a later request of this id would be cancelled.
+        if self.output_router.is_open(request_id) or "__child#" in request_id:
+            super().cancel_request(request_id)
+            self._cancelled.add(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Free the id of a cancelled request: it has no output."""
+        self.output_router.release(request_id)
+        self._cancelled.discard(request_id)
 
     def _stop_abandoned_step(self) -> None:
         """Raise `StepAbandoned` before a layer if all requests of the step are cancelled.
@@ -539,7 +553,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         scheduler: Any = scheduler_class(options.scheduler_type)(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
-        scheduler.detokenizer = self.detokenizer
+        scheduler.detokenizer, scheduler.forget = self.detokenizer, self._forget
         return TurboQuantBatchProcessor(
             cache=cache,
             config=decoder,

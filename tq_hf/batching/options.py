@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ FIELDS: dict[str, Rule] = {
 }
 """Each field of `GenerationConfig`. Fields of a newer transformers that are missing here are refused."""
 REQUEST_FIELDS: dict[str, Rule] = {
-    "seed": Rule("applied", "the answer is the same in any batch"),
+    "seed": Rule("applied", "the answer is the same in any batch; answer `i` of several has `seed + i`"),
     "presence_penalty": Rule("applied", "over the answer"),
     "frequency_penalty": Rule("applied", "over the answer"),
     "logit_bias": Rule("applied", "a dict of token ids and numbers"),
@@ -290,6 +291,24 @@ def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
         if isinstance(each, bool) or not isinstance(each, int) or each >= vocabulary:
             raise ValueError(f"`{name}` has {each!r}; the model's tokens are whole numbers below {vocabulary:,}.")
     return tuple(each for each in ids if each >= 0)
+
+
+def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
+    """Token ids of a prompt as a list.
+
+    Raises:
+        ValueError: They are not whole numbers of the vocabulary.
+    """
+    try:
+        ids = list(map(operator.index, input_ids))
+    except TypeError as error:
+        raise ValueError(
+            f"A prompt is {input_ids!r:.60}; it must be a list of token ids (`tokenizer(text).input_ids`)."
+        ) from error
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(f"A prompt has the token {wrong}; the model's tokens are whole numbers below {vocabulary:,}.")
+    return ids
 
 
 def _biases(

@@ -115,7 +115,8 @@ class Detokenizer:
 
     def completes(self, tokens: list[int], strings: tuple[str, ...]) -> bool:
         """Whether the last of `tokens` completes one of `strings`, as in `generate()`."""
-        before, text = len(self.decode(tokens[:-1])), self.decode(tokens)
+        # A token may be a part of a character, which decodes to U+FFFD.
+        before, text = len(self.decode(tokens[:-1]).rstrip("\ufffd")), self.decode(tokens)
         return any(text.find(each, max(0, before - len(each) + 1)) >= 0 for each in strings)
 
 
@@ -180,6 +181,8 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 
     class CheckedScheduler(base):
         detokenizer: Detokenizer | None = None
+        forget: Callable[[str], None]
+        """Function of the id of a request that was cancelled."""
         number_cancelled = 0
         passed: str | None = None
         """Id of a waiting request that a later one has passed."""
@@ -190,8 +193,14 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             return super()._get_waiting_candidates()
 
         def clear_cancelled_requests(self) -> list[RequestState]:
-            cancelled = super().clear_cancelled_requests()
+            names, cancelled = self._requests_to_cancel, super().clear_cancelled_requests()
             self.number_cancelled += len(cancelled)
+            for name in names:
+                self.forget(name)
+            for state in cancelled:  # a step that runs has no output for it then
+                state.status = RequestStatus.FINISHED
+            if cancelled:  # their pages are free, as after an answer
+                self.block_new_requests = False
             return cancelled
 
         def schedule_batch(self, *budgets: int) -> Any:
@@ -225,11 +234,18 @@ class AnswerRouter(OutputRouter):
     def __init__(self) -> None:
         super().__init__()
         self._open: set[str] = set()
+        self._ids = threading.Lock()
+        """Held while ids are claimed or released, and while an answer is delivered whose id is released then."""
         self.metrics = Metrics()
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request of this id is not answered yet."""
+        with self._ids:
+            return request_id in self._open
 
     def claim(self, request_id: str) -> str:
         """Return `request_id`, with a number appended if a request of that id is not answered yet."""
-        with self._lock:
+        with self._ids:
             unique, number = request_id, 1
             while unique in self._open:
                 number += 1
@@ -238,14 +254,16 @@ class AnswerRouter(OutputRouter):
         return unique
 
     def release(self, request_id: str) -> None:
-        """Free the id of a request that was answered or dropped."""
-        with self._lock:
+        """Free the id of a request that was cancelled or dropped."""
+        with self._ids:
             self._open.discard(request_id)
+        with self._lock:
+            self.result_handlers.pop(request_id, None)
 
     def _release_finished(self, *outputs: GenerationOutput) -> None:
         for output in outputs:
             if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
-                self.release(output.request_id)
+                self._open.discard(output.request_id)
                 self.metrics.observe(output)
 
     def _is_awaited(self, output: GenerationOutput) -> bool:
@@ -254,10 +272,12 @@ class AnswerRouter(OutputRouter):
         return handler is None or not handler[1].is_closed()
 
     def deliver(self, output: GenerationOutput) -> None:
-        if self._is_awaited(output):
-            super().deliver(output)
-        self._release_finished(output)
+        with self._ids:
+            if self._is_awaited(output):
+                super().deliver(output)
+            self._release_finished(output)
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        super().deliver_batch([output for output in outputs if self._is_awaited(output)])
-        self._release_finished(*outputs)
+        with self._ids:
+            super().deliver_batch([output for output in outputs if self._is_awaited(output)])
+            self._release_finished(*outputs)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from ..batching.options import MOST_LOGPROBS, Rule, whole_number
+from transformers import GenerationConfig
+
+from ..batching.options import MOST_LOGPROBS, REQUEST_FIELDS, Rule, whole_number
 
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MOST_ANSWERS = 128
@@ -145,6 +148,26 @@ def check_fields(body: dict[str, Any], endpoint: str, has_tools: bool) -> None:
         raise ValueError(f"`top_logprobs` is {body['top_logprobs']!r} without `logprobs`. Set `logprobs` to true.")
     if not isinstance(body.get("logit_bias"), (dict, type(None))):
         raise ValueError(f"`logit_bias` is {body['logit_bias']!r}; it must be an object of token ids and numbers.")
+
+
+def fields_of_config(body: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Split the fields of a request's `generation_config` into those of a generation config, `None` without one, and
+    options that only a request has.
+
+    Raises:
+        ValueError: It is not an object in JSON, or has a field that does not exist.
+    """
+    text = body.get("generation_config")
+    if text is None:
+        return None, {}
+    fields = json.loads(text) if isinstance(text, str) else text
+    if not isinstance(fields, dict):
+        raise ValueError(f"`generation_config` is {text!r}; it must be an object in JSON.")
+    if unknown := sorted(fields.keys() - vars(GenerationConfig()).keys() - REQUEST_FIELDS.keys()):
+        raise ValueError(f"`generation_config` has {', '.join(unknown)}, which does not exist.")
+    whole_number("num_return_sequences", fields.get("num_return_sequences") or 1, 1, MOST_ANSWERS)
+    extra = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
+    return fields, {name: value for name, value in extra.items() if value is not None}
 
 
 def options_of_body(body: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -11,43 +11,60 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from copy import copy, deepcopy
 from typing import Any, cast
+from uuid import uuid4
 
 from transformers.cli.serving.utils import CBGenerateManager, _StreamError
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..batching.checks import new_tokens
 from ..batching.options import with_defaults, with_options
-from .fields import OF_BODY, options_of_body
+from .fields import OF_BODY, fields_of_config, options_of_body
 
 
-def with_request_options(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a request to the generation config that the server builds."""
+def with_request_options(build: Callable[..., Any], one_answer: bool) -> Callable[..., Any]:
+    """Add the options of a request to the generation config that the server builds. `one_answer`: refuse requests for
+    several answers or log-probabilities, which the endpoint has no place for."""
 
     def build_all(body: dict[str, Any], *args: Any, **options: Any) -> Any:
-        config = build({name: value for name, value in body.items() if name not in OF_BODY}, *args, **options)
-        config.of_request = options_of_body(body, config)
-        config.answers = body.get("n") or 1
+        fields, extra = fields_of_config(body)
+        body = {name: value for name, value in body.items() if name != "generation_config"}
+        own = {name: value for name, value in body.items() if name not in OF_BODY}
+        config = build(own if fields is None else own | {"generation_config": json.dumps(fields)}, *args, **options)
+        config.of_request = extra | options_of_body(body, config)
+        config.answers = body.get("n") or config.num_return_sequences or 1
+        config.num_return_sequences = None
+        if one_answer and (config.answers > 1 or "top_logprobs" in config.of_request):
+            raise ValueError(
+                "`generation_config` asks for several answers or log-probabilities, and this endpoint gives one answer "
+                "as text. Leave out `num_return_sequences` and `top_logprobs`, or use chat/completions."
+            )
         return config
 
     return build_all
 
 
 class _WithOptions:
-    """A manager that adds the options of one request, and keeps its output."""
+    """A manager that adds the options of one request, and keeps its output.
+
+    The request has an id of its own in the engine: clients choose theirs, and may choose the same.
+    """
 
     def __init__(self, manager: Any, config: Any) -> None:
-        self._manager, self._config = manager, config
+        self._manager, self._config, self._id = manager, config, uuid4().hex
 
-    def add_request(self, *args: Any, **options: Any) -> Any:
+    def add_request(self, *args: Any, request_id: str, **options: Any) -> Any:
         options |= self._config.of_request
-        return self._manager.add_request(*args, **options, generation_config=self._config)
+        return self._manager.add_request(*args, request_id=self._id, **options, generation_config=self._config)
+
+    def cancel_request(self, request_id: str) -> None:
+        self._manager.cancel_request(self._id)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         def keep(output: Any) -> None:
             self._config.output = output
             callback(output)
 
-        self._manager.register_result_handler(request_id, keep)
+        self._manager.register_result_handler(self._id, keep)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -95,7 +112,7 @@ class RequestManager(CBGenerateManager):
             model, processor, inputs, gen_config, request_id, response_parser
         )
         if gen_config.stop_strings:
-            queue = _until(queue, gen_config.stop_strings, streamer)
+            queue = _until(queue, gen_config, streamer)
         return queue, streamer
 
     async def generate_non_streaming(
@@ -103,23 +120,24 @@ class RequestManager(CBGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Return the answer to a request: text, number of prompt tokens, tokens. The text ends before the first stop
         string. If the caller is cancelled, the request is cancelled and its pages are freed."""
-        assert self._cb is not None
+        own = self._with_options(gen_config, inputs)
+        assert own._cb is not None
         try:
-            text, number, tokens = await self._with_options(gen_config, inputs).generate_non_streaming(
-                model, processor, inputs, gen_config, request_id
-            )
+            text, number, tokens = await own.generate_non_streaming(model, processor, inputs, gen_config, request_id)
         except asyncio.CancelledError:
-            self._cb.cancel_request(request_id)
+            own._cb.cancel_request(request_id)
             raise
         ends = [at for stop in gen_config.stop_strings or () if (at := text.find(stop)) >= 0]
+        if ends:  # the server compares the number of tokens with this, for `finish_reason`
+            gen_config.max_new_tokens = None
         return text[: min(ends, default=len(text))], number, tokens
 
 
-def _until(queue: asyncio.Queue, stops: str | list[str], streamer: Any) -> asyncio.Queue:
-    """Return a queue of the same items that ends before the first stop string. The request is then cancelled."""
-    stops = [stops] if isinstance(stops, str) else list(stops)
+def _until(queue: asyncio.Queue, config: Any, streamer: Any) -> asyncio.Queue:
+    """Return a queue of the same items that ends before the first stop string of a generation config. The request is
+    then cancelled."""
     out: asyncio.Queue = asyncio.Queue()
-    cancel = streamer.cancel
+    stops, cancel = config.stop_strings, streamer.cancel
 
     async def pump() -> None:
         pending = ""
@@ -136,6 +154,7 @@ def _until(queue: asyncio.Queue, stops: str | list[str], streamer: Any) -> async
             pending += item
             matches = [at for stop in stops if (at := pending.find(stop)) >= 0]
             if matches:
+                config.max_new_tokens = None  # see `generate_non_streaming`
                 out.put_nowait(pending[: min(matches)])
                 out.put_nowait(None)
                 return cancel()
@@ -304,7 +323,8 @@ def chat_logprobs(output: Any, processor: Any) -> dict[str, Any]:
     texts, text_of = _texts(output, processor)
 
     def entry(text: str, logprob: float) -> dict[str, Any]:
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        # U+FFFD stands for a part of a character, whose bytes are not known here.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     rows = zip(texts, output.top_logprobs, strict=False)
     content = [

@@ -36,27 +36,6 @@ GRACE = 5
 """Number of seconds until open connections are closed after the server stops."""
 
 
-class UniqueRequestIds:
-    """ASGI middleware that refuses a request if an unfinished request has the same `x-request-id`. The server finds
-    answers by this id."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-        self.open: set[bytes | None] = set()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        request_id = dict(scope.get("headers", ())).get(b"x-request-id")
-        if request_id in self.open:
-            sentence = "A request of this `x-request-id` is being answered. Use another id, or leave the header out."
-            return await refusal(sentence, 409)(scope, receive, send)
-        if request_id is not None:
-            self.open.add(request_id)
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self.open.discard(request_id)
-
-
 class CancelOnDisconnect:
     """ASGI middleware that cancels the requests of a client that disconnects, so that their pages are freed at once."""
 
@@ -245,7 +224,8 @@ class TurboQuantServer(Serve):
         manager.init_cb(model, None)
         state.get_manager = lambda model_id, use_cb=False: manager
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler._build_generation_config = with_request_options(handler._build_generation_config)  # type: ignore
+            build = with_request_options(handler._build_generation_config, handler is self._response_handler)
+            handler._build_generation_config = build  # type: ignore[method-assign]
         chats, completions = self._chat_handler, self._completion_handler
         chats._streaming = with_all_streams(chats._streaming, chat_logprobs)  # type: ignore[method-assign]
         completions._streaming = with_all_streams(completions._streaming, completion_logprobs)  # type: ignore
@@ -262,7 +242,6 @@ class TurboQuantServer(Serve):
         from starlette.exceptions import HTTPException
 
         app: Any = self.server.config.app
-        app.add_middleware(UniqueRequestIds)
         app.add_middleware(CancelOnDisconnect)
 
         from starlette.responses import JSONResponse, PlainTextResponse
