@@ -7,7 +7,7 @@ in `PARTS`. The processes share out what is measured on one GPU, each on its own
 Steps are timed as in `bench_generate` and `bench_serve`, on caches that were filled with random keys and values, or on
 pages. JSON is written after each measurement, and one that fails leaves its error.
 
-A step of `graph_decoding` is also compared with eager steps on the same tokens, and its kernels are listed by name.
+A step of `graph_decoding` is also compared with eager steps on the same tokens, and its kernels are summed by groups.
 
 Before each compiled step of `generate()` torch evaluates guards, which tell whether anything in the model has changed,
 and takes apart sharded parameters (`DTensor`s): that occupies the host for milliseconds while the GPUs wait. These
@@ -253,7 +253,7 @@ def microseconds(call: Callable[[], Any], ranks: int, times: int = REPLAYS) -> f
 
 
 def kernels(replay: Callable[[], Any], ranks: int) -> dict[str, Any]:
-    """Where a replayed step's time goes, in microseconds: by groups of kernels and by name."""
+    """Where a replayed step's time goes, in microseconds, by groups of kernels."""
     unobserved = microseconds(replay, ranks)
     for replays in (1, 1 + REPLAYS):  # the first starts the profiler
         meet(ranks)
@@ -278,15 +278,12 @@ def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, A
     """
     spans = spans[len(spans) // replays :]
     busy, until = 0.0, spans[0][0]
-    groups, names = dict.fromkeys([*KERNELS, "other"], 0.0), dict[str, list[float]]()
+    groups = dict.fromkeys([*KERNELS, "other"], 0.0)
     for begin, end, name in spans:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
         group = next((group for group, pattern in KERNELS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
         groups[group] += (end - begin) / (replays - 1)
-        one = names.setdefault(name[:100], [0.0, 0.0])
-        one[0] += 1 / (replays - 1)
-        one[1] += (end - begin) / (replays - 1)
     wall = (until - spans[0][0]) / (replays - 1)
     at = [i for i, span in enumerate(spans) if span[2].startswith("decode_split")][-3:-1]
     layer = spans[at[0] : at[1]] if len(at) == 2 else []
@@ -297,7 +294,6 @@ def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, A
         "launches": len(spans) / (replays - 1),
         "groups": groups,
         "layer": [[name[:60], begin - layer[0][0], end - layer[0][0]] for begin, end, name in layer],
-        "names": dict(sorted(names.items(), key=lambda item: -item[1][1])[:40]),
     }
 
 
