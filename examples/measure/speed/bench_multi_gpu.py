@@ -28,12 +28,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,7 +43,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
-from transformers.distributed.tensor_parallel import RowwiseParallel
 
 from examples.measure.speed import bench_serve
 from examples.measure.speed.bench_generate import ROOM, Variant, fill, go_on, step_seconds
@@ -335,7 +332,6 @@ class PeerMemory:
         return cls.buffer
 
 
-@torch.library.custom_op("bench_multi_gpu::one_shot_all_reduce", mutates_args=())
 def one_shot_all_reduce(x: torch.Tensor) -> torch.Tensor:
     """Sum over all processes: each reads the buffers of the others. Without GPUs, gloo computes the sum."""
     if x.is_cuda:
@@ -348,30 +344,9 @@ def one_shot_all_reduce(x: torch.Tensor) -> torch.Tensor:
     return reduced
 
 
-@one_shot_all_reduce.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def may_read_peers() -> bool:
     """Whether NVLink multicast is off, which peer memory would be set up with."""
     return not ON_GPU or os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1"
-
-
-@contextmanager
-def one_shot_all_reduces(elements: int) -> Iterator[None]:
-    """Sums of row-wise layers by `one_shot_all_reduce` in place of NCCL: transformers has no option for that."""
-    real = RowwiseParallel.transform_output_post_forward
-
-    def transform(self: Any, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        if isinstance(output, DTensor) or output.numel() > elements:
-            return real(self, module, output, mesh)
-        return one_shot_all_reduce(output)
-
-    if ON_GPU:
-        PeerMemory.of(elements)
-    with patch.object(RowwiseParallel, "transform_output_post_forward", transform):
-        yield
 
 
 def all_reduces(model: PreTrainedModel, batches: list[int]) -> dict[str, Any]:
@@ -492,9 +467,9 @@ def jobs_of(part: str, tiny: bool) -> dict[str, Job]:
     return {}
 
 
-PARTS = ("graph_decoding", "pages", "generate", "all_reduce", "one_shot", "device_map")
-"""Steps of `graph_decoding`; of many requests on packed pages; that `generate()` compiles; all-reduces alone;
-`graph_decoding` with all-reduces over peer memory; eager steps, with layers on both GPUs. Measured in this order."""
+PARTS = ("graph_decoding", "pages", "generate", "all_reduce", "device_map")
+"""Steps of `graph_decoding`; of many requests on packed pages; that `generate()` compiles; all-reduces alone; eager
+steps, with layers on both GPUs. Measured in this order."""
 
 
 class Process:
@@ -570,17 +545,14 @@ class Process:
 
     def tensor_parallel(self, expected: dict[str, Any]) -> None:
         """All jobs of a model that the processes hold together."""
-        parts = self.parts("graph_decoding", "all_reduce", "one_shot", "pages", "generate")
+        parts = self.parts("graph_decoding", "all_reduce", "pages", "generate")
         if not parts:
             return
         model = load(self.config, distributed_config=DistributedConfig(tp_plan="auto"))
-        shapes = TINY_SHAPES if self.arguments.tiny else SHAPES
         for part in parts:
             jobs = jobs_of(part, self.arguments.tiny)
             if part == "all_reduce":
                 jobs["all_reduce"] = partial(all_reduces, batches=[1, 8, 32])
-            if part == "one_shot" and may_read_peers():
-                jobs |= {label("graph_decoding over peer memory", s): self.one_shot(s) for s in shapes[::-1]}
             for name, job in jobs.items():
                 if self.gather(self.late())[0]:
                     break
@@ -592,13 +564,6 @@ class Process:
         # A captured CUDA graph holds its communicator: destroying that first would wait forever.
         del model
         release()
-
-    def one_shot(self, shape: Shape) -> Job:
-        def job(model: PreTrainedModel) -> dict[str, Any]:
-            with one_shot_all_reduces(32 * model.config.hidden_size):
-                return graph_step(model, shape)
-
-        return job
 
     def device_map(self, expected: dict[str, Any]) -> None:
         """The jobs of a model that the first process spreads over both GPUs."""
