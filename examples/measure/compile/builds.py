@@ -107,7 +107,7 @@ def build_prefix(
 ) -> Compiled:
     """The kernel of many queries over packed blocks; `options` as `prefix_constants` takes them."""
     on, dims = target_of(arch), (dim, value_dim or dim)
-    config = prefix_config(*dims, *bits, on)
+    config = prefix_config(*dims, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
     constants = prefix_constants(*dims, *bits, config=config, on=on, **flags)
     own = f"*{dtype}"
@@ -116,8 +116,7 @@ def build_prefix(
     types += [None] * 4
     numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 5
     types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
-    limit = {"maxnreg": config.registers} if config.registers else {}
-    return build(prefix_attention, types, constants, arch, num_warps=config.warps, **limit)
+    return build(prefix_attention, types, constants, arch, num_warps=config.warps)
 
 
 def build_dense(
@@ -335,7 +334,7 @@ def encoder_of_pages(
 
 def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:
     on, bits = target_of(arch), bits_of(preset)
-    config = prefix_config(128, 128, *bits, on)
+    config = prefix_config(128, 128, on)
     flags = (True, 0, softcap, False, split)
     sinks, ring, *where = place(preset, 128)
     constants = prefix_constants(128, 128, *bits, *flags, config, on, (*where, SEQUENCES, sinks, ring))

@@ -122,7 +122,7 @@ def run() -> dict[str, Any]:
     device = torch.device("cuda", 0)
     record: dict[str, Any] = provenance(device, f"attention of one layer, heads {HEADS}, bf16")
     start = time.perf_counter()
-    table = prefix_config(HEADS[2], HEADS[2], 4, 4, target(device))
+    table = prefix_config(HEADS[2], HEADS[2], target(device))
     record["config"] = str(table)
     record["cells"], record["sweep"] = [], []
     for new, history in CELLS:
