@@ -157,18 +157,16 @@ def build_latents(
     """`attend_latents_split` for this number of query rows."""
     on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
-    config = fitted(latent_config(rows, layout, on), layout)
+    config = fitted(latent_config(rows, on), layout)
     types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32"]
     if paged:
         types += [None, None, own, None, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
         types += [*["i32"] * 4, *[None] * 3, *["i32"] * 6, "fp32"]
     else:
         types += [*[own] * 4, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 10, *[None] * 3, "fp32"]
-    options = {"maxnreg": config.registers} if config.registers else {}
-    options |= {"num_warps": config.warps, "num_stages": config.stages}
     causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
-    return build(attend_latents_split, types, constants, arch, **options)
+    return build(attend_latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
 
 
 def build_small_latents(
