@@ -182,7 +182,7 @@ def prefill_bytes(
     codes = 128 * dim * (config.key_bits + config.value_bits) // 8
     return {
         "packed": batch * heads * blocks * codes,
-        "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
+        "metadata": batch * heads * blocks * (128 * 4 + layout.mean_bytes)
         + 2 * (2 * dim) * batch * heads,  # channel scales
         "residual": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
