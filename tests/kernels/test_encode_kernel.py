@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX
 from tq_kernels.types import PackedBlocks
 
 from tests.support.kernel_cases import (
@@ -19,7 +20,7 @@ from tests.support.kernel_cases import (
     runs_kernels,
 )
 from tq_hf.codec import trellis
-from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
+from tq_hf.codec.codebook import boundaries
 from tq_hf.codec.packing import unpack
 from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
