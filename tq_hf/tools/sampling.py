@@ -115,9 +115,8 @@ class RequestManager(CBGenerateManager):
         return text[: min(ends, default=len(text))], number, tokens
 
 
-def _until(queue: asyncio.Queue, stops: str | list[str], streamer: Any) -> asyncio.Queue:
+def _until(queue: asyncio.Queue, stops: list[str], streamer: Any) -> asyncio.Queue:
     """Return a queue of the same items that ends before the first stop string. The request is then cancelled."""
-    stops = [stops] if isinstance(stops, str) else list(stops)
     out: asyncio.Queue = asyncio.Queue()
     cancel = streamer.cancel
 
