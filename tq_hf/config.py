@@ -139,7 +139,10 @@ class TurboQuantConfig:
                     f"{num_layers} layers; use {-num_layers} to {num_layers - 1}."
                 )
         named = _unique_presets([(index % num_layers, name) for index, name in pairs])
-        configs = {name: None if name is None else with_bits(self, name) for name in named.values()}
+        configs: dict[str | None, TurboQuantConfig | None] = {None: None}
+        for name in filter(None, named.values()):
+            preset = PRESETS[name]
+            configs[name] = replace(self, preset=name, key_bits=preset.key_bits, value_bits=preset.value_bits)
         return [configs[named[i]] if i in named else self for i in range(num_layers)]
 
 
@@ -163,12 +166,6 @@ def _unique_presets(pairs: Iterable[tuple[int, str | None]]) -> dict[int, str | 
                 f"Layer {index} is {first} and {second} in `layers` and `skip_layers`. Name this layer once."
             )
     return named
-
-
-def with_bits(config: TurboQuantConfig, name: str) -> TurboQuantConfig:
-    """Replace the name and the bits of `config` with those of a preset."""
-    preset = PRESETS[name]
-    return replace(config, preset=name, key_bits=preset.key_bits, value_bits=preset.value_bits)
 
 
 def config_of(preset: str | TurboQuantConfig, overrides: Mapping[str, Any]) -> TurboQuantConfig:
@@ -199,22 +196,17 @@ def preset_name(name: str) -> str:
     return plain
 
 
-def _preset(name: str, key_bits: int, value_bits: int) -> TurboQuantConfig:
-    return TurboQuantConfig(preset=name, key_bits=key_bits, value_bits=value_bits)
-
-
-PRESETS: dict[str, TurboQuantConfig] = {
-    config.preset: config
-    for config in (
-        _preset("k8v4", 8, 4),
-        _preset("4bit_nc", 4, 4),
-        _preset("3.5bit_nc", 4, 3),
-        _preset("k3v4_nc", 3, 4),
-        _preset("3bit_nc", 3, 3),
-        _preset("2.5bit_nc", 3, 2),
-        _preset("2bit_nc", 2, 2),
+PRESETS = {
+    name: TurboQuantConfig(preset=name, key_bits=key_bits, value_bits=value_bits)
+    for name, key_bits, value_bits in (
+        ("k8v4", 8, 4),
+        ("4bit_nc", 4, 4),
+        ("3.5bit_nc", 4, 3),
+        ("k3v4_nc", 3, 4),
+        ("3bit_nc", 3, 3),
+        ("2.5bit_nc", 3, 2),
+        ("2bit_nc", 2, 2),
     )
-    if config.preset is not None
 }
 """Presets, best first. k8v4, 4bit_nc, k3v4_nc and 3bit_nc have the same names as in vLLM (`nc`: norm-corrected).
 

@@ -69,14 +69,9 @@ class BlockLayout:
         return self.tokens * self.value_dim_padded * self.value_bits // 32
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of scales per token: two fp16 scales."""
-        return 4
-
-    @property
     def slot_bytes(self) -> int:
-        """Packed bytes per token: codes and scales of its key and value."""
-        return 4 * (self.key_words + self.value_words) // self.tokens + self.scale_bytes
+        """Packed bytes per token: codes of its key and value, and two fp16 scales."""
+        return 4 * (self.key_words + self.value_words) // self.tokens + 4
 
     @property
     def mean_bytes(self) -> int:

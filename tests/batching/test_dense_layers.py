@@ -13,7 +13,6 @@ from tq_hf import TurboQuantBatching
 from tq_hf.tensors.pages import LayerPages
 
 PRESET = "4bit_nc"
-SKIPPED = [dict(skip_layers=(0,)), dict(layers={-1: None}), dict(skip_layers=(1,), sink_tokens=0, residual_length=0)]
 
 
 @pytest.fixture(scope="module")
@@ -25,31 +24,12 @@ def session_of(model: PreTrainedModel, overrides: dict[str, Any], **changes: Any
     return Session(model, PRESET, overrides=dict(balance=False) | overrides, **changes)
 
 
-@pytest.mark.parametrize("overrides", SKIPPED, ids=str)
-def test_whole_and_chunked_prompts_answer_as_generate(model: PreTrainedModel, overrides: dict[str, Any]) -> None:
-    inputs = prompts([3, 120, 250, 380, 765])  # all but the first come to the end of a block
-    with session_of(model, overrides, allow_block_sharing=False) as session:
-        assert session.run(inputs, greedy(24)) == [session.oracle.generate(prompt, 24) for prompt in inputs]
-    with session_of(model, overrides, allow_block_sharing=False, max_batch_tokens=200) as session:
-        found = session.run([inputs[4]], greedy(20))
-        assert found == [session.oracle.chunked(inputs[4], 20, (200, 200, 200))]
-
-
 def test_a_sliding_layer_and_a_dense_one_beside_a_packed_one() -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     model = mixed("gemma3", num_hidden_layers=3, layer_types=kinds)
     inputs = prompts([50, 400])
     with session_of(model, dict(skip_layers=(1,))) as session:
         assert session.run(inputs, greedy(40)) == [session.oracle.generate(prompt, 40) for prompt in inputs]
-
-
-def test_a_shared_prefix_is_read_from_the_pages_of_another(model: PreTrainedModel) -> None:
-    prefix, (first, second) = prompts([300])[0], prompts([20, 31], seed=2)
-    with session_of(model, dict(skip_layers=(0,))) as session:
-        session.run([prefix + first], greedy(4))
-        assert session.run([prefix + second], greedy(30)) == [
-            session.oracle.after_prefix(prefix + second, 30, 4 + 2 * 128)
-        ]
 
 
 def test_a_dense_layer_takes_a_page_of_rows_and_the_others_packed_ones(model: PreTrainedModel) -> None:

@@ -22,6 +22,16 @@ KINDS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+PACKED_ONLY = dict(sink_tokens=0, residual_length=0)
+DENSE: list[dict[str, Any]] = [dict(skip_layers=(0,)), dict(layers={-1: None}), dict(skip_layers=(1,)) | PACKED_ONLY]
+LATENTS: list[dict[str, Any]] = [{}, PACKED_ONLY, dict(skip_layers=(0,))]
+DENSE_OR_LATENTS = [
+    *((KINDS["dense"][0], overrides) for overrides in DENSE),
+    *((partial(model_of, "deepseek_v3"), overrides) for overrides in LATENTS),
+]
+"""Models with dense layers and with latents, and options of their caches."""
+
+
 def session_of(kind: str, **changes: Any) -> Session:
     make, overrides = KINDS[kind]
     return Session(make(), overrides=overrides, **changes)
@@ -51,6 +61,33 @@ def test_a_prompt_in_chunks_reads_as_one_that_generate_is_given_in_chunks(kind: 
     (prompt,) = prompts([length])
     with session_of(kind, max_batch_tokens=95) as session:
         assert session.run([prompt], greedy(6)) == [session.oracle.chunked(prompt, 6, [95] * ((length - 1) // 95))]
+
+
+@pytest.mark.parametrize(("make", "overrides"), DENSE_OR_LATENTS)
+def test_whole_and_chunked_prompts_answer_as_generate(
+    make: Callable[[], PreTrainedModel], overrides: dict[str, Any]
+) -> None:
+    model, inputs = make(), prompts([3, 120, 250, 380, 765])  # all but the first come to the end of a block
+    changes: dict[str, Any] = dict(overrides=dict(balance=False) | overrides, allow_block_sharing=False)
+    with Session(model, **changes) as session:
+        found = session.run(inputs, greedy(24))
+        assert found == [session.oracle.generate(prompt, 24) for prompt in inputs]
+        assert all(len(set(answer)) > 8 for answer in found)
+    with Session(model, **changes, max_batch_tokens=200) as session:
+        found = session.run([inputs[4]], greedy(20))
+        assert found == [session.oracle.chunked(inputs[4], 20, (200, 200, 200))]
+
+
+@pytest.mark.parametrize(("make", "overrides"), [DENSE_OR_LATENTS[0], DENSE_OR_LATENTS[3]], ids=["dense", "latents"])
+def test_a_shared_prefix_is_read_from_the_pages_of_another(
+    make: Callable[[], PreTrainedModel], overrides: dict[str, Any]
+) -> None:
+    prefix, (first, second) = prompts([300])[0], prompts([20, 31], seed=2)
+    with Session(make(), overrides=dict(balance=False) | overrides) as session:
+        session.run([prefix + first], greedy(4))
+        found = session.run([prefix + second], greedy(30))
+        assert session.cache.number_shared == 4 + 2 * 128
+        assert found == [session.oracle.after_prefix(prefix + second, 30, 4 + 2 * 128)]
 
 
 @pytest.mark.parametrize("kind", ["windows", "linear"])

@@ -19,7 +19,6 @@ from tq_hf.ops import dispatch, latent_pages
 
 PRESET = "4bit_nc"
 FAMILIES = ["deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "mistral4", "longcat_flash", "sarvam_mla"]
-CONFIGS: list[dict[str, Any]] = [{}, dict(sink_tokens=0, residual_length=0), dict(skip_layers=(0,))]
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +28,6 @@ def model() -> PreTrainedModel:
 
 def session_of(model: PreTrainedModel, overrides: dict[str, Any] | None = None, **changes: Any) -> Session:
     return Session(model, PRESET, overrides=dict(balance=False) | (overrides or {}), **changes)
-
-
-@pytest.mark.parametrize("overrides", CONFIGS, ids=str)
-def test_whole_and_chunked_prompts_answer_as_generate(model: PreTrainedModel, overrides: dict[str, Any]) -> None:
-    inputs = prompts([3, 120, 250, 380, 765])  # all but the first come to the end of a block
-    with session_of(model, overrides, allow_block_sharing=False) as session:
-        found = session.run(inputs, greedy(24))
-        assert found == [session.oracle.generate(prompt, 24) for prompt in inputs]
-        assert all(len(set(answer)) > 8 for answer in found)
-    with session_of(model, overrides, allow_block_sharing=False, max_batch_tokens=200) as session:
-        found = session.run([inputs[4]], greedy(20))
-        assert found == [session.oracle.chunked(inputs[4], 20, (200, 200, 200))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,15 +68,6 @@ def test_steps_absorb_the_up_projection(model: PreTrainedModel, monkeypatch: pyt
     with session_of(model) as session:
         session.run(inputs, greedy(5))
     assert calls == [1] * (4 * 2 * 2), "steps, layers and requests"
-
-
-def test_a_shared_prefix_is_read_from_the_pages_of_another(model: PreTrainedModel) -> None:
-    prefix, (first, second) = prompts([300])[0], prompts([20, 31], seed=2)
-    with session_of(model) as session:
-        session.run([prefix + first], greedy(4))
-        found = session.run([prefix + second], greedy(30))
-        assert session.cache.number_shared == 4 + 2 * 128
-        assert found == [session.oracle.after_prefix(prefix + second, 30, 4 + 2 * 128)]
 
 
 @pytest.mark.parametrize("sharing", [True, False])

@@ -217,22 +217,6 @@ def test_the_model_takes_no_other_call_while_it_serves() -> None:
         assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("jamba", "JambaMambaDecoderLayer drops them"),
-        ("minimax", "linear layers .* do not ask a cache for their states"),
-        ("falcon_h1", "layers of the kind hybrid"),
-        ("lara_mini", "sliding windows and linear layers"),
-    ],
-)
-def test_linear_layers_of_other_kinds_are_refused(family: str, words: str) -> None:
-    if family not in CONFIG_MAPPING:
-        pytest.skip("transformers does not have it yet")
-    with pytest.raises(ValueError, match=f"{words}.*TurboQuantCache"):
-        TurboQuantBatching(tiny_model(family))
-
-
 def test_graphs_of_steps_with_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"linear layers or latents \(MLA\) cannot be captured"):
         TurboQuantBatching(hybrid(), balance=False).init_continuous_batching(greedy(1), options(use_cuda_graph=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor
 
-from tests.support.recorded_graph import RecordedGraph, record_graphs
+from tests.support.recorded_graph import RecordedGraph
 from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
@@ -50,12 +50,10 @@ def pair(request):
     return models("llama", request.param)
 
 
-@pytest.fixture(params=["recorded", pytest.param("cuda", marks=pytest.mark.cuda)])
-def captured(request, monkeypatch):
+@pytest.fixture
+def captured(device):
     """Models that decode by recorded graphs, and by CUDA graphs."""
-    if request.param == "recorded":
-        record_graphs(monkeypatch)
-    return models("llama", "cuda" if request.param == "cuda" else "cpu")
+    return models("llama", device)
 
 
 def repeating(model, tokens: int = 150) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, MistralConfig
 
 from tests.cache.test_assisted import drafts, noisy
 from tests.support.helpers import compile_config, every_pair
-from tests.support.recorded_graph import RecordedGraph, record_graphs
+from tests.support.recorded_graph import RecordedGraph
 from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, random_weights
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
@@ -42,14 +42,6 @@ def models(name: str, window: int, device: str = "cpu", **changes: int):
         each.set_attn_implementation("turboquant")
     assistant.generation_config.num_assistant_tokens = DRAFTS
     return model, assistant
-
-
-@pytest.fixture(params=["recorded", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request, monkeypatch):
-    if request.param == "recorded":
-        record_graphs(monkeypatch)
-        return "cpu"
-    return "cuda"
 
 
 def prompt(model, tokens: int) -> torch.Tensor:

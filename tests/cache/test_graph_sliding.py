@@ -10,49 +10,27 @@ import torch
 from transformers import Llama4TextConfig
 
 from tests.support.helpers import slow
-from tests.support.recorded_graph import record_graphs
+from tests.support.recorded_graph import LOOP, QUIET, conversation
 from tests.support.tiny_models import VOCAB, build
-from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
 from tq_hf.layers.rollback import held_lengths
 
-# Of a tiny model compiled by transformers alone.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
-    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled"),
-]
+pytestmark = QUIET
 
-ROOM, WINDOW = 256, 96
+WINDOW, NEW = 96, 30
+TWO_TURNS: list[list[int] | None] = [None, None]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        record_graphs(monkeypatch)
-    return request.param
+def tokens_of(prompt: int) -> torch.Tensor:
+    return torch.randint(2, VOCAB, (2, prompt), generator=torch.Generator().manual_seed(prompt))
 
 
-def conversation(model, loop, prompt: int, padded: int = 0, ends: tuple[tuple[int, ...], ...] = ((), ())):
-    """Two turns on one cache; the tokens that end each. All tokens, and the cache."""
-    ids = torch.randint(2, VOCAB, (2, prompt), generator=torch.Generator().manual_seed(prompt))
-    mask = torch.ones_like(ids)
-    ids[0, :padded], mask[0, :padded] = 0, 0
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    cache = TurboQuantCache(model.config, residual_length=32, max_cache_len=ROOM)
-    for end in ends:
-        options = dict(do_sample=False, max_new_tokens=30, eos_token_id=list(end) or None, pad_token_id=0)
-        ids = model.generate(ids, attention_mask=mask, **as_input(cache), **options, **loop)
-        ids = torch.cat([ids, ids[:, 20:27]], dim=1)
-        mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], dim=1)
-    return ids, cache
-
-
-LOOP = {"custom_generate": graph_decoding}
-
-
-def compare(model, *args, **options) -> torch.Tensor:
-    (expected, plain), (tokens, cache) = (conversation(model, loop, *args, **options) for loop in ({}, LOOP))
+def compare(model, prompt: int, padded: int = 0, ends: list[list[int] | None] = TWO_TURNS) -> torch.Tensor:
+    (expected, plain), (tokens, cache) = (
+        conversation(model, loop, tokens_of(prompt), padded, NEW, ends) for loop in ({}, LOOP)
+    )
     assert torch.equal(tokens, expected)
     lengths = [list(held_lengths(each.layers).values()) for each in (plain, cache)]
     assert lengths[0] == lengths[1]
@@ -94,9 +72,8 @@ def test_masks_that_are_added_are_continued_with_zeros(device):
 def test_the_step_after_the_end_is_taken_back(device, prompt):
     model = build("gpt_oss").to(device)
     model.set_attn_implementation("turboquant")
-    free, _ = conversation(model, {}, prompt)
-    first, second = prompt + 12, prompt + 30 + 7 + 12
-    ends = (tuple(free[:, first].tolist()), tuple(free[:, second].tolist()))
+    free, _ = conversation(model, {}, tokens_of(prompt), 0, NEW, TWO_TURNS)
+    ends = [free[:, last].tolist() for last in (prompt + 12, prompt + NEW + 7 + 12)]
     tokens = compare(model, prompt, ends=ends)
     assert tokens.shape[1] < free.shape[1] - 15
 
@@ -104,7 +81,7 @@ def test_the_step_after_the_end_is_taken_back(device, prompt):
 def test_windows_that_do_not_slide_are_refused():
     """Attention within chunks keeps a window of tokens and reads another part of it at each step."""
     model = build("llama")
-    cache = TurboQuantCache(model.config, max_cache_len=ROOM)
+    cache = TurboQuantCache(model.config, max_cache_len=256)
     model.config.attention_chunk_size = Llama4TextConfig().attention_chunk_size
     ids = torch.randint(2, VOCAB, (1, 20))
     with pytest.raises(ValueError, match="within chunks"):
@@ -115,7 +92,7 @@ def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:
     """transformers' assisted decoding records what leaves a window, and replayed steps do not."""
     model = build("gemma3", sliding_window=20).to(device)
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=256)
     ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0)).to(device)
     options = dict(do_sample=False, eos_token_id=None)
     ids = model.generate(ids, **as_input(cache), max_new_tokens=8, prompt_lookup_num_tokens=3, **options)
@@ -126,5 +103,5 @@ def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:
     cache.crop(-1)
     ids = torch.cat([ids[:, : int(cache.get_seq_length())], ids[:, :3]], dim=1)
     found = model.generate(ids, **as_input(cache), max_new_tokens=8, **options, **LOOP)
-    fresh = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
+    fresh = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=256)
     assert torch.equal(found, model.generate(ids, **as_input(fresh), max_new_tokens=8, **options))

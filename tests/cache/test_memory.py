@@ -35,7 +35,7 @@ def gemma_config() -> Gemma3TextConfig:
 def test_a_4k_cache_holds_the_bytes_of_config_arithmetic(name):
     cache = pushed(TurboQuantCache(llama_config(LAYERS, dim=128), name), 0, 4096, dim=128)
     footprint = cache.memory_footprint()
-    expected = prefill_bytes(PRESETS[name], batch=1, heads=2, dim=128, tokens=4096, itemsize=2)
+    expected = prefill_bytes(PRESETS[name], batch=1, dim=128, tokens=4096)
     assert {kind: getattr(footprint, kind) for kind in expected} == {k: LAYERS * n for k, n in expected.items()}
     assert footprint.uncompressed == 0
     assert footprint.bf16_equivalent == LAYERS * 2 * 4096 * 4 * 128
@@ -95,7 +95,7 @@ def test_sliding_and_skipped_layers_count_as_uncompressed():
     dense = [layer.keys.nbytes + layer.values.nbytes for layer in plain.layers]
     window_sizes = sum(cache.layers[i]._sliding_window_tensor.nbytes for i in (0, 2))
     assert footprint.uncompressed == sum(dense[i] for i in (0, 2, 3)) + window_sizes
-    compressed = prefill_bytes(cache.config, batch=1, heads=2, dim=16, tokens=500, itemsize=2)
+    compressed = prefill_bytes(cache.config, batch=1, dim=16, tokens=500)
     assert footprint.total == footprint.uncompressed + sum(compressed.values())
     assert footprint.total == sum(storages_reachable_from(cache).values())
 

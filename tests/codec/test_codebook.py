@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from tq_kernels.format import LEVEL_TABLES
+from tq_kernels.format import FP8_LEVEL_SCALE, LEVEL_TABLES
 
 from tests.support.helpers import CPU
-from tq_hf.codec.codebook import FP8_LEVEL_SCALE, boundaries, levels
+from tq_hf.codec.codebook import boundaries, levels
 from tq_hf.codec.reference import quantize
 
 POSITIVE = [n / 64 for n in LEVEL_TABLES[4]]

@@ -112,8 +112,7 @@ def test_a_row_does_not_depend_on_its_batch(dim):
     together, back = rotate(x, 0), rotate_back(x, 0)
     for i in (0, 1, 17, 36):
         assert torch.equal(rotate(x[i : i + 1], 0)[0], together[i])
-        assert torch.equal(rotate(x[i], 0), together[i])
-        assert torch.equal(rotate_back(x[i], 0), back[i])
+        assert torch.equal(rotate_back(x[i : i + 1], 0)[0], back[i])
     assert torch.equal(rotate(x.T.contiguous().T, 0), together)  # nor on strides
 
 

@@ -89,9 +89,8 @@ def test_without_means_a_common_offset_of_keys_is_not_harmless():
 
 def test_without_signs_a_row_of_the_transform_ends_up_in_one_channel():
     values = states(0, dim=64)[1]
-    spike = (
-        rotate_back(torch.eye(64)[5], None) * 10 * torch.randn(1, 2, 128, 1, generator=torch.Generator().manual_seed(3))
-    )
+    spike = rotate_back(torch.eye(64), None)[5]
+    spike = spike * 10 * torch.randn(1, 2, 128, 1, generator=torch.Generator().manual_seed(3))
     pair = (values, values + spike)
     errors = [
         relative_error(round_trip(Switches(random_signs=signs), all_packed(), *pair)[1], pair[1])

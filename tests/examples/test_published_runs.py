@@ -108,5 +108,5 @@ def test_a_line_says_what_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None
         raise ValueError("no such attention")
 
     monkeypatch.setattr(published_runs, "run", fail)
-    text, goes_on = published_runs.line("gptj", False, "eager")
+    text, goes_on = published_runs.line("gptj")
     assert text.startswith("gptj: not run, ") and goes_on

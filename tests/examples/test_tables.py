@@ -82,7 +82,6 @@ MULTI_GPU = {
         "graph_decoding, 8 x 32768": [
             OF_A_GRAPH | {"ms_per_step": ms, "bytes_held": int(4.5 * 2**30)} for ms in (5.5, 6.0)
         ],
-        "graph_decoding over peer memory, 8 x 32768": [{"ms_per_step": 5.0}] * 2,
         "pages, 32 x 2048": [{"ms_per_step": 8.0}, {"error": "RuntimeError: one | two"}],
         "logits": [{"relative_rms": 0.0625, "mean_kl": 0.002, "same_top1": 0.75}] * 2,
         "all_reduce": [{"8": {"bytes": 65536, "us": {"nccl": 9.04, "one_shot": 5.0}}}] * 2,
@@ -229,7 +228,6 @@ EXPECTED = [
     ),
     ("replicas", REPLICAS, ["are near ties, the furthest 0.12 behind |", "8 prompts of 1,200 to 2,900 tokens"]),
     ("replicas", REPLICAS | {"rows": [ONE | {"load": "strong"}]}, ["| 1 × 1 | the file | 8 | 1,000 | – |"]),
-    ("multi-gpu", MULTI_GPU, ["| graph_decoding over peer memory, 8 × 32k | – | 5.00 ms | **1.80×** | – |"]),
     ("multi-gpu", MULTI_GPU, ["| pages, 32 × 2k | 12.00 ms | RuntimeError: one / two | – | – |"]),
     ("multi-gpu", MULTI_GPU, ["| eager `4bit_nc`, 8 × 32k | 37.50 ms | – | – | 38.50 ms |", "63 of 64 tokens"]),
     ("multi-gpu", MULTI_GPU, ["| 9.00 GiB | 4.50 + 4.50 GiB | – | 5.00 + 4.00 GiB |", "| all-reduce | 441 | 441 |"]),

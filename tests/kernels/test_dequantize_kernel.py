@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from tq_kernels.types import PackedBlocks
 
+from tests.support.codec_cases import BF16, FP16, FP32, SHAPES, Case
 from tests.support.kernel_cases import (
     DEVICE,
     INTERPRETED,
@@ -23,48 +24,15 @@ from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import PRESETS, TurboQuantConfig
 
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
 TOLERANCE = {FP32: 1e-6, FP16: 3e-4, BF16: 4e-3}
 """Relative RMS: rounding of the output's dtype (the interpreter truncates to bf16)."""
 
 
-@dataclass(frozen=True)
-class Case:
-    config: TurboQuantConfig
-    dk: int = 128
-    dv: int = 64
-    dtype: torch.dtype = BF16
-    batch: int = 1
-    heads: int = 2
-    start: int = 1
-    stop: int = 3
-    blocks: int = 4
-    balanced: bool = False
-
-    def __str__(self) -> str:
-        c = self.config
-        name = f"k{c.key_bits}-v{c.value_bits}"
-        blocks = f"-{self.start}to{self.stop}-{self.dtype}".replace("torch.", "") + "-balanced" * self.balanced
-        return f"{name}-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}{blocks}"
-
-
 CASES = [
     *[Case(config, dtype=FP32) for config in PRESETS.values()],
-    *[
-        Case(PRESETS["4bit_nc"], dk, dv, dtype, heads=1)
-        for dk, dv, dtype in ((64, 256, FP16), (80, 96, BF16), (192, 128, FP16), (128, 72, FP32))
-    ],
-    *[
-        Case(PRESETS["3bit_nc"], dk, dv, dtype, heads=1)
-        for dk, dv, dtype in ((96, 80, FP16), (8, 24, BF16), (256, 12, FP16))
-    ],
-    *[
-        Case(PRESETS[name], dk, dv, dtype)
-        for name, dk, dv, dtype in (("k8v4", 24, 16, FP32), ("2bit_nc", 32, 8, FP16), ("2.5bit_nc", 16, 40, BF16))
-    ],
+    *SHAPES,
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 80, 256, FP16),
-    Case(TurboQuantConfig(), 64, 64, batch=2, heads=3, start=0, stop=4),
     Case(PRESETS["4bit_nc"], 64, 128, batch=2, heads=3, balanced=True),
     Case(PRESETS["3bit_nc"], 100, 80, FP16, balanced=True),
     Case(PRESETS["k8v4"], 512, 320, FP16, heads=1, balanced=True),
@@ -72,23 +40,24 @@ CASES = [
 ]
 
 
-def check(case: Case) -> None:
+def check(case: Case, start: int = 1, stop: int = 3, count: int = 4) -> None:
+    """Dequantize blocks `start` to `stop` of `count`."""
     from tq_kernels.codec.launch import dequantize
 
     generator = torch.Generator().manual_seed(0)
     config = case.config
     layout = config.layout(case.dk, case.dv)
-    blocks = PackedBlocks.allocate(layout, case.batch, case.heads, case.blocks, CPU)
+    blocks = PackedBlocks.allocate(layout, case.batch, case.heads, count, CPU)
     if case.balanced:
         blocks = replace(blocks, channel_scales=random_channel_scales(case.batch, case.heads, case.dk, case.dv))
     keys, values = (
-        torch.randn(case.batch, case.heads, 128 * case.blocks, dim, generator=generator) for dim in (case.dk, case.dv)
+        torch.randn(case.batch, case.heads, 128 * count, dim, generator=generator) for dim in (case.dk, case.dv)
     )
     key_channel_scales, value_channel_scales = (factor.float()[:, :, None] for factor in blocks.channel_scales)
     reference_encode(config, (keys + 2) / key_channel_scales, values / value_channel_scales, blocks, 0)
-    tokens = 128 * (case.stop - case.start)
+    tokens = 128 * (stop - start)
     expected = [torch.empty(case.batch, case.heads, tokens, dim) for dim in (case.dk, case.dv)]
-    reference_dequantize(config, blocks.slice(case.start, case.stop), *expected)
+    reference_dequantize(config, blocks.slice(start, stop), *expected)
     # Views of a workspace: heads behind tokens, room to spare on every side, all of it poisoned.
     rooms = [
         torch.full((case.batch, tokens + 7, case.heads, dim), torch.nan, dtype=case.dtype, device=DEVICE)
@@ -96,7 +65,7 @@ def check(case: Case) -> None:
     ]
     out = [room[:, :tokens, :, :dim].transpose(1, 2) for room, dim in zip(rooms, (case.dk, case.dv), strict=True)]
     on_device = blocks.map(lambda tensor: tensor.to(DEVICE))
-    dequantize(on_device, case.start, case.stop, *out, codec_rotations(config, layout, DEVICE))
+    dequantize(on_device, start, stop, *out, codec_rotations(config, layout, DEVICE))
     for room, got, want in zip(rooms, out, expected, strict=True):
         assert relative_rms(got, want.double()) <= TOLERANCE[case.dtype]
         assert room.isnan().sum() == room.numel() - got.numel(), "wrote outside of the given rows"
@@ -109,6 +78,11 @@ test_all_cases_in_the_interpreter = child(__file__)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_the_reference(case: Case) -> None:
     check(case)
+
+
+@runs_kernels
+def test_all_blocks_agree_with_the_reference() -> None:
+    check(Case(TurboQuantConfig(), 64, 64, batch=2, heads=3), start=0, stop=4)
 
 
 if INTERPRETED:
@@ -127,4 +101,4 @@ if INTERPRETED:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_long_contexts_on_a_gpu(preset: str) -> None:
     """More blocks than programs."""
-    check(Case(PRESETS[preset], 128, 128, heads=5, batch=2, start=3, stop=150, blocks=151))
+    check(Case(PRESETS[preset], 128, 128, heads=5, batch=2), start=3, stop=150, count=151)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX
 from tq_kernels.types import PackedBlocks
 
+from tests.support.codec_cases import BF16, FP16, FP32, SHAPES, Case
 from tests.support.kernel_cases import (
     DEVICE,
     INTERPRETED,
@@ -19,7 +21,7 @@ from tests.support.kernel_cases import (
     runs_kernels,
 )
 from tq_hf.codec import trellis
-from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
+from tq_hf.codec.codebook import boundaries
 from tq_hf.codec.packing import unpack
 from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
@@ -30,41 +32,12 @@ from tq_hf.config import PRESETS, TurboQuantConfig
 START, BLOCKS, CAPACITY = 1, 2, 4
 POISON = 0x7E017E01
 Run = Callable[..., PackedBlocks]
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Case:
-    config: TurboQuantConfig
-    dk: int = 128
-    dv: int = 64
-    dtype: torch.dtype = BF16
-    batch: int = 1
-    heads: int = 2
-    balanced: bool = False
-
-    def __str__(self) -> str:
-        c = self.config
-        name = f"k{c.key_bits}-v{c.value_bits}"
-        name += f"-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}".replace("torch.", "")
-        return name + "-balanced" * self.balanced
 
 
 CASES = [
     *[Case(config) for config in PRESETS.values()],
-    *[
-        Case(PRESETS["4bit_nc"], dk, dv, dtype, heads=1)
-        for dk, dv, dtype in ((64, 256, FP16), (80, 96, BF16), (192, 128, FP16), (128, 72, FP32))
-    ],
-    *[
-        Case(PRESETS["3bit_nc"], dk, dv, dtype, heads=1)
-        for dk, dv, dtype in ((96, 80, FP16), (8, 24, BF16), (256, 12, FP16))
-    ],
-    *[
-        Case(PRESETS[name], dk, dv, dtype)
-        for name, dk, dv, dtype in (("k8v4", 24, 16, FP32), ("2bit_nc", 32, 8, FP16), ("2.5bit_nc", 16, 40, BF16))
-    ],
+    *SHAPES,
     *[Case(TurboQuantConfig(key_bits=bits, value_bits=bits), 32, 32) for bits in (2, 3, 4)],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 32, 64, FP16),
     Case(TurboQuantConfig(), 64, 64, batch=2, heads=3),

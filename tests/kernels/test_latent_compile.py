@@ -33,7 +33,7 @@ def packed_loop(compiled: Any) -> Any:
 @pytest.mark.parametrize("rows", [16, 128])
 def test_the_loop_over_blocks_spills_nothing_on_sm_90(rows: int, paged: bool) -> None:
     compiled = build_latents(90, (4, 8), rows=rows, paged=paged)
-    loop, config = packed_loop(compiled), latent_config(rows, BlockLayout(512, 64, 4, 8), target_of(90))
+    loop, config = packed_loop(compiled), latent_config(rows, target_of(90))
     assert compiled.metadata.shared <= SHARED[90] * 1024 // config.programs_per_multiprocessor - 1024
     # Latents reach products by matrix loads, or from shared memory: no fragment is assembled by hand.
     # 64 rows: 36 products of 32 columns and 16 of 64, each once. Two warpgroups may compute all columns, and did.
@@ -98,7 +98,7 @@ def test_cards_and_sizes_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_thread_unpacks_both_halves_of_a_word(preset: str, dim: int, rotary: int, tile: int) -> None:
     """A thread with one half gets numbers of nothing for the other: tests of such tiles failed on an H200."""
     layout = BlockLayout(dim, rotary, BITS[preset][0], 8)
-    config = fitted(replace(latent_config(16, layout, target_of(90)), tile=tile), layout)
+    config = fitted(replace(latent_config(16, target_of(90)), tile=tile), layout)
     for channels in (dim // config.chunks, rotary):
         assert tile // 4 * channels >= 2 * 32 * config.warps
     assert config.warps & (config.warps - 1) == 0 and config.chunks % (4 if layout.key_bits < 4 else 1) == 0

@@ -278,8 +278,8 @@ def test_no_prompts_need_more_scratch_than_the_bound(
     capability: tuple[int, int], heads: tuple[int, int], most: int
 ) -> None:
     on = Target(132, 227 * 1024, capability, True)
-    config, chance, dim = prefix_launch.prefix_config(128, 128, 4, 4, on), random.Random(0), 128
-    bound, largest = prefix_launch.many_scratch_bytes(most, 16, heads, dim, (4, 4), on), 0
+    config, chance, dim = prefix_launch.prefix_config(128, 128, on), random.Random(0), 128
+    bound, largest = prefix_launch.many_scratch_bytes(most, 16, heads, dim, on), 0
     for _ in range(2000):
         total, count = int(most ** chance.random()), chance.randint(1, 16)
         sizes = prefix_launch._many_sizes(total, count, int(2 ** chance.uniform(0, 11)), heads, dim, config, on)[2]

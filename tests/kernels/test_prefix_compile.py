@@ -25,7 +25,7 @@ def compiled_for(
     arch: int | str, preset: str = "4bit_nc", dim: int = 128, value_dim: int | None = None, **options: Any
 ) -> Compiled:
     compiled = build_prefix(arch, BITS[preset], dim=dim, value_dim=value_dim, **options)
-    return compiled, prefix_config(dim, value_dim or dim, *BITS[preset], target_of(arch))
+    return compiled, prefix_config(dim, value_dim or dim, target_of(arch))
 
 
 def spills(compiled: Any) -> bool:

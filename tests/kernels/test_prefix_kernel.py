@@ -118,7 +118,7 @@ if INTERPRETED:
         from tq_kernels.prefix.launch import PrefixConfig
 
         for rows in (16, 128):
-            check(BASE.with_(Hkv=1), True, config=PrefixConfig(rows, step, 4, 1, None, 1))
+            check(BASE.with_(Hkv=1), True, config=PrefixConfig(rows, step, 4, 1))
 
     @pytest.mark.parametrize("splits", [1, 3])
     def test_rows_that_attend_to_nothing_are_zero(splits: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions
 
-from tests.support.helpers import all_packed, assert_same, dequantized, encoded, filled, rows, states
+from tests.support.helpers import CPU, all_packed, assert_same, dequantized, encoded, filled, rows, states
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec import codebook
 from tq_hf.ops import dispatch, reference, workspace
@@ -214,9 +214,9 @@ def test_scratch_is_that_of_a_tile_however_long_the_history(name, queries, monke
     def scratch(past: int) -> int:
         workspace.release_workspaces()
         view = viewed(queries, batch=1, heads=1, config=all_packed(**bits_of(name)), past=past)
-        before = workspace.workspace_bytes()
+        before = workspace.current_workspace(CPU).nbytes
         dispatch.attend(random(24, 1, 2, queries, 16), view, None, AttentionOptions(0.25))
-        return workspace.workspace_bytes() - before
+        return workspace.current_workspace(CPU).nbytes - before
 
     monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 4 * 128 * 16)
     few, many = scratch(1000), scratch(6000)

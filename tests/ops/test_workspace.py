@@ -15,7 +15,7 @@ from tq_kernels.types import AttentionOptions
 from tests.support.helpers import CPU, filled, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, workspace
-from tq_hf.ops.workspace import Workspace, allocator, current_workspace, release_workspaces, workspace_bytes
+from tq_hf.ops.workspace import Workspace, allocator, current_workspace, release_workspaces
 
 
 def take(space: Workspace, *shape: int, name: str = "mid_o", dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -28,9 +28,7 @@ def space() -> Workspace:
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(monkeypatch):
-    # A thread that some other test has left running has scratch of its own.
-    monkeypatch.setattr("tq_hf.ops.workspace._all", weakref.WeakSet())
+def nothing_held():
     release_workspaces()
     yield
     release_workspaces()
@@ -186,7 +184,7 @@ def test_without_a_workspace_scratch_is_allocated_per_call_and_never_aliases():
     second.fill_(2)
     assert (first == 1).all() and (second == 2).all()
     assert first.data_ptr() != second.data_ptr()
-    assert workspace_bytes() == 0
+    assert current_workspace(CPU).nbytes == 0
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["workspace", "per call"])
@@ -248,50 +246,26 @@ def test_threads_never_share_scratch():
 def test_a_finished_threads_scratch_is_released():
     def work() -> None:
         take(current_workspace(CPU), 1024)
-        held.append(workspace_bytes())
+        held.append((current_workspace(CPU).nbytes, weakref.ref(current_workspace(CPU))))
 
-    held: list[int] = []
+    held: list[tuple[int, weakref.ref[Workspace]]] = []
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     del thread
-    assert held == [4096] and workspace_bytes() == 0
+    ((nbytes, space),) = held
+    assert nbytes == 4096 and space() is None
 
 
-def test_held_bytes_are_those_of_all_workspaces_and_are_gone_after_release():
+def test_held_bytes_are_gone_after_release():
     take(current_workspace(CPU), 4, name="a")
     take(current_workspace(CPU), 3, name="b", dtype=torch.float16)
     take(current_workspace(torch.device("meta")), 2)
-    assert current_workspace(CPU).nbytes == 22
-    assert workspace_bytes() == 30
+    assert [current_workspace(torch.device(each)).nbytes for each in ("cpu", "meta")] == [22, 8]
+    held = [weakref.ref(current_workspace(torch.device(each))) for each in ("cpu", "meta")]
     release_workspaces()
-    assert workspace_bytes() == 0 and current_workspace(CPU).nbytes == 0
-
-
-def test_bytes_are_counted_while_other_threads_make_workspaces():
-    """Counting iterates over all workspaces of the process."""
-    stop, failures = threading.Event(), []
-
-    def churn() -> None:
-        while not stop.is_set():
-            take(current_workspace(CPU), 4)
-            release_workspaces()
-
-    def count() -> None:
-        try:
-            for _ in range(2000):
-                workspace_bytes()
-        except RuntimeError as error:
-            failures.append(error)
-
-    makers = [threading.Thread(target=churn) for _ in range(3)]
-    for thread in makers:
-        thread.start()
-    count()
-    stop.set()
-    for thread in makers:
-        thread.join()
-    assert not failures
+    assert [each() for each in held] == [None, None]
+    assert current_workspace(CPU).nbytes == 0
 
 
 # What uses it
@@ -305,7 +279,7 @@ def test_attention_of_all_layers_takes_its_tiles_from_one_workspace(allocations)
     for _ in range(3):
         for view, dim in views:
             dispatch.attend(states(9, heads=4, tokens=1, dim=dim)[0], view, None, AttentionOptions(1.0))
-            held.append(workspace_bytes())
+            held.append(current_workspace(CPU).nbytes)
     # Keys and values of the layer with the most heads times channels, 4 bits: levels in float32, and what they are
     # looked up with, an int32 index for four channels and the words themselves.
     numbers = 2 * 4 * 1024 * 8
@@ -316,6 +290,6 @@ def test_neither_layers_nor_stores_hold_scratch():
     store = filled(TurboQuantConfig(), states(1, tokens=1024))
     before = sum(t.nbytes for group in store.by_kind().values() for t in group)
     dispatch.attend(states(2, tokens=1)[0], store.view(), None, AttentionOptions(1.0))
-    assert workspace_bytes() > 0
+    assert current_workspace(CPU).nbytes > 0
     assert sum(t.nbytes for group in store.by_kind().values() for t in group) == before
     assert not any(isinstance(value, Workspace) for value in vars(store).values())

@@ -34,7 +34,7 @@ from tq_hf.stores.store import LayerStore
 def test_bytes_after_a_prefill_follow_config_arithmetic(name, tokens):
     store = filled(PRESETS[name], states(26, batch=2, tokens=tokens, dim=16, dtype=torch.bfloat16))
     held = {kind: sum(t.untyped_storage().nbytes() for t in group) for kind, group in store.by_kind().items()}
-    expected = prefill_bytes(PRESETS[name], batch=2, heads=2, dim=16, tokens=tokens, itemsize=2)
+    expected = prefill_bytes(PRESETS[name], batch=2, dim=16, tokens=tokens)
     assert held == expected
 
 

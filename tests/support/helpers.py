@@ -164,10 +164,9 @@ def relative_error(approximate: torch.Tensor, exact: torch.Tensor) -> float:
     return ((approximate.double() - exact).norm() / exact.norm()).item()
 
 
-def prefill_bytes(
-    config: TurboQuantConfig, batch: int, heads: int, dim: int, tokens: int, itemsize: int
-) -> dict[str, int]:
-    """Bytes a layer holds after one prefill, by the kinds of `MemoryFootprint`, from the documentation alone.
+def prefill_bytes(config: TurboQuantConfig, batch: int, dim: int, tokens: int) -> dict[str, int]:
+    """Bytes a layer of two KV heads and 16-bit states holds after one prefill, by the kinds of `MemoryFootprint`, from
+    the documentation alone.
 
     Whole blocks older than the residual are packed without spare room; the residual is a ring of whole blocks with
     room for what decoding will need, up to an eighth and a block more than it holds; every channel of a head has a
@@ -180,12 +179,12 @@ def prefill_bytes(
     room = max(held, min(config.residual_length + 128, held * 9 // 8 + 128))
     residual = -(-room // 128) * 128
     codes = 128 * dim * (config.key_bits + config.value_bits) // 8
+    rows = 2 * batch
     return {
-        "packed": batch * heads * blocks * codes,
-        "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
-        + 2 * (2 * dim) * batch * heads,  # channel scales
-        "residual": batch * heads * residual * 2 * dim * itemsize,
-        "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
+        "packed": rows * blocks * codes,
+        "metadata": rows * (blocks * (128 * 4 + layout.mean_bytes) + 2 * (2 * dim)),  # with channel scales
+        "residual": rows * residual * 2 * dim * 2,
+        "sinks": rows * config.sink_tokens * 2 * dim * 2,
     }
 
 
@@ -207,10 +206,10 @@ def storages_reachable_from(root: object) -> dict[int, int]:
     return found
 
 
-def llama_config(layers: int = 2, heads: int = 2, dim: int = 16, **options) -> LlamaConfig:
+def llama_config(layers: int = 2, dim: int = 16, **options) -> LlamaConfig:
     """The config of a small Llama: enough for a cache, no weights."""
-    sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=64, num_attention_heads=2 * heads)
-    return LlamaConfig(num_hidden_layers=layers, num_key_value_heads=heads, head_dim=dim, **(sizes | options))
+    sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=64, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaConfig(num_hidden_layers=layers, head_dim=dim, **(sizes | options))
 
 
 class CountedBytes(TorchDispatchMode):

@@ -127,10 +127,10 @@ class Inputs:
     scaling: float
 
 
-def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int, seed: int = 0) -> ChannelScales:
+def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int) -> ChannelScales:
     """Channel scales as `tq_hf.codec.balance` makes them: ones, but for some channels; another power of two for each
     head."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def made(dim: int) -> torch.Tensor:
         channel_scales = torch.exp(1.5 * torch.randn(batch, heads, dim, generator=generator))
@@ -146,9 +146,9 @@ def residual_start(case: Case) -> int:
     return 128 * case.blocks % case.residual_capacity
 
 
-def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Random inputs. Rows and blocks out of use are poisoned with NaN and random words."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -159,7 +159,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     for tensor in packed.tensors().values():
         tensor.copy_(torch.randint(-(2**15), 2**15, tensor.shape, generator=generator))
     if case.balanced:
-        packed = replace(packed, channel_scales=random_channel_scales(case.B, case.Hkv, case.Dk, case.Dv, seed))
+        packed = replace(packed, channel_scales=random_channel_scales(case.B, case.Hkv, case.Dk, case.Dv))
     key_channel_scales, value_channel_scales = (factor.float() for factor in packed.channel_scales)
     if case.blocks:
         tokens = 128 * case.blocks

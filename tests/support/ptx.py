@@ -62,18 +62,15 @@ def bits(x: np.ndarray) -> np.ndarray:
     return unsigned.astype(np.int64)
 
 
-def pairs_at(rows: np.ndarray, columns: np.ndarray, register: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """The fp16 matrix whose elements (row, column) and (row, column + 1) each lane holds."""
-    matrix = np.zeros(shape, np.float16)
-    pair = halves(register)
-    matrix[rows, columns], matrix[rows, columns + 1] = pair[:, 0], pair[:, 1]
-    return matrix
+def matrix_of(register: np.ndarray) -> np.ndarray:
+    """The fp16 matrix `[8, 8]`: lane 4 g + t holds columns 2 t and 2 t + 1 of row g."""
+    return halves(register).reshape(8, 8)
 
 
 def multiply_add(a: Sequence[np.ndarray], b: np.ndarray, c: Sequence[np.ndarray]) -> list[np.ndarray]:
     """`mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32`."""
-    left = np.concatenate([pairs_at(GROUP, 2 * MEMBER, x, (8, 8)) for x in a])  # [16, 8]
-    right = pairs_at(GROUP, 2 * MEMBER, b, (8, 8)).T  # [8, 8]
+    left = np.concatenate([matrix_of(x) for x in a])  # [16, 8]
+    right = matrix_of(b).T  # [8, 8]
     product = left.astype(np.float32) @ right.astype(np.float32)
     return [
         bits((product[GROUP + 8 * (i // 2), 2 * MEMBER + i % 2] + floats(c[i])).astype(np.float32)) for i in range(4)
@@ -82,7 +79,7 @@ def multiply_add(a: Sequence[np.ndarray], b: np.ndarray, c: Sequence[np.ndarray]
 
 def transpose(source: np.ndarray) -> np.ndarray:
     """`movmatrix.sync.aligned.m8n8.trans.b16`."""
-    matrix = pairs_at(GROUP, 2 * MEMBER, source, (8, 8))
+    matrix = matrix_of(source)
     return words(np.stack([matrix[2 * MEMBER, GROUP], matrix[2 * MEMBER + 1, GROUP]], -1))
 
 

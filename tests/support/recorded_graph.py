@@ -10,8 +10,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
+
+LOOP = {"custom_generate": graph_decoding}
+QUIET = [
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled"),
+]
+"""Marks of tests with a tiny model that is compiled by transformers alone."""
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -70,3 +80,25 @@ def record_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "graph", _capturing)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(graph_loop, "ending_failed_capture", lambda device, pool: nullcontext())
+
+
+def conversation(
+    model: PreTrainedModel, loop: dict[str, Any], ids: torch.Tensor, padded: int, new: int, ends: list[list[int] | None]
+) -> tuple[torch.Tensor, TurboQuantCache]:
+    """A turn on one cache for each entry of `ends`, the tokens that end it. All tokens, and the cache.
+
+    Args:
+        ids: The first prompt, `[2, T]`; 7 tokens from 20 on are the next one.
+        padded: Tokens of padding of the first sequence.
+        new: Most tokens of an answer.
+    """
+    ids, mask = ids.clone(), torch.ones_like(ids)
+    ids[0, :padded], mask[0, :padded] = 0, 0
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    cache = TurboQuantCache(model.config, residual_length=32, max_cache_len=256)
+    for end in ends:
+        options = dict(do_sample=False, max_new_tokens=new, eos_token_id=end, pad_token_id=0)
+        ids = model.generate(ids, attention_mask=mask, **as_input(cache), **options, **loop)
+        ids = torch.cat([ids, ids[:, 20:27]], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], dim=1)
+    return ids, cache

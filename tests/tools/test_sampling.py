@@ -99,13 +99,13 @@ def test_sampling_out_of_range_is_refused(body: dict[str, Any], sentence: str) -
         options_of_body(body, SimpleNamespace(**GREEDILY))
 
 
-def read_until(stops: str | list[str], items: list[Any]) -> tuple[list[Any], bool]:
+def read_until(stops: list[str], items: list[Any]) -> tuple[list[Any], bool]:
     """What comes out of a queue of these items, and whether the request was cancelled."""
     cancelled: list[bool] = []
 
     async def run() -> list[Any]:
         queue: asyncio.Queue = asyncio.Queue()
-        config = SimpleNamespace(stop_strings=[stops] if isinstance(stops, str) else stops)
+        config = SimpleNamespace(stop_strings=stops)
         out = sampling._until(queue, config, SimpleNamespace(cancel=lambda: cancelled.append(True)))
         for item in [*items, None]:
             queue.put_nowait(item)
@@ -122,27 +122,27 @@ def read_until(stops: str | list[str], items: list[Any]) -> tuple[list[Any], boo
 @pytest.mark.parametrize(
     ("stops", "parts", "text", "stopped"),
     [
-        ("###", ["a#", "b##", "#c"], "a#b", True),
+        (["###"], ["a#", "b##", "#c"], "a#b", True),
         (["xyz", "b"], ["xy", "xb", "z"], "xyx", True),
         (["ab", "aab"], ["a", "a", "b"], "", True),
-        ("###", ["a##"], "a##", False),
-        ("end", ["the en", "d"], "the ", True),
+        (["###"], ["a##"], "a##", False),
+        (["end"], ["the en", "d"], "the ", True),
     ],
     ids=str,
 )
-def test_text_ends_before_a_stop_string(stops: Any, parts: list[str], text: str, stopped: bool) -> None:
+def test_text_ends_before_a_stop_string(stops: list[str], parts: list[str], text: str, stopped: bool) -> None:
     found, cancelled = read_until(stops, parts)
     assert ("".join(found), cancelled) == (text, stopped)
 
 
 def test_text_that_cannot_begin_a_stop_string_does_not_wait() -> None:
-    found, _ = read_until("###", ["abc", "d#"])
+    found, _ = read_until(["###"], ["abc", "d#"])
     assert found[0] == "abc" and "".join(found) == "abcd#"
 
 
 def test_an_error_ends_what_is_read() -> None:
     error = sampling._StreamError("no")
-    found, cancelled = read_until("###", ["ab#", error])
+    found, cancelled = read_until(["###"], ["ab#", error])
     assert found == ["ab", "#", error] and not cancelled
 
 

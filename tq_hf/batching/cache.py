@@ -144,9 +144,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         divided = distributed_helper.tp_size if self._divides_heads(distributed_helper) else 1
         # Latents are whole on each GPU.
         self._make_allocators(tq_config, channel_scales, 1 if self.holds_latents else divided, state_sizes)
-        reserved = self._make_memory(
-            tq_config, continuous_batching_config, divided, model_supports_logits_to_keep, requests
-        )
+        reserved = self._make_memory(continuous_batching_config, divided, model_supports_logits_to_keep, requests)
         self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
         self.scratch = Workspace(self.device)
         """Scratch of steps that are not captured. The engine runs all of them on one stream."""
@@ -230,7 +228,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
 
     def _make_memory(
         self,
-        tq_config: TurboQuantConfig,
         options: ContinuousBatchingConfig,
         divided: int,
         model_supports_logits_to_keep: bool,

@@ -15,11 +15,11 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer, stream_context
 from transformers.utils import logging
 
-from ..balance import POSITIONS
 from ..compat import CACHE_NAME, capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
 from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
+from .checks import number_of_positions
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)
@@ -375,8 +375,7 @@ class TurboQuantModelRunner(ModelRunner):
         transformers overwrites the inputs of a warm-up that may still run. Our kernels would then read pages outside of
         the pool.
         """
-        found = (getattr(model.config.get_text_config(), name, None) for name in POSITIONS)
-        self._positions = min((number for number in found if isinstance(number, int)), default=None)
+        self._positions = number_of_positions(model.config.get_text_config())
         try:
             seconds = super().run_one_warmup(model, *args, **kwargs)
         finally:

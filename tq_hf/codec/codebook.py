@@ -9,11 +9,9 @@ fp16, so that every backend multiplies the same numbers.
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, LEVEL_TABLES
+from tq_kernels.format import FP8_LEVEL_SCALE, LEVEL_TABLES
 
 from ..compat import cached_table
-
-__all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "boundaries", "levels"]
 
 
 @cached_table

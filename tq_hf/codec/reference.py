@@ -15,13 +15,13 @@ per block.)
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import KEY_SHRINK, TRELLIS_UNITS
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, KEY_SHRINK, TRELLIS_UNITS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
 from ..config import TurboQuantConfig
 from . import trellis
-from .codebook import CEILINGS, FP8_LEVEL_SCALE, FP8_MAX, codes_of_ceilings, levels
+from .codebook import CEILINGS, codes_of_ceilings, levels
 from .packing import pack, unpack
 from .rotation import rotate, rotate_back
 

@@ -28,13 +28,11 @@ def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """H x over the last dimension, `[..., D]` float32, in O(D log D) additions. H is its own inverse.
+    """H x over the last dimension, `[..., N, D]` float32, in O(D log D) additions. H is its own inverse.
 
     Not differentiable. The last two dimensions of the result are transposed in memory: additions of channels are then
     additions of whole rows.
     """
-    if x.dim() == 1:
-        return hadamard(x[None])[0]
     dim = x.shape[-1]
     power = dim & -dim
     odd = dim // power
@@ -63,12 +61,12 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, seed: int | None) -> torch.Tensor:
-    """R x over the last dimension; `[..., D]` float32."""
+    """R x over the last dimension; `[..., N, D]` float32."""
     return hadamard(x * signs(x.shape[-1], seed, x.device))
 
 
 def rotate_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
-    """R^-1 x over the last dimension; `[..., D]` float32."""
+    """R^-1 x over the last dimension; `[..., N, D]` float32."""
     return hadamard(x) * signs(x.shape[-1], seed, x.device)
 
 

@@ -29,7 +29,7 @@ from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
 from .loop import Loop, check_layers, latest_steps, layers_with_states, tensors_of
-from .step import LateFlags, Masks, allowed, check_inputs, map_masks, mask_tensors, needs_no_mask
+from .step import CapturedStep, LateFlags, Masks, allowed, check_inputs, map_masks, mask_tensors, needs_no_mask
 
 MOST_DRAFTS = STEP_TOKENS - 1
 """Most drafts of a step: with the token before them, as many tokens as the decode kernel takes."""
@@ -368,41 +368,23 @@ def speculative_sample(
     return torch.where(place == number, token, torch.cat([drafts, token])), number
 
 
-@dataclass
-class AssistedTensors:
-    """Tensors of an assisted step, and the graph that reads and writes them.
+@dataclass(kw_only=True)
+class AssistedTensors(CapturedStep):
+    """Tensors of an assisted step of one sequence, whose newest token is not cached yet.
 
     Args:
-        key: Values that the graph depends on.
         inputs: Inputs of the model.
         drafts: Source of the drafts.
         shift: `[1]` int64, number of tokens of the prompt that are not in the cache.
-        history: `[1, W]` int64, prompt and answer; any tokens after these.
-        at: `[1]` int64, number of tokens of prompt and answer. The newest is not cached yet.
-        unfinished: `[1]` bool, whether the sequence has not ended.
         accepted: `[S + 1]` int64: the tokens of the last step, and the number of them that count.
-        logits: `[S, vocabulary]` float32 of the last step.
-        scores: `[S, vocabulary]` float32, `logits` after the processors.
         draft_scores: `[k, vocabulary]` float32 that drafts were chosen by, or `None`.
-        graph: Captured CUDA graph, or `None` before the capture.
-        outputs: `logits` and `scores` that the graph writes.
-        warm: Number of steps that ran before the capture.
     """
 
-    key: tuple[Any, ...]
     inputs: StepInputs
     drafts: Drafts
     shift: torch.Tensor
-    history: torch.Tensor
-    at: torch.Tensor
-    unfinished: torch.Tensor
     accepted: torch.Tensor
-    logits: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
     draft_scores: torch.Tensor | None = None
-    graph: torch.cuda.CUDAGraph | None = None
-    outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    warm: int = 0
 
 
 class AssistedLoop(Loop):

@@ -14,34 +14,23 @@ from ..layers.compressed import TurboQuantLayer
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 
-@dataclass
-class StepTensors:
-    """Tensors of a step, and the graph that reads and writes them.
+@dataclass(kw_only=True)
+class CapturedStep:
+    """A graph, and what every step has that it reads and writes.
 
     Args:
         key: Values that the graph depends on (model, batch, processors, ...). Another key needs another graph.
-        token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
-        positions: Position ids `[..., B, 1]` of `token`, or `None` if the model counts positions itself.
-        masks: Attention masks of the model, `[B, 1, 1, max_cache_len]`, or `[B, 1, 1, window]` for sliding layers.
-            Bool, or float and added to logits.
-        column: `[1]` int64, the index of `token` among the cached tokens: its column in masks of full attention.
-        constants: Further inputs, equal at every step.
-        history: `[B, length]` int64, prompt and answer.
-        at: `[1]` int64, the column of `history` for the next token.
+        history: `[B, width]` int64, prompt and answer; any tokens after these.
+        at: `[1]` int64, the number of tokens of prompt and answer: the column of `history` for the next token.
         unfinished: `[B]` bool, whether a sequence has not ended.
-        logits: `[B, vocabulary]` float32 of the last step.
-        scores: `[B, vocabulary]` float32, `logits` after the processors.
+        logits: `[rows, vocabulary]` float32 of the last step, a row for each token that the step chooses.
+        scores: `[rows, vocabulary]` float32, `logits` after the processors.
         graph: Captured CUDA graph, or `None` before the capture.
         outputs: `logits` and `scores` that the graph writes.
         warm: Number of steps that ran before the capture.
     """
 
     key: tuple[Any, ...]
-    token: torch.Tensor
-    positions: torch.Tensor | None
-    masks: Masks
-    column: torch.Tensor
-    constants: dict[str, Any]
     history: torch.Tensor
     at: torch.Tensor
     unfinished: torch.Tensor
@@ -50,6 +39,26 @@ class StepTensors:
     graph: torch.cuda.CUDAGraph | None = None
     outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     warm: int = 0
+
+
+@dataclass(kw_only=True)
+class StepTensors(CapturedStep):
+    """Tensors of a step of one token.
+
+    Args:
+        token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
+        positions: Position ids `[..., B, 1]` of `token`, or `None` if the model counts positions itself.
+        masks: Attention masks of the model, `[B, 1, 1, max_cache_len]`, or `[B, 1, 1, window]` for sliding layers.
+            Bool, or float and added to logits.
+        column: `[1]` int64, the index of `token` among the cached tokens: its column in masks of full attention.
+        constants: Further inputs, equal at every step.
+    """
+
+    token: torch.Tensor
+    positions: torch.Tensor | None
+    masks: Masks
+    column: torch.Tensor
+    constants: dict[str, Any]
 
 
 def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:

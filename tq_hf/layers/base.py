@@ -53,10 +53,6 @@ class BatchedLayer(CacheLayerMixin):
             self.keys, self.values = function(self.keys), function(self.values)
             self.batch_size = self.keys.shape[0]
 
-    def count_replayed(self, length: int | None) -> None:
-        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
-        raise NotImplementedError
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Move sequence `beam_idx[i]` to index i."""
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

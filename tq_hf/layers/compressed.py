@@ -409,6 +409,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store.crop(-tokens_to_remove)
 
     def count_replayed(self, length: int | None) -> None:
+        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
         assert self.store is not None
         self.store.num_held = length
 

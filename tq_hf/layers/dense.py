@@ -122,6 +122,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
             self.num_tokens = int(self.cumulative_length)
 
     def count_replayed(self, length: int | None) -> None:
+        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
         self.num_tokens = length
 
     def reset(self) -> None:

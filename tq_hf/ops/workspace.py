@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable
 from functools import lru_cache, partial
 
@@ -112,8 +111,6 @@ class _PerThread(threading.local):
 
 
 _local = _PerThread()
-_all: weakref.WeakSet[Workspace] = weakref.WeakSet()
-_all_lock = threading.Lock()
 
 
 @lru_cache
@@ -131,16 +128,7 @@ def current_workspace(device: torch.device) -> Workspace:
     workspace = _local.workspaces.get(key)
     if workspace is None:
         workspace = _local.workspaces[key] = Workspace(device)
-        with _all_lock:
-            _all.add(workspace)
     return workspace
-
-
-def workspace_bytes() -> int:
-    """Number of bytes held by all workspaces of this process."""
-    with _all_lock:
-        workspaces = list(_all)
-    return sum(workspace.nbytes for workspace in workspaces)
 
 
 def release_workspaces() -> None:

@@ -146,7 +146,7 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
         raise ValueError("Its metadata are not those of a cache: the file is damaged.")
     if safetensors_file.text_digest(metadata["state"]) != metadata["checksum"]:
         raise ValueError("Its description does not have the checksum it was saved with: the file is damaged.")
-    state = safetensors_file.parse_json(metadata["state"], "The description")
+    state = safetensors_file.parse_json(metadata["state"])
     safetensors_file.check_fields(state, STATE_FIELDS, "The description")
     if not all(isinstance(note, str) for note in state["notes"].values()):
         raise ValueError("Its notes are not all strings: the file is damaged.")

@@ -161,11 +161,11 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         raise ValueError(f"It was changed while it was read ({str(error)[:200]}). Load it again.") from None
 
 
-def parse_json(text: str, what: str) -> Any:
+def parse_json(text: str) -> Any:
     """Parse strict JSON: no duplicate keys, no NaN, no deep nesting.
 
     Raises:
-        ValueError: `text` is not strict JSON. The message begins with `what`.
+        ValueError: `text` is not strict JSON.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not valid JSON ({str(error)[:80]}): the file is damaged.") from None
+        raise ValueError(f"The description is not valid JSON ({str(error)[:80]}): the file is damaged.") from None
 
 
 def check_fields(table: Any, fields: Mapping[str, Any], what: str) -> None:

@@ -107,7 +107,7 @@ def build_prefix(
 ) -> Compiled:
     """The kernel of many queries over packed blocks; `options` as `prefix_constants` takes them."""
     on, dims = target_of(arch), (dim, value_dim or dim)
-    config = prefix_config(*dims, *bits, on)
+    config = prefix_config(*dims, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
     constants = prefix_constants(*dims, *bits, config=config, on=on, **flags)
     own = f"*{dtype}"
@@ -116,8 +116,7 @@ def build_prefix(
     types += [None] * 4
     numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 5
     types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
-    limit = {"maxnreg": config.registers} if config.registers else {}
-    return build(prefix_attention, types, constants, arch, num_warps=config.warps, **limit)
+    return build(prefix_attention, types, constants, arch, num_warps=config.warps)
 
 
 def build_dense(
@@ -158,18 +157,16 @@ def build_latents(
     """`attend_latents_split` for this number of query rows."""
     on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
-    config = fitted(latent_config(rows, layout, on), layout)
+    config = fitted(latent_config(rows, on), layout)
     types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32"]
     if paged:
         types += [None, None, own, None, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
         types += [*["i32"] * 4, *[None] * 3, *["i32"] * 6, "fp32"]
     else:
         types += [*[own] * 4, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 10, *[None] * 3, "fp32"]
-    options = {"maxnreg": config.registers} if config.registers else {}
-    options |= {"num_warps": config.warps, "num_stages": config.stages}
     causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
-    return build(attend_latents_split, types, constants, arch, **options)
+    return build(attend_latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
 
 
 def build_small_latents(
@@ -201,9 +198,9 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     return build_split(arch, f"*{dtype}", key_bits=bits[0], value_bits=bits[1], dim=dim)
 
 
-def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16", rows: int = 1) -> Compiled:
+def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, rows: int = 1) -> Compiled:
     """`rotate_query` with this number of rows and warps in a program."""
-    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
+    types = ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
     *sizes, _ = plan(arch, *bits, dim=dim).rotate_constants
     return build(rotate_query, types, (*sizes, rows), arch, num_warps=rows)
 
@@ -223,23 +220,22 @@ def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compil
     return build(reorder_sequences, types, (sequences, PIECE_WORDS // sequences), arch, **options)
 
 
-def build_sampling(arch: Arch, chunks: int = 64) -> tuple[Compiled, Compiled]:
+def build_sampling(arch: Arch) -> tuple[Compiled, Compiled]:
     """`search_step` and `drop_unlikely`."""
+    chunks = 64
     rows, scratch = ["*fp32", "*fp32", "*i32", "*fp32"], ["*i32", "*fp32", "*fp32"]
     search = build(search_step, [*rows, *scratch, *["i32"] * 4], (CHUNK, TILE, chunks), arch, num_warps=1)
     return search, build(drop_unlikely, [*rows, "*fp32", *scratch, *["i32"] * 3], (CHUNK, chunks), arch, num_warps=4)
 
 
-def build_preallocated_append(
-    arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "bf16", rotates: bool = True
-) -> Compiled:
+def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates: bool = True) -> Compiled:
     """`append_and_rotate`, or `append_and_encode`."""
     on, stored = target_of(arch), padded_dim(dim)
     tile = tile_of(stored)
-    config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    config = encode_config(tile, stored, bits, 2, on.capability)
     halves = [(dim, stored, tile, own, LEVELS[own], config.k_step) for own in bits]
-    constants = (*halves[0], *halves[1], MATRIX[dtype], on.asm, 1)
-    states = [f"*{dtype}"]
+    constants = (*halves[0], *halves[1], MATRIX["bf16"], on.asm, 1)
+    states = ["*bf16"]
     types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
     if not rotates:
@@ -333,10 +329,10 @@ def encoder_of_pages(
     return build(encode_blocks, types, constants, arch, num_warps=config.warps)
 
 
-def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:
+def build_prompts(arch: int, preset: str) -> Any:
     on, bits = target_of(arch), bits_of(preset)
-    config = prefix_config(128, 128, *bits, on)
-    flags = (True, 0, softcap, False, split)
+    config = prefix_config(128, 128, on)
+    flags = (True, 0, False, False, False)
     sinks, ring, *where = place(preset, 128)
     constants = prefix_constants(128, 128, *bits, *flags, config, on, (*where, SEQUENCES, sinks, ring))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]

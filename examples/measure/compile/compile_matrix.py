@@ -3,7 +3,6 @@ kernel the instructions of an element by pipe.
 
     python -m examples.measure.compile.compile_matrix  # all, half an hour on one core
     python -m examples.measure.compile.compile_matrix 75 90  # these targets; the others stay as they are
-    python -m examples.measure.compile.compile_matrix --missing  # those not in the file yet
 
 Writes examples/results/compile_matrix.json. Needs no GPU; Triton's own cache makes a second run shorter.
 """
@@ -75,7 +74,6 @@ def everything(targets: Iterable[int | str]) -> list[tuple[str, int, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=[str(target) for target in TARGETS])
-    parser.add_argument("--missing", action="store_true")
     options = parser.parse_args()
     chosen = {name_of(target): target for target in TARGETS if str(target) in options.targets}
     rows: Rows = {(row["target"], row["dim"], row["preset"]): row for row in load().get("rows", [])}
@@ -83,8 +81,7 @@ def main() -> None:
         for key in everything(chosen.values()):
             target, dim, preset = key
             row = rows.setdefault(key, {"target": target, "dim": dim, "preset": preset})
-            due = not options.missing or kernel not in row
-            if due and launched(kernel, chosen[target], dim) and (kernel != "prefix" or preset == PREFIX):
+            if launched(kernel, chosen[target], dim) and (kernel != "prefix" or preset == PREFIX):
                 row[kernel] = used(kernel, chosen[target], preset, dim)
                 save(rows)
         print(kernel, flush=True)

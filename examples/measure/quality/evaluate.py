@@ -64,7 +64,6 @@ from examples.measure.quality.quality import (
 from examples.measure.quality.stress import Stress
 from examples.provenance import RESULTS, SHIPPED_MODEL, provenance
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
-from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.tools.estimate import Estimator
 
 EXACT = "float32 cache"
@@ -77,6 +76,8 @@ SMALL_MODELS_ONLY = re.compile("^paper|^bf16$|^fp8 cast$|packed only")
 """Rows that stand for the models that read bytes only."""
 BYTES = 512
 """A model with a smaller vocabulary reads bytes: it was made by `train_needle.py`."""
+GENERATED = 8
+"""Most documents that are continued."""
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,14 @@ class Evaluation:
         self.config = self.model.config
         self.estimator = Estimator(self.config, torch.bfloat16)
         self.real = self.config.vocab_size > BYTES
+        self.first = 0 if self.real else 512
+        """First position that is scored."""
         self.origin: dict[str, Any] = {}
         self._fill_in_defaults()
         self.read = self._documents()
         most = arguments.batch or len(self.read)
         self.groups = [self._group(self.read[start : start + most]) for start in range(0, len(self.read), most)]
-        self.exact = self._outcome(lambda: DynamicCache(config=self.config), "sdpa")
+        self.exact = self._outcome(self.model)
         self.outcomes: dict[tuple[str, str], Outcome] = {(EXACT, NONE): self.exact}
         _, dim = heads(self.config)
         self.rows: list[dict[str, Any]] = []
@@ -243,9 +246,9 @@ class Evaluation:
         self._add(self._row(EXACT, 4.0 * 2 * dim, 4.0 * 2 * dim, stress.UNSTRESSED, self.exact))
 
     def _fill_in_defaults(self) -> None:
-        """Set the options that depend on the kind of model: chunks and first scored position as documents need them."""
+        """Set the options that depend on the kind of model."""
         arguments = self.arguments
-        for name, of_bytes, of_tokens in (("chunk", 128, 256), ("first", 512, 0), ("generate", 512, 0)):
+        for name, of_bytes, of_tokens in (("chunk", 128, 256), ("generate", 512, 0)):
             if getattr(arguments, name) is None:
                 setattr(arguments, name, of_tokens if self.real else of_bytes)
         if self.real and arguments.inject is None:
@@ -273,12 +276,13 @@ class Evaluation:
         ids = token_ids(read, self.device)
         return Group(read, ids, reference(self.model, ids, self.arguments.chunk))
 
-    def _outcome(self, make: Callable[[], Cache], attention: str, model: Any = None, padding: int = 0) -> Outcome:
-        parts = [self._outcome_of(group, make(), attention, model, padding) for group in self.groups]
-        return Outcome.joined(parts)
+    def _outcome(self, model: Any) -> Outcome:
+        """The outcome of a model with a cache of its own dtype."""
+        groups = self.groups
+        return Outcome.joined([self._outcome_of(g, DynamicCache(config=model.config), "sdpa", model) for g in groups])
 
     def _outcome_of(self, group: Group, cache: Cache, attention: str, model: Any = None, padding: int = 0) -> Outcome:
-        options = dict(chunk=self.arguments.chunk, first=self.arguments.first, padding=padding)
+        options = dict(chunk=self.arguments.chunk, first=self.first, padding=padding)
         return read_documents(model or self.model, group.read, group.ids, group.known, cache, attention, **options)
 
     def _row(self, name: str, all_in: float, packed: float, applied: Stress, outcome: Outcome) -> dict[str, Any]:
@@ -325,7 +329,7 @@ class Evaluation:
     def noise_floor(self) -> None:
         """Add the row of the model in bf16."""
         model = AutoModelForCausalLM.from_pretrained(self.arguments.model, dtype=torch.bfloat16).to(self.device).eval()
-        outcome = self._outcome(lambda: DynamicCache(config=model.config), "sdpa", model)
+        outcome = self._outcome(model)
         _, dim = heads(self.config)
         self.outcomes[NOISE, NONE] = outcome
         self._add(self._row(NOISE, 4.0 * dim, 4.0 * dim, stress.UNSTRESSED, outcome))
@@ -333,7 +337,7 @@ class Evaluation:
     def generate(self, methods: list[Method], deadline: float) -> None:
         """Add to their rows where free generation first differs from the float32 cache's."""
         tokens = self.arguments.generate
-        chosen = [i for i, document in enumerate(self.read) if not document.single][: self.arguments.generated]
+        chosen = [i for i, document in enumerate(self.read) if not document.single][:GENERATED]
         prompts = token_ids(self.read, self.device)[chosen, : self.arguments.tokens - tokens]
         exact = continued(self.model, prompts, DynamicCache(config=self.config), "sdpa", tokens)
         for method in methods:
@@ -395,7 +399,7 @@ class Evaluation:
                 "seeds": arguments.seeds,
                 "document_tokens": arguments.tokens,
                 "chunk": arguments.chunk,
-                "scored_from": arguments.first,
+                "scored_from": self.first,
                 "rows": self.rows,
             }
         )
@@ -424,7 +428,6 @@ def parse_arguments() -> argparse.Namespace:
     stress.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=4096, help="length of a document")
     parser.add_argument("--chunk", type=int, help="tokens read at a time; by default 256, of bytes 128")
-    parser.add_argument("--first", type=int, help="first position that is scored; by default 0, of bytes 512")
     parser.add_argument("--batch", type=int, help="documents read at once; by default all")
     parser.add_argument("--text", type=Path, help="text of a model with a tokenizer; by default that of real_model.py")
     parser.add_argument("--documents", type=int, default=11, help="documents of a model with a tokenizer")
@@ -432,8 +435,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--depths", type=int, default=9, help="documents with a pass key, for each seed")
     parser.add_argument("--recalls", type=int, default=3, help="documents with 16 facts, for each seed")
     parser.add_argument("--generate", type=int, help="tokens to generate freely; by default none, of bytes 512")
-    parser.add_argument("--generated", type=int, default=8, help="maximum number of documents to continue")
-    parser.add_argument("--torch", action="store_true", help="read blocks in torch even where kernels could")
     parser.add_argument("--minutes", type=float, default=60.0, help="measure no further row after this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
@@ -449,8 +450,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     logging.disable_progress_bar()
-    if arguments.torch:
-        triton_blocks.HAS_TRITON = False
     started = time.monotonic()
     evaluation = Evaluation(arguments)
     estimator = evaluation.estimator

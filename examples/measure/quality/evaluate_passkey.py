@@ -31,6 +31,8 @@ from tq_hf.compat import as_input
 
 GREATEST_DEPTH = 0.9
 """Pass keys are not hidden in the last tenth of a document: part of that is still in the dense residual."""
+FACTS = 16
+"""Facts in each document of several."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ def passkey_documents(count: int, tokens: int) -> list[Document]:
     return documents
 
 
-def recall_documents(count: int, tokens: int, facts: int) -> list[Document]:
-    """Documents of several facts each, at random depths."""
-    return [Document(*needle.recall_prompt(tokens, facts, seed)) for seed in range(count)]
+def recall_documents(count: int, tokens: int) -> list[Document]:
+    """Documents of `FACTS` facts each, at random depths."""
+    return [Document(*needle.recall_prompt(tokens, FACTS, seed)) for seed in range(count)]
 
 
 @torch.no_grad()
@@ -132,8 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=3968, help="length of a document")
     parser.add_argument("--passkeys", type=int, default=60, help="documents that hide a pass key")
-    parser.add_argument("--recalls", type=int, default=10, help="documents of several facts")
-    parser.add_argument("--facts", type=int, default=16, help="facts in each of those")
+    parser.add_argument("--recalls", type=int, default=10, help=f"documents of {FACTS} facts")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
     parser.add_argument("--residual-length", type=int, help="instead of the presets' own")
     parser.add_argument("--sink-tokens", type=int, help="instead of the presets' own")
@@ -160,8 +161,8 @@ def main() -> None:
     }
     caches = {preset: partial(TurboQuantCache, model.config, preset, **overrides) for preset in arguments.presets}
     passkeys = passkey_documents(arguments.passkeys, arguments.tokens)
-    recalls = recall_documents(arguments.recalls, arguments.tokens, arguments.facts)
-    recall_batch = max(1, arguments.batch // arguments.facts)
+    recalls = recall_documents(arguments.recalls, arguments.tokens)
+    recall_batch = max(1, arguments.batch // FACTS)
     with Progress() as progress:
         steps = -(-len(passkeys) // arguments.batch) + -(-len(recalls) // recall_batch)
         task = progress.add_task("documents", total=steps * (len(caches) + 1))

@@ -6,6 +6,7 @@ family by family (`OVERRIDES`). Nothing is taken from transformers' own testers,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -281,18 +282,17 @@ def tiny_model(model_type: str, attention: str | None = None, seed: int = 0) -> 
     Raises:
         Exception: Whatever the family raises when its config or model does not allow such sizes.
     """
-    kind, config = model_class(model_type), tiny_config(model_type)
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind(tiny_config(model_type)).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{model_type} has {size} parameters: not tiny.")
-    return random_model(kind, config, attention, seed)
+    return random_model(model_class(model_type), tiny_config(model_type), LARGEST, attention, seed)
 
 
 def random_model(
-    kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None, seed: int = 0
+    kind: type[PreTrainedModel], config: PreTrainedConfig, largest: int, attention: str | None = None, seed: int = 0
 ) -> PreTrainedModel:
-    """A model as `tiny_model` makes them, of any config."""
+    """A model as `tiny_model` makes them, of any config. Raises `ValueError` for more than `largest` parameters."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+    if size > largest:
+        raise ValueError(f"{kind.__name__} has {size:,} parameters, more than {largest:,}.")
     torch.manual_seed(seed)
     model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     model.generation_config.pad_token_id = 0

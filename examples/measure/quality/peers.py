@@ -22,10 +22,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from tq_kernels.format import FP8_MAX
 from transformers import PreTrainedConfig, QuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from tq_hf.codec.codebook import FP8_MAX, levels
+from tq_hf.codec.codebook import levels
 from tq_hf.codec.rotation import hadamard, rotate, rotate_back
 
 Code = Callable[[torch.Tensor], torch.Tensor]

@@ -3,14 +3,13 @@
     python -m examples.measure.quality.published_runs                     # every family, on a GPU if there is one
     python -m examples.measure.quality.published_runs gemma4_text llama   # these
     python -m examples.measure.quality.published_runs --distinct          # one family of each kind of heads and layers
-    python -m examples.measure.quality.published_runs --float32           # not in bf16, which may choose other experts
-    python -m examples.measure.quality.published_runs --processes 8 --backend eager    # graphs of kernels not compiled
+    python -m examples.measure.quality.published_runs --processes 8       # a family in each
 
 A model has one layer of each kind and the published numbers and widths of query and KV heads; hidden size (where it is
 not that of the heads), vocabulary and experts are cut. It reads a prompt, decodes, reads on after a history, fills a
 preallocated cache by `generate()` and by `graph_decoding`, and answers a batch. Logits are held to those of a cache
 that is read dequantized by eager attention, tokens of graphs to those of `generate()`. Printed as families end, and
-not kept. A GPU compiles kernels for each size of heads, and `--backend` (of `torch.compile`) each family's step.
+not kept. A GPU compiles kernels for each size of heads, and each family's step.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,12 +123,8 @@ def published_model(model_type: str, device: torch.device, dtype: torch.dtype) -
         ValueError: It has too many parameters for a sweep.
         Exception: Whatever the family raises where its config does not allow such sizes.
     """
-    kind, config = model_class(model_type), tiny_config(model_type, published_heads)
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{model_type} has {size} parameters.")
-    return random_model(kind, config, "turboquant").to(device, dtype)
+    config = tiny_config(model_type, published_heads)
+    return random_model(model_class(model_type), config, LARGEST, "turboquant").to(device, dtype)
 
 
 class Heads(NamedTuple):
@@ -230,8 +224,8 @@ def outcome(check: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
-def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str = "inductor") -> Run:
-    """All operations of one family. `backend` of `torch.compile` makes the steps that are captured on a GPU.
+def run(model_type: str, device: torch.device, dtype: torch.dtype) -> Run:
+    """All operations of one family.
 
     Raises:
         Exception: The family cannot be built at these sizes.
@@ -249,7 +243,7 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
 
     def graphs() -> str:
         caches = [TurboQuantCache(model.config, max_cache_len=ROOM, **PACKED) for _ in range(2)]
-        step = dict(custom_generate=graph_decoding, compile_config=CompileConfig(backend=backend))
+        step = dict(custom_generate=graph_decoding, compile_config=CompileConfig())
         own, graph = generated(model, caches[0], disable_compile=True), generated(model, caches[1], **step)
         return "right" if torch.equal(own, graph) else f"{int((own != graph).sum())} tokens differ"
 
@@ -281,15 +275,15 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
     return Run(heads, outcomes, said)
 
 
-def line(model_type: str, float32: bool, backend: str) -> tuple[str, bool]:
+def line(model_type: str) -> tuple[str, bool]:
     """What is printed of a family, and whether its process can go on: not after an error of the device."""
     transformers_logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" and not float32 else torch.float32
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     start = time.perf_counter()
     torch.compiler.reset()
     try:
-        found = run(model_type, device, dtype, backend)
+        found = run(model_type, device, dtype)
         wrong = {name: kind for name, kind in found.outcomes.items() if kind != "right"}
         text = f"{model_type} ({found.heads}): {wrong or 'right'}; torch: {found.in_torch or 'nothing'}"
     except Exception as error:
@@ -335,14 +329,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="model types (default: all)")
     parser.add_argument("--distinct", action="store_true", help="of families with the same heads and layers only one")
-    parser.add_argument("--float32", action="store_true")
     parser.add_argument("--processes", type=int, help="number of families at a time, each in a process")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile, for captured steps; eager is quick")
     chosen = parser.parse_args(arguments)
     names = chosen.names or [name for name in model_types() if name not in NOT_TESTABLE]
     names = distinct(names) if chosen.distinct else names
-    work = partial(line, float32=chosen.float32, backend=chosen.backend)
-    lines = in_processes(work, names, chosen.processes) if chosen.processes else (work(name)[0] for name in names)
+    lines = in_processes(line, names, chosen.processes) if chosen.processes else (line(name)[0] for name in names)
     for text in lines:
         print(text, flush=True)
 

@@ -56,6 +56,7 @@ BOS, EOS, PAD = 256, 257, 258
 STAGE_ENDS = (0.15, 0.65, 1.0)
 """Share of the training at which each context of ``--contexts`` ends; short contexts first learn recall sooner."""
 ANSWER_WEIGHT = 8.0
+TOKENS_PER_STEP, LEARNING_RATE = 65_536, 2e-3
 WARMUP_STEPS = 200
 CHECK_STEPS = 200
 """Steps between looks at held-out recall, at the longest context."""
@@ -206,8 +207,9 @@ def train(model: PreTrainedModel, accelerator: Accelerator, args: argparse.Names
         [np.append(np.frombuffer(text.encode(), np.uint8).astype(np.int16), np.int16(EOS)) for text in documents]
     )
     accelerator.print(f"corpus: {len(documents)} files, {len(corpus) / 1e6:.1f} MB")
+    on_gpu = accelerator.device.type == "cuda"
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=accelerator.device.type == "cuda"
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu
     )
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     wrapped.train()
@@ -217,7 +219,7 @@ def train(model: PreTrainedModel, accelerator: Accelerator, args: argparse.Names
         return (time.monotonic() - started) / 60
 
     def batches(context: int) -> Iterator[dict[str, torch.Tensor]]:
-        size = max(1, args.tokens_per_step // context)
+        size = max(1, TOKENS_PER_STEP // context)
         data = NeedleDataset(corpus, context, args.seed)
         yield from accelerator.prepare(DataLoader(data, size, num_workers=args.workers, pin_memory=True))
 
@@ -227,7 +229,7 @@ def train(model: PreTrainedModel, accelerator: Accelerator, args: argparse.Names
             if done >= end:
                 break
             for group in optimizer.param_groups:
-                group["lr"] = args.lr * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - done)
+                group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - done)
             inputs, targets, weights = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["weights"][:, 1:]
             logits = wrapped(input_ids=inputs, use_cache=False).logits
             losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(weights)
@@ -325,17 +327,14 @@ def main() -> None:
     parser.add_argument("--enough", type=float, default=1.1, help="held-out recall at which training winds down")
     parser.add_argument("--steps", type=int, default=100_000, help="step limit of the training")
     parser.add_argument("--contexts", type=int, nargs=3, default=[1024, 4096, 8192], help="context of each stage")
-    parser.add_argument("--tokens-per-step", type=int, default=65_536)
-    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=8, help="processes that make sequences")
     parser.add_argument("--eval-seeds", type=int, default=12, help="prompts for each depth; 0 skips the evaluation")
-    parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     set_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     # Compiling the repeated layer instead of the whole model takes seconds rather than a minute for each context.
-    plugin = None if args.no_compile else TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
     accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=plugin)
     model, tokenizer = build_model(args.model), build_tokenizer()
     record: dict[str, object] = {"parameters": model.num_parameters()} | train(model, accelerator, args)

@@ -7,7 +7,6 @@ from typing import Any
 from examples.measure.report.page import cache_name, note, shape, source, table
 
 GIB = 2**30
-PEERS = " over peer memory"
 
 
 def named(name: str) -> str:
@@ -43,7 +42,7 @@ def steps(record: dict[str, Any]) -> str:
         found = [one.get(name), split.get(name), spread.get(name)]
         if ", " not in name or not any("ms_per_step" in str(each) or "error" in str(each) for each in found):
             continue
-        before, after = milliseconds(found[0] or one.get(name.replace(PEERS, ""))), milliseconds(found[1])
+        before, after = milliseconds(found[0]), milliseconds(found[1])
         faster = f"**{before / after:.2f}×**" if before and after else "–"
         lines.append([named(name), cell(found[0]), cell(found[1]), faster, cell(found[2])])
     held = next(([one[name], *split[name]] for name in one if name in split and "bytes_held" in one[name]), None)

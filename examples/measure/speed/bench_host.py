@@ -2,10 +2,6 @@
 
     python -m examples.measure.speed.bench_host [--layers 32] [--profile]
 
-A first prompt: what `generate(max_new_tokens=1)` asks of a cache, from making it and the mask to the attention of the
-last layer, with an sdpa that does nothing; beside it the same of transformers' `DynamicCache`. Its states are small:
-`DynamicCache` copies them, which on a GPU is a launch.
-
 An eager decode step: `update` of every layer and attention on what it returned, as a model's layers call them, for a
 cache that grows and for a preallocated one; also with what beam search does before each step (beams change places) and
 with what offloading does (layers are moved away and back; on a CPU that is all but the copies).
@@ -25,7 +21,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +29,10 @@ import torch
 from tq_kernels.common import launcher
 from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode import launch as decode_launch
-from transformers import Cache, DynamicCache, LlamaConfig
-from transformers.masking_utils import create_causal_mask
+from transformers import LlamaConfig
 
 from examples.provenance import LLAMA_8B
-from tq_hf import TurboQuantCache, attention
+from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
 from tq_hf.layers.handle import resolve
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -63,42 +57,11 @@ def empty_launches() -> Iterator[list[int]]:
         patch.object(decode_launch, "current_raw_stream", lambda device: 0),
         patch.object(launcher, "current_raw_stream", lambda device: 0),
         patch.object(triton_blocks, "interpreted", lambda: True),
-        patch.object(attention, "sdpa_attention_forward", lambda module, query, *_, **__: (query, None)),
     ):
         for kernel in kernels:
             patches.enter_context(patch.object(kernel, "function", compiled))
             patches.enter_context(patch.dict(kernel.variants, clear=True))
         yield launches
-
-
-def first_prompts(
-    layers: int, tokens: int, make: Callable[[LlamaConfig], Cache], implementation: str
-) -> Iterator[float]:
-    """Seconds of each first prompt over all layers of a new cache. Freeing it does not count."""
-    small = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
-    config = LlamaConfig(**{**LLAMA_8B, **small})
-    config._attn_implementation = implementation
-    module: Any = SimpleNamespace(config=config, is_causal=True, training=False)
-    query, keys, values = (torch.randn(1, heads, tokens, 16, dtype=torch.bfloat16) for heads in (4, 1, 1))
-    hidden, padding = torch.empty(1, tokens, 16, dtype=torch.bfloat16), torch.ones(1, tokens, dtype=torch.int64)
-    for _ in range(STEPS):
-        start = time.thread_time()
-        cache = make(config)
-        mask = create_causal_mask(config, hidden, padding, cache)
-        for layer in range(layers):
-            held = cache.update(keys, values, layer)
-            if implementation == "turboquant":
-                turboquant_attention(module, query, *held, mask, scaling=0.25)
-        yield time.thread_time() - start
-        del cache
-
-
-PROMPTS: dict[str, tuple[Callable[[LlamaConfig], Cache], str]] = {
-    "growing": (TurboQuantCache, "turboquant"),
-    "preallocated": (partial(TurboQuantCache, max_cache_len=1024), "turboquant"),
-    "DynamicCache": (lambda config: DynamicCache(config=config), "sdpa"),
-}
-"""How a cache is made, and the attention of the model."""
 
 
 def as_before(cache: TurboQuantCache) -> None:
@@ -153,25 +116,13 @@ CASES: dict[str, tuple[int | None, Callable[[TurboQuantCache], None]]] = {
 """Room of the cache, and what happens before each step."""
 
 
+@torch.no_grad()
 def measure(case: str, layers: int = 32, profile: cProfile.Profile | None = None) -> tuple[list[float], float]:
     """Microseconds a layer of each step, sorted, and launches a layer."""
-    return repeated(decode_steps(layers, *CASES[case]), layers, profile)
-
-
-def measure_prompt(
-    case: str, tokens: int, layers: int = 32, profile: cProfile.Profile | None = None
-) -> tuple[list[float], float]:
-    """The same of each first prompt."""
-    return repeated(first_prompts(layers, tokens, *PROMPTS[case]), layers, profile)
-
-
-@torch.no_grad()
-def repeated(times: Iterator[float], layers: int, profile: cProfile.Profile | None) -> tuple[list[float], float]:
-    """Microseconds a layer of each time, sorted, and launches a layer."""
     torch.set_num_threads(1)
     with empty_launches() as launches:
         seconds = []
-        for index, second in enumerate(times):
+        for index, second in enumerate(decode_steps(layers, *CASES[case])):
             seconds.append(second)
             if profile and index == 10:
                 profile.enable()
@@ -193,14 +144,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     arguments = parser.parse_args()
-    runs: dict[str, Any] = {
-        f"first prompt of {tokens} tokens, {case}": partial(measure_prompt, case, tokens)
-        for tokens in (128, 512)
-        for case in PROMPTS
-    }
-    for case, run in (runs | {case: partial(measure, case) for case in CASES}).items():
+    for case in CASES:
         profile = cProfile.Profile() if arguments.profile else None
-        us, each = run(arguments.layers, profile)
+        us, each = measure(case, arguments.layers, profile)
         print(f"{case}: {fast(us):.1f} us a layer ({statistics.median(us):.1f} median), {each:.2f} launches")
         if profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(22)

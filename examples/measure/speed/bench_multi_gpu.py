@@ -7,7 +7,7 @@ in `PARTS`. The processes share out what is measured on one GPU, each on its own
 Steps are timed as in `bench_generate` and `bench_serve`, on caches that were filled with random keys and values, or on
 pages. JSON is written after each measurement, and one that fails leaves its error.
 
-A step of `graph_decoding` is also compared with eager steps on the same tokens, and its kernels are listed by name.
+A step of `graph_decoding` is also compared with eager steps on the same tokens, and its kernels are summed by groups.
 
 Before each compiled step of `generate()` torch evaluates guards, which tell whether anything in the model has changed,
 and takes apart sharded parameters (`DTensor`s): that occupies the host for milliseconds while the GPUs wait. These
@@ -28,12 +28,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,7 +43,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
-from transformers.distributed.tensor_parallel import RowwiseParallel
 
 from examples.measure.speed import bench_serve
 from examples.measure.speed.bench_generate import ROOM, Variant, fill, go_on, step_seconds
@@ -253,7 +250,7 @@ def microseconds(call: Callable[[], Any], ranks: int, times: int = REPLAYS) -> f
 
 
 def kernels(replay: Callable[[], Any], ranks: int) -> dict[str, Any]:
-    """Where a replayed step's time goes, in microseconds: by groups of kernels and by name."""
+    """Where a replayed step's time goes, in microseconds, by groups of kernels."""
     unobserved = microseconds(replay, ranks)
     for replays in (1, 1 + REPLAYS):  # the first starts the profiler
         meet(ranks)
@@ -278,15 +275,12 @@ def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, A
     """
     spans = spans[len(spans) // replays :]
     busy, until = 0.0, spans[0][0]
-    groups, names = dict.fromkeys([*KERNELS, "other"], 0.0), dict[str, list[float]]()
+    groups = dict.fromkeys([*KERNELS, "other"], 0.0)
     for begin, end, name in spans:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
         group = next((group for group, pattern in KERNELS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
         groups[group] += (end - begin) / (replays - 1)
-        one = names.setdefault(name[:100], [0.0, 0.0])
-        one[0] += 1 / (replays - 1)
-        one[1] += (end - begin) / (replays - 1)
     wall = (until - spans[0][0]) / (replays - 1)
     at = [i for i, span in enumerate(spans) if span[2].startswith("decode_split")][-3:-1]
     layer = spans[at[0] : at[1]] if len(at) == 2 else []
@@ -297,7 +291,6 @@ def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, A
         "launches": len(spans) / (replays - 1),
         "groups": groups,
         "layer": [[name[:60], begin - layer[0][0], end - layer[0][0]] for begin, end, name in layer],
-        "names": dict(sorted(names.items(), key=lambda item: -item[1][1])[:40]),
     }
 
 
@@ -339,7 +332,6 @@ class PeerMemory:
         return cls.buffer
 
 
-@torch.library.custom_op("bench_multi_gpu::one_shot_all_reduce", mutates_args=())
 def one_shot_all_reduce(x: torch.Tensor) -> torch.Tensor:
     """Sum over all processes: each reads the buffers of the others. Without GPUs, gloo computes the sum."""
     if x.is_cuda:
@@ -352,30 +344,9 @@ def one_shot_all_reduce(x: torch.Tensor) -> torch.Tensor:
     return reduced
 
 
-@one_shot_all_reduce.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def may_read_peers() -> bool:
     """Whether NVLink multicast is off, which peer memory would be set up with."""
     return not ON_GPU or os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1"
-
-
-@contextmanager
-def one_shot_all_reduces(elements: int) -> Iterator[None]:
-    """Sums of row-wise layers by `one_shot_all_reduce` in place of NCCL: transformers has no option for that."""
-    real = RowwiseParallel.transform_output_post_forward
-
-    def transform(self: Any, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        if isinstance(output, DTensor) or output.numel() > elements:
-            return real(self, module, output, mesh)
-        return one_shot_all_reduce(output)
-
-    if ON_GPU:
-        PeerMemory.of(elements)
-    with patch.object(RowwiseParallel, "transform_output_post_forward", transform):
-        yield
 
 
 def all_reduces(model: PreTrainedModel, batches: list[int]) -> dict[str, Any]:
@@ -496,9 +467,9 @@ def jobs_of(part: str, tiny: bool) -> dict[str, Job]:
     return {}
 
 
-PARTS = ("graph_decoding", "pages", "generate", "all_reduce", "one_shot", "device_map")
-"""Steps of `graph_decoding`; of many requests on packed pages; that `generate()` compiles; all-reduces alone;
-`graph_decoding` with all-reduces over peer memory; eager steps, with layers on both GPUs. Measured in this order."""
+PARTS = ("graph_decoding", "pages", "generate", "all_reduce", "device_map")
+"""Steps of `graph_decoding`; of many requests on packed pages; that `generate()` compiles; all-reduces alone; eager
+steps, with layers on both GPUs. Measured in this order."""
 
 
 class Process:
@@ -574,17 +545,14 @@ class Process:
 
     def tensor_parallel(self, expected: dict[str, Any]) -> None:
         """All jobs of a model that the processes hold together."""
-        parts = self.parts("graph_decoding", "all_reduce", "one_shot", "pages", "generate")
+        parts = self.parts("graph_decoding", "all_reduce", "pages", "generate")
         if not parts:
             return
         model = load(self.config, distributed_config=DistributedConfig(tp_plan="auto"))
-        shapes = TINY_SHAPES if self.arguments.tiny else SHAPES
         for part in parts:
             jobs = jobs_of(part, self.arguments.tiny)
             if part == "all_reduce":
                 jobs["all_reduce"] = partial(all_reduces, batches=[1, 8, 32])
-            if part == "one_shot" and may_read_peers():
-                jobs |= {label("graph_decoding over peer memory", s): self.one_shot(s) for s in shapes[::-1]}
             for name, job in jobs.items():
                 if self.gather(self.late())[0]:
                     break
@@ -596,13 +564,6 @@ class Process:
         # A captured CUDA graph holds its communicator: destroying that first would wait forever.
         del model
         release()
-
-    def one_shot(self, shape: Shape) -> Job:
-        def job(model: PreTrainedModel) -> dict[str, Any]:
-            with one_shot_all_reduces(32 * model.config.hidden_size):
-                return graph_step(model, shape)
-
-        return job
 
     def device_map(self, expected: dict[str, Any]) -> None:
         """The jobs of a model that the first process spreads over both GPUs."""

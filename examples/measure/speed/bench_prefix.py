@@ -9,12 +9,9 @@ tokens through one layer, with the memory beyond the packed store at every check
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.common.device import target
-from tq_kernels.prefix.launch import PrefixConfig, prefix_config
+from tq_kernels.prefix.launch import prefix_config
 from tq_kernels.types import AttentionOptions
 from transformers import DynamicCache, PreTrainedModel
 from triton.testing import do_bench
@@ -41,13 +38,6 @@ HEADS = (32, 8, 128)
 CELLS = ((2048, 30 * 1024), (128, 128 * 1024))
 SWEEP = [(s, t) for t in (4096, 32768, 131072) for s in (17, 32, 64, 128, 512, 2048)]
 PRESETS = ("4bit_nc", "k8v4", "3bit_nc")
-CANDIDATES = (
-    PrefixConfig(128, 128, 8, 1, None, 1),
-    PrefixConfig(128, 64, 8, 1, 128, 2),
-    PrefixConfig(64, 64, 4, 1, None, 2),
-    PrefixConfig(64, 64, 4, 1, 168, 3),
-)
-"""Launch parameters tried against the table's."""
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
@@ -89,16 +79,6 @@ def dense_attention(new: int, length: int, device: torch.device) -> dict[str, Ca
     }
 
 
-def fused(view: View, query: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The fused way with other launch parameters than the table's."""
-    original = triton_blocks.attend_prefix
-    triton_blocks.attend_prefix = lambda *args, **kwargs: original(*args, **kwargs, **options)
-    try:
-        return triton_blocks.attend_many(query, view, None, AttentionOptions(HEADS[2] ** -0.5))
-    finally:
-        triton_blocks.attend_prefix = original
-
-
 def ways(view: View, query: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """The ways this library has for a call."""
     scaling = HEADS[2] ** -0.5
@@ -137,32 +117,14 @@ def relative_error(view: View, query: torch.Tensor, out: torch.Tensor) -> float:
     return ((out[:, :, :2].double() - expected).norm() / expected.norm()).item()
 
 
-def compile_one(preset: str, config: PrefixConfig | None, splits: int) -> None:
-    """Compile a variant in a process of its own: Triton's cache on disk then has it."""
-    view, query = filled(preset, 64, 2048, torch.device("cuda", 0))
-    fused(view, query, config=config, splits=splits)
-
-
-def compile_all(candidates: tuple[PrefixConfig, ...]) -> None:
-    """Compile every variant this benchmark launches, side by side."""
-    jobs = [(preset, None, splits) for preset in PRESETS for splits in (1, 2)]
-    jobs += [("4bit_nc", config, splits) for config in candidates for splits in (1, 2)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(jobs), 14), mp_context=context) as pool:
-        for job in [pool.submit(compile_one, *job) for job in jobs]:
-            job.result()
-
-
 def run() -> dict[str, Any]:
-    """The two cells, by preset and launch parameters, and the sweep; prints lines and returns the record."""
+    """The two cells by preset, and the sweep; prints lines and returns the record."""
     device = torch.device("cuda", 0)
     record: dict[str, Any] = provenance(device, f"attention of one layer, heads {HEADS}, bf16")
     start = time.perf_counter()
-    compile_all(CANDIDATES)
-    print(f"compiled in {time.perf_counter() - start:.0f} s")
-    table = prefix_config(HEADS[2], HEADS[2], 4, 4, target(device))
+    table = prefix_config(HEADS[2], HEADS[2], target(device))
     record["config"] = str(table)
-    record["cells"], record["candidates"], record["sweep"] = [], [], []
+    record["cells"], record["sweep"] = [], []
     for new, history in CELLS:
         baselines = {name: milliseconds(f) for name, f in dense_attention(new, history + new, device).items()}
         flops = 4 * HEADS[0] * HEADS[2] * new * (history + new / 2)
@@ -186,10 +148,6 @@ def run() -> dict[str, Any]:
                     f"error {cell['relative_rms']:.1e}",
                     flush=True,
                 )
-            for config in CANDIDATES if preset == "4bit_nc" else ():
-                time_ms = milliseconds(partial(fused, view, query, config=config))
-                record["candidates"].append({"new": new, "history": history, "config": str(config), "ms": time_ms})
-                print(f"    {time_ms:.3f} ms {flops / time_ms / 1e9:.0f} TFLOPS {config}", flush=True)
     for new, history in SWEEP:
         view, query = filled("4bit_nc", new, history, device)
         times = {name: milliseconds(f) for name, f in ways(view, query).items()}

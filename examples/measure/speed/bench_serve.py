@@ -64,25 +64,19 @@ class Engine:
     config: TurboQuantConfig | None = None
     compile_level: int = 0
     scheduler: str = "fifo"
-    batch_tokens: int | None = None
 
 
 def engines(
-    configs: dict[str, TurboQuantConfig],
-    levels: Sequence[int] = (0,),
-    schedulers: Sequence[str] = ("fifo",),
-    batch_tokens: Sequence[int | None] = (None,),
+    configs: dict[str, TurboQuantConfig], levels: Sequence[int] = (0,), schedulers: Sequence[str] = ("fifo",)
 ) -> list[Engine]:
     """Installed engines; packed pages with all combinations of options, named where they are not the default."""
     found = [Engine("stock, sdpa")]
     for version, available in ((2, is_flash_attn_2_available), (3, is_flash_attn_3_available)):
         if available():
             found.append(Engine(f"stock, flash {version}", f"flash_attention_{version}"))
-    for (name, config), *chosen in itertools.product(configs.items(), levels, schedulers, batch_tokens):
-        level, scheduler, most = chosen
+    for (name, config), level, scheduler in itertools.product(configs.items(), levels, schedulers):
         said = [f"compile level {level}"] * bool(level) + [scheduler] * (scheduler != "fifo")
-        said += [] if most is None else [f"steps of {most}"]
-        found.append(Engine(", ".join([name, *said]), "sdpa", config, *chosen))
+        found.append(Engine(", ".join([name, *said]), "sdpa", config, level, scheduler))
     return found
 
 
@@ -125,10 +119,7 @@ def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cac
     """A running manager, sized for these requests as `generate_batch` would."""
     model.set_attn_implementation(engine.attention)
     options = ContinuousBatchingConfig(
-        auto_switch_to_flash=False,
-        default_compile_level=engine.compile_level,
-        scheduler_type=engine.scheduler,
-        max_batch_tokens=engine.batch_tokens,
+        auto_switch_to_flash=False, default_compile_level=engine.compile_level, scheduler_type=engine.scheduler
     )
     if cache_tokens is not None:
         options.num_blocks = -(-cache_tokens // STOCK_PAGE)
@@ -299,13 +290,11 @@ def step_of(results: list[Any], prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def decode_requests(
-    batch: int, context: int, vocabulary: int, arguments: argparse.Namespace, batch_tokens: int | None
-) -> list[Request]:
+def decode_requests(batch: int, context: int, vocabulary: int, arguments: argparse.Namespace) -> list[Request]:
     """Requests of `context` tokens that are all in flight for `arguments.steps` steps."""
     generator = random.Random(arguments.seed)
-    # Early prompts are answered while later ones are read, a step for each `max_batch_tokens` (by default 8192).
-    new = arguments.steps + math.ceil(batch * context / (batch_tokens or 8192)) + batch // 8 + 8
+    # Early prompts are answered while later ones are read, a step for each 8192 tokens, the default.
+    new = arguments.steps + math.ceil(batch * context / 8192) + batch // 8 + 8
     return [Request(random_prompt(generator, context, vocabulary), new) for _ in range(batch)]
 
 
@@ -314,7 +303,7 @@ def decoded(
 ) -> dict[str, Any]:
     """The row of an engine with `batch` requests of `context` tokens in flight."""
     vocabulary = model.config.get_text_config().vocab_size
-    requests = decode_requests(batch, context, vocabulary, arguments, engine.batch_tokens)
+    requests = decode_requests(batch, context, vocabulary, arguments)
     with session(model, engine, requests, arguments.cache_tokens) as manager:
         row: dict[str, Any] = held(manager)
         # A token more for each request, for pages that are not full.
@@ -381,7 +370,7 @@ def cells(
     vocabulary = model.config.get_text_config().vocab_size
     dense = dict(sink_tokens=arguments.sink_tokens, residual_length=arguments.residual_length)
     configs = {preset: TurboQuantConfig.from_preset(preset, **dense) for preset in arguments.presets}
-    chosen = engines(configs, arguments.compile_levels, arguments.schedulers, arguments.batch_tokens)
+    chosen = engines(configs, arguments.compile_levels, arguments.schedulers)
     for shape in arguments.shapes:
         batch, context = map(int, shape.split("x"))
         named = {"kind": "decode", "batch": batch, "context": context}
@@ -430,7 +419,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     levels = [0, 1] if torch.cuda.is_available() else [0]
     parser.add_argument("--compile-levels", nargs="+", type=int, default=levels, help="of decode steps on packed pages")
     parser.add_argument("--schedulers", nargs="+", default=["fifo"], help="of packed pages: fifo, shortest_first")
-    parser.add_argument("--batch-tokens", nargs="+", type=int, default=[None], help="most tokens of a step, likewise")
     parser.add_argument("--only", help="only cells whose name this finds, e.g. 'trace', '^decode 32x2048 4bit_nc$'")
     parser.add_argument("--shapes", nargs="*", default=sizes["shapes"], help="requests x tokens of decode cells")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that a decode cell measures")

@@ -89,7 +89,7 @@ def vllm_rows(dtype: str, layers: int, arguments: argparse.Namespace) -> tuple[l
     for shape in arguments.shapes:
         batch, context = map(int, shape.split("x"))
         row = {"kind": "decode", "batch": batch, "context": context, "cache_tokens": room}
-        requests = bench_serve.decode_requests(batch, context, config.vocab_size, arguments, None)
+        requests = bench_serve.decode_requests(batch, context, config.vocab_size, arguments)
         if room < batch * (context + requests[0].new):
             row["error"] = f"room for {room:,} tokens"
         else:

@@ -64,7 +64,7 @@ SLOW = ("efficient", "math")
 """Implementations that support heads of 512 channels."""
 
 
-def microseconds(function: Callable[[], Any], repeat: int) -> float:
+def microseconds(function: Callable[[], Any], repeat: int = 20) -> float:
     """Median device time of a call; `repeat` is in milliseconds."""
     return do_bench(function, warmup=5, rep=repeat, return_mode="median") * 1e3
 
@@ -85,7 +85,7 @@ def captured(function: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def sdpa(batch: int, length: int, heads: tuple[int, int, int], device: torch.device, repeat: int) -> dict[str, float]:
+def sdpa(batch: int, length: int, heads: tuple[int, int, int], device: torch.device) -> dict[str, float]:
     """Time of each backend in bf16 with grouped heads."""
     query_heads, kv_heads, dim = heads
     query = torch.randn(batch, query_heads, 1, dim, device=device, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ def sdpa(batch: int, length: int, heads: tuple[int, int, int], device: torch.dev
                     scaled_dot_product_attention, query, keys, values, enable_gqa=query_heads != kv_heads
                 )
                 # As ours: a host that other work slows down launches too late.
-                times[name] = min(microseconds(call, repeat), microseconds(captured(call), repeat))
+                times[name] = min(microseconds(call), microseconds(captured(call)))
         except RuntimeError:
             continue  # this backend does not take the shape
     return times
@@ -169,12 +169,12 @@ def relative_error(preset: str, heads: tuple[int, int, int], device: torch.devic
     return ((step().double() - expected).norm() / expected.norm()).item()
 
 
-def encode_microseconds(preset: str, device: torch.device, repeat: int) -> float:
+def encode_microseconds(preset: str, device: torch.device) -> float:
     """A prompt's 32k tokens x 16 vectors (8 KV heads of 128 channels, keys and values) in bf16."""
     config = TurboQuantConfig.from_preset(preset)
     packed = PackedBlocks.allocate(config.layout(128), 1, 8, 256, device)
     keys, values = (torch.randn(1, 8, 32768, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return microseconds(lambda: dispatch.encode(config, keys, values, packed, 0), repeat)
+    return microseconds(lambda: dispatch.encode(config, keys, values, packed, 0))
 
 
 def step_cost(device: torch.device, layers: int = 32, room: int | None = None) -> dict[str, float]:
@@ -216,7 +216,7 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"{torch.cuda.get_device_name(device)}: reads {read:.0f} GB/s")
     cells, errors = [], []
     steps = {"step": step_cost(device), "preallocated_step": step_cost(device, room=2048)}
-    encoding = {preset: encode_microseconds(preset, device, arguments.repeat) for preset in PRESETS}
+    encoding = {preset: encode_microseconds(preset, device) for preset in PRESETS}
     print("encode 32k tokens x 16 vectors:", ", ".join(f"{preset} {us:.1f} us" for preset, us in encoding.items()))
     record: dict[str, Any] = provenance(device, "attention alone")
     record |= {"read_gb_s": read, "errors": errors, "encode_us": encoding, "cells": cells} | steps
@@ -226,7 +226,7 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
             errors.append({"heads": heads, "preset": preset, "relative_rms": relative_error(preset, heads, device)})
             print(f"error {heads} {preset}: {errors[-1]['relative_rms']:.1e}")
         for batch, length in SHAPES:
-            baseline = sdpa(batch, length, heads, device, arguments.repeat)
+            baseline = sdpa(batch, length, heads, device)
             best = min(baseline.values(), default=float("nan"))
             for preset in PRESETS:
                 config = TurboQuantConfig.from_preset(preset)
@@ -237,7 +237,7 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
                 packed = random_blocks(layout, batch, kv_heads, blocks, device)
                 call, _ = prepared(config, packed, dense - SINKS, query_heads, torch.bfloat16)
                 call()
-                eager, graph = microseconds(call, arguments.repeat), microseconds(captured(call), arguments.repeat)
+                eager, graph = microseconds(call), microseconds(captured(call))
                 gigabytes = batch * kv_heads * (blocks * layout.block_bytes + dense * 2 * dim * 2) / 1e9
                 cell = {
                     "batch": batch,
@@ -266,7 +266,6 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("kernels", help="decode attention against bf16 attention")
     command.add_argument("--all-heads", action="store_true", help="all head shapes, not only (32, 8, 128)")
-    command.add_argument("--repeat", type=int, default=20, help="milliseconds of repetitions per figure")
     command.set_defaults(run=kernels)
     command = commands.add_parser("generate", help="a decode step of generate(), with transformers' caches and ours")
     command.add_argument("--model", help="a model of the hub or a folder; by default a random Llama of 8B shape")

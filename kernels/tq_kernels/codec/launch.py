@@ -222,14 +222,12 @@ class DequantizeConfig:
         columns: Number of channels a program writes.
         resident: Whether the rotation stays in shared memory for all blocks of a program.
         warps: Warps of a program.
-        programs_per_multiprocessor: Number of programs launched for a multiprocessor.
     """
 
     chunks: int
     columns: int
     resident: bool
     warps: int
-    programs_per_multiprocessor: int
 
 
 def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantizeConfig:
@@ -237,17 +235,10 @@ def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> Dequa
     if capability[0] == 9 and dim <= 256:
         warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
         columns = 64 if bits < 4 and dim > 128 else 128
-        return DequantizeConfig(
-            4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
-        )
+        return DequantizeConfig(4 if bits < 4 else 1, columns, resident=True, warps=warps)
     columns = 128 if capability[0] >= 8 else 64
-    return DequantizeConfig(
-        8 if dim > 256 and bits >= 4 else 4,
-        columns,
-        resident=False,
-        warps=8 if dim > 32 else 4,
-        programs_per_multiprocessor=2,
-    )
+    chunks = 8 if dim > 256 and bits >= 4 else 4
+    return DequantizeConfig(chunks, columns, resident=False, warps=8 if dim > 32 else 4)
 
 
 def dequantize(
@@ -288,7 +279,7 @@ def dequantize(
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)
-        programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
+        programs = 2 * on.multiprocessors // (batch * heads * tiles)  # two of a multiprocessor
         constants = (*(states.shape[-1], dim, tile, bits, is_value, config.chunks), *(columns, config.resident, on.asm))
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),

@@ -64,7 +64,8 @@ class Target:
         multiprocessors: Number of streaming multiprocessors.
         shared_bytes: Shared memory of one of them.
         capability: Compute capability of an NVIDIA GPU; (0, 0) for other GPUs and for the interpreter.
-        small_levels: Whether products keep subnormal fp16 numbers (NVIDIA; AMD's MI200 takes them for 0).
+        small_levels: Whether matrix products keep subnormal fp16 numbers and may have 8 columns (NVIDIA; AMD's MI200
+            takes subnormal numbers for 0, and AMD's products have 16 columns and more, or use the vector ALU).
         amd: Whether this is an AMD GPU.
     """
 
@@ -89,11 +90,6 @@ class Target:
         """Channels of the widest heads that kernels take: wider tiles do not fit Turing's registers, nor the shared
         memory of AMD's cards."""
         return 512 if self.small_levels and not self.fragments else 256
-
-    @property
-    def narrow_products(self) -> bool:
-        """Whether matrix products may have 8 columns (NVIDIA; AMD's have 16 and more, or use the vector ALU)."""
-        return self.small_levels
 
     @property
     def dependent_launch(self) -> bool:

@@ -49,7 +49,7 @@ def _chunks(dim: int, bits: int, least: int, most: int) -> int:
 
 def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
     """Look up the heuristic table; `key_dim` and `value_dim` are padded."""
-    block_rows = 8 if rows <= 8 and on.narrow_products else 16
+    block_rows = 8 if rows <= 8 and on.small_levels else 16
     wide = max(key_dim, value_dim)
     if wide > 256:
         # Buffers leave room for three programs. Two pairs of their four warps compute the same logits, half as many

@@ -31,7 +31,6 @@ class LatentConfig:
         chunks: Parts of a latent, whose products follow one another.
         warps: Warps of a program.
         stages: 1, and the number of tiles whose words are copied ahead.
-        registers: Most registers of a thread, or `None`.
         programs_per_multiprocessor: Number of programs a multiprocessor holds.
     """
 
@@ -40,7 +39,6 @@ class LatentConfig:
     chunks: int
     warps: int
     stages: int
-    registers: int | None = None
     programs_per_multiprocessor: int = 1
 
 
@@ -54,12 +52,12 @@ def takes_latents(layout: BlockLayout, device: torch.device) -> bool:
 
 
 @lru_cache
-def latent_config(rows: int, layout: BlockLayout, on: Target) -> LatentConfig:
+def latent_config(rows: int, on: Target) -> LatentConfig:
     """Look up the heuristic table for `rows` = Hq * S query rows."""
     if on.shared_bytes < 120 * 1024:
         return LatentConfig(16 if rows <= 16 else 32, 32, 4, 8, 1)
     if rows <= 16:
-        return LatentConfig(16, 64, 8, 4, 2, None, 2) if on.shared_bytes > 200 * 1024 else LatentConfig(16, 64, 4, 8, 2)
+        return LatentConfig(16, 64, 8, 4, 2, 2) if on.shared_bytes > 200 * 1024 else LatentConfig(16, 64, 4, 8, 2)
     # Hopper's products have 64 rows, and are faster for 32 rows, too (H200: 8 x 32k in 135 instead of 150 us).
     return LatentConfig(64, 64, 4, 8, 3) if on.capability[0] == 9 else LatentConfig(32, 64, 4, 8, 2)
 
@@ -85,7 +83,7 @@ def latent_scratch_bytes(
     """Most bytes of scratch of a step for at most `batch` sequences with at most `queries` new tokens, any number of
     blocks, and at most `dense` dense tokens."""
     on, rows = target(device), query_heads * queries
-    config, count = fitted(latent_config(rows, layout, on), layout), batch * rows
+    config, count = fitted(latent_config(rows, on), layout), batch * rows
     # `prefix_splits` chooses splits for two waves at most.
     programs = 2 * on.multiprocessors * config.programs_per_multiprocessor
     partials = max(count, programs * config.block_rows) + -(-dense // config.tile) * count
@@ -153,7 +151,7 @@ def attend_latents(
         numbers += (ring[0].shape[2], *strides, None, None, None)
         out = torch.empty_like(latent, memory_format=torch.contiguous_format)
     rows = query_heads * queries
-    config = fitted(config or latent_config(rows, layout, on), layout)
+    config = fitted(config or latent_config(rows, on), layout)
     count, row_tiles = batch * rows, -(-rows // config.block_rows)
     if splits is None:
         # A program has two blocks at least: more partial results take longer to merge than another block takes.
@@ -175,9 +173,6 @@ def attend_latents(
     )
     causal = options.causal and mask is None and queries > 1
     constants = latent_constants(layout, causal, kind, config, on, place)
-    limits: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
-    if config.registers is not None:
-        limits["maxnreg"] = config.registers
     SPLIT(
         (row_tiles, batch, splits),
         (
@@ -187,7 +182,8 @@ def attend_latents(
         (rows, count, queries, *numbers, options.log2_factors[0]),
         constants,
         (constants, config, dtype, mask is None, index),
-        **limits,
+        num_warps=config.warps,
+        num_stages=config.stages,
     )
     block_s = min(triton.next_power_of_2(splits), 16384 // key_dim)
     constants = (key_dim, config.tile, block_s, 8)

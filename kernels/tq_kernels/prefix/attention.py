@@ -96,7 +96,6 @@ class PrefixShape(NamedTuple):
     BOUNDS: tl.constexpr
     BLOCK_R: tl.constexpr
     STEP: tl.constexpr
-    STAGES: tl.constexpr
     ASM: tl.constexpr
     ROWS: tl.constexpr
     BLOCK_WORDS: tl.constexpr
@@ -175,7 +174,8 @@ def _attend_blocks(
     reference = spill(reference[None, :], scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
     reference = tl.reshape(reference, [C.BLOCK_DK])
     rotated = spill(rotated.to(tl.float16), scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
-    for block in tl.range(first, last, num_stages=C.STAGES):
+    # A second block ahead would take registers that the products need: 13 % slower (H200, 4 bits).
+    for block in tl.range(first, last, num_stages=1):
         if blocks.block_table is None:
             at = block0 + block
             scales_at = scale_at + block * TOKENS
@@ -305,7 +305,7 @@ def prefix_attention(
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    STEP: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr,  # this and the rest: 0 without a block table
     BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
@@ -317,7 +317,7 @@ def prefix_attention(
     counts rows of all sequences. Programs without a tile end at once.
     """
     C: tl.constexpr = PrefixShape(
-        DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, BLOCK_R, STEP, STAGES, ASM,
+        DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, BLOCK_R, STEP, ASM,
         ROWS, BLOCK_WORDS, SINKS, RING,
     )  # fmt: skip
     head = tl.program_id(1)

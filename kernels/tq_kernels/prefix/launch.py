@@ -32,16 +32,12 @@ class PrefixConfig:
         block_rows: Query rows of a program.
         step: Tokens between two updates of the maximum, 64 or 128.
         warps: Warps of a program.
-        stages: Number of blocks copied ahead.
-        registers: Most registers of a thread, or `None`.
         programs_per_multiprocessor: Number of programs a multiprocessor holds.
     """
 
     block_rows: int
     step: int
     warps: int
-    stages: int
-    registers: int | None
     programs_per_multiprocessor: int
 
 
@@ -51,18 +47,15 @@ def block_of(dim: int) -> int:
 
 
 @lru_cache
-def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, on: Target) -> PrefixConfig:
+def prefix_config(key_dim: int, value_dim: int, on: Target) -> PrefixConfig:
     """Look up the heuristic table."""
     largest = max(block_of(key_dim), block_of(value_dim))
     if on.asm < AMPERE.value:
         # Products without asynchronous copies hold their operands in registers and shared memory: small tiles.
-        return PrefixConfig(32, 64, 4, 1, None, 2)
+        return PrefixConfig(32, 64, 4, 2)
     if largest > 128:
-        return PrefixConfig(64, 64, 8 if on.dependent_launch else 4, 1, None, 1)
-    if on.dependent_launch:
-        # A second block ahead takes registers that the products need: 13 % slower (H200, 4 bits).
-        return PrefixConfig(128, 128, 8, 1, None, 1)
-    return PrefixConfig(64, 128, 8, 1, None, 1)
+        return PrefixConfig(64, 64, 8 if on.dependent_launch else 4, 1)
+    return PrefixConfig(128 if on.dependent_launch else 64, 128, 8, 1)
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
@@ -117,7 +110,7 @@ def prefix_constants(
     """Constants of the attention kernel on this target, in order; `pages` are those that only a block table needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
     flags = (key_bits, value_bits, causal, mask, bounds, has_aux, split)
-    tiles = (config.block_rows, config.step, config.stages, on.asm)
+    tiles = (config.block_rows, config.step, on.asm)
     return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages)
 
 
@@ -162,7 +155,7 @@ def attend_prefix(
     batch, query_heads, queries, key_dim = query.shape
     kv_heads, value_dim = packed.key_words.shape[1], residual[1].shape[3]
     groups, on = query_heads // kv_heads, target(query.device)
-    config = config or prefix_config(key_dim, value_dim, *packed.layout.bits, on)
+    config = config or prefix_config(key_dim, value_dim, on)
     rows, heads = groups * queries, batch * kv_heads
     row_tiles = -(-rows // config.block_rows)
     fresh = (residual[0][:, :, :0], residual[1][:, :, :0]) if new is None else new
@@ -177,9 +170,6 @@ def attend_prefix(
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     capacity = max(residual[0].shape[2], 1)
     mask_kind, mask_strides = mask_layout(mask)
-    limits: dict[str, Any] = {"num_warps": config.warps}
-    if config.registers is not None:
-        limits["maxnreg"] = config.registers
     flags = (options.causal and mask is None, mask_kind, *options.flags, splits > 1)
     constants = prefix_constants(key_dim, value_dim, *packed.layout.bits, *flags, config, on)
     seen, aux = query if mask is None else mask, query if options.s_aux is None else options.s_aux
@@ -216,7 +206,7 @@ def attend_prefix(
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),
-        **limits,
+        num_warps=config.warps,
     )  # fmt: skip
     if splits > 1:
         merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=options.s_aux is not None)
@@ -266,12 +256,10 @@ def _many_sizes(
     return row_tiles, splits, [operands, sums * dim if splits > 1 else 0, sums]
 
 
-def many_scratch_bytes(
-    total: int, count: int, heads: tuple[int, int], dim: int, bits: tuple[int, int], on: Target
-) -> int:
+def many_scratch_bytes(total: int, count: int, heads: tuple[int, int], dim: int, on: Target) -> int:
     """Most bytes of scratch of `attend_many` for up to `total` new tokens of up to `count` sequences of any lengths;
     `heads` are query and KV heads."""
-    config = prefix_config(dim, dim, *bits, on)
+    config = prefix_config(dim, dim, on)
     shared = 2 * on.multiprocessors * config.programs_per_multiprocessor
     tiles, _, _ = _many_sizes(total, count, 1, heads, dim, config, on)
     # Tiles are split only into `shared` parts or fewer.
@@ -299,7 +287,7 @@ def attend_many(
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], sequences.cu_seqlens_q.shape[0] - 1
     groups, width, on = query_heads // kv_heads, sequences.block_table.shape[1], target(query.device)
-    config = prefix_config(dim, dim, pages.key_bits, pages.value_bits, on)
+    config = prefix_config(dim, dim, on)
     rows = groups * total
     row_tiles, splits, sizes = _many_sizes(total, count, width, (query_heads, kv_heads), dim, config, on)
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
@@ -310,9 +298,6 @@ def attend_many(
     padded = triton.next_power_of_2(max(count, sequences.least_padding))
     place = (pages.page_rows, pages.block_words, padded, pages.sinks, pages.ring_rows)
     constants = prefix_constants(dim, dim, pages.key_bits, pages.value_bits, *flags, config, on, place)
-    limits: dict[str, Any] = {"num_warps": config.warps}
-    if config.registers is not None:
-        limits["maxnreg"] = config.registers
     (query_s, query_h), (new_t, new_h), (new_vt, new_vh), (out_s, out_h) = (x.stride()[:2] for x in (*tokens, out))
     strides = specialised((query_s, query_h, new_t, new_h, new_vt, new_vh, out_s, out_h))
     dtypes = (query.dtype, pages.rows.dtype, key.dtype, aux.dtype, out.dtype)
@@ -342,7 +327,7 @@ def attend_many(
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),
-        **limits,
+        num_warps=config.warps,
     )
     if splits > 1:
         merge(

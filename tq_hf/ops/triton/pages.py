@@ -83,8 +83,7 @@ def step_scratch_bytes(
     """Most bytes of scratch of a step of `total` new tokens of `requests` sequences; see `decode_scratch_bytes`."""
     most = decode_scratch_bytes(requests, heads, config, layout, like)
     if supports_paged_prompts(like, layout):
-        bits, on = (config.key_bits, config.value_bits), target(like.device)
-        most = max(most, many_scratch_bytes(total, requests, heads, layout.key_dim, bits, on))
+        most = max(most, many_scratch_bytes(total, requests, heads, layout.key_dim, target(like.device)))
     return most
 
 
