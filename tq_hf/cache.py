@@ -276,8 +276,8 @@ class TurboQuantCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_room(self, tokens: int) -> None:
-        """Raise a `ValueError` if a preallocated cache with layers of linear attention has no room for `tokens` more:
-        such a layer reads them before another layer could refuse them, and forgets nothing."""
+        """Raise a `ValueError` if a preallocated cache with layers of linear attention has no room for `tokens` more.
+        Layers of linear attention read them before another layer could refuse them, and forget nothing."""
         if self.preallocated_for is None or not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers):
             return
         full: Any = next((layer for layer in self.layers if isinstance(layer, FullAttentionLayer)), None)

@@ -28,7 +28,7 @@ def test_packed_and_dense_latents_give_the_same(heads: int, context: int, monkey
     for config in bench_latents.DENSE_CONFIGS[rows]:
         dense = bench_latents.attend_dense_latents(inputs.query, states, config)[:, 0]
         assert relative_rms(inputs.attend().transpose(0, 1), dense.cpu().double()) < 1e-2
-    assert len(bench_latents.CONFIGS[rows]) >= 3
+    assert len(bench_latents.CONFIGS[rows]) >= 2
 
 
 def test_rows_are_shown() -> None:

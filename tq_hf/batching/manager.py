@@ -29,7 +29,7 @@ from .geometry import TableShape
 from .linear import LinearLayers, StateOffloading
 from .options import RequestOptions, options_of, prompt_ids, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions
-from .requests import AnswerRouter, Detokenizer, WakeUp, named, one_line, scheduler_class
+from .requests import AnswerRouter, Detokenizer, StepAbandoned, WakeUp, named, one_line, scheduler_class
 from .runner import TurboQuantModelRunner, compile_config_of
 
 logger = logging.get_logger(__name__)
@@ -40,10 +40,6 @@ lists instead of a block table."""
 CPU_REQUESTS, CPU_TOKENS = 16, 8192
 """Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
 share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
-
-
-class StepAbandoned(Exception):
-    """All requests of the running step are cancelled, or the engine stops at once."""
 
 
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
@@ -125,23 +121,17 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
             self.output_router.fail_and_deliver(child, error)
 
     def fail_step(self, error: Exception, in_step: bool) -> None:
-        """Fail the requests of a step that raised `error`, and reset its inputs.
+        """Fail the requests of a step that raised `error`, and reset its inputs. `in_step`: whether the step ran then.
 
         All active requests fail if the error came from outside of the step, or if another step is running; and if there
         are none, those that wait.
-
-        Args:
-            error: The exception.
-            in_step: Whether the step was running when `error` was raised.
         """
-        scheduler, io = self.scheduler, self.inputs_and_outputs
+        scheduler, io = cast(Any, self.scheduler), self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if in_step and isinstance(io, ContinuousBatchingIOs):
             failed = {name: state for name, state in failed.items() if name in self.computed}
-        if not failed:  # the error came while waiting requests were scheduled, and would come again
-            failed = dict(scheduler.waiting_requests)
-            scheduler.waiting_requests.clear()
-            scheduler.waiting_requests_order.clear()
+        elif not failed:  # the error came while waiting requests were scheduled, and would come again
+            failed = scheduler.drop_waiting()
         # Log the long traceback at debug level only: each later step may fail in the same way.
         logger.debug("Where a step of continuous batching failed:", exc_info=error)
         logger.error(f"A step of continuous batching failed, and with the step {named(failed)}: {one_line(error)}")
@@ -401,11 +391,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().cancel_request(request_id)
             self._cancelled.add(request_id)
 
-    def _forget(self, request_id: str) -> None:
-        """Free the id of a cancelled request: it has no output."""
-        self.output_router.release(request_id)
-        self._cancelled.discard(request_id)
-
     def _stop_abandoned_step(self) -> None:
         """Raise `StepAbandoned` before a layer if all requests of the step are cancelled.
 
@@ -553,7 +538,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         scheduler: Any = scheduler_class(options.scheduler_type)(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
-        scheduler.detokenizer, scheduler.forget = self.detokenizer, self._forget
+        scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.release
         return TurboQuantBatchProcessor(
             cache=cache,
             config=decoder,

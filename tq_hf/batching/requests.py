@@ -25,6 +25,10 @@ LISTED = 8
 """Maximum number of requests that a line of the log names."""
 
 
+class StepAbandoned(Exception):
+    """All requests of the running step are cancelled, or the engine stops at once."""
+
+
 class WakeUp(threading.Event):
     """Event that wakes the loop for a request, a cancellation, a pause or a stop. transformers' own loop polls ten
     times a second.
@@ -202,6 +206,13 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             if cancelled:  # their pages are free, as after an answer
                 self.block_new_requests = False
             return cancelled
+
+        def drop_waiting(self) -> dict[str, RequestState]:
+            """Remove all waiting requests, and return them by id."""
+            waiting = dict(self.waiting_requests)
+            self.waiting_requests.clear()
+            self.waiting_requests_order.clear()
+            return waiting
 
         def schedule_batch(self, *budgets: int) -> Any:
             order = [] if self.block_new_requests else [each.request_id for each in self._get_waiting_candidates()]

@@ -208,7 +208,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
     is_croppable = True
 
     room: int | None = None
-    """Number of tokens that the cache has room for in its layers of full attention; `None` without such layers. A call
+    """Number of tokens that the cache's layers of full attention have room for, `None` without these layers. A call
     that exceeds it is refused here, before a window changes."""
     record_past = False
     _recorded: KeyValue | None = None

@@ -198,9 +198,9 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     return build_split(arch, f"*{dtype}", key_bits=bits[0], value_bits=bits[1], dim=dim)
 
 
-def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, rows: int = 1) -> Compiled:
+def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, rows: int = 1, dtype: str = "fp16") -> Compiled:
     """`rotate_query` with this number of rows and warps in a program."""
-    types = ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
+    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
     *sizes, _ = plan(arch, *bits, dim=dim).rotate_constants
     return build(rotate_query, types, (*sizes, rows), arch, num_warps=rows)
 
