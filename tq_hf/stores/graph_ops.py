@@ -236,7 +236,7 @@ def _dense_tokens_shape(
 def dense(view: View) -> KeyValue:
     """The keys and values `[B, Hkv, view.length, D]` of a view, dequantized.
 
-    In a decode step of a preallocated store the newest token is appended first, zeros follow the last, and the host
+    In a decode step of a preallocated store the newest tokens are appended first, zeros follow the last, and the host
     reads nothing. The time follows the room, as for transformers' static cache."""
     tensors, counts, length = view.tensors, view.counts, view.length
     if not isinstance(counts, DeviceCounts):

@@ -10,7 +10,7 @@ block that a short call encoded is *pending*: its dense rows stay in the residua
 
 Two things are left for later. `settle` does them, and all operations but reads and decode steps begin with it:
 
-- The newest token is pending: the attention that reads it writes it, in the launch that rotates its queries.
+- The newest tokens may be pending: the attention that reads them writes them, mostly as its queries are rotated.
 - A balanced configuration takes its channel scales from the last long call before the first block is encoded. They
   depend on the queries of that call: if `append` is told to defer, attention shows them (`encode_deferred`).
 

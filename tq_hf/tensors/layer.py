@@ -226,12 +226,12 @@ class View(NamedTuple):
         tensors: The tensors read.
         counts: Counts on the host; the residual rows end with the new tokens, unless `new` holds those. `None` for a
             first call, which reads its own states, `new`. In a decode step of a preallocated store the counts are on
-            the device, and hold what the step attends to once the newest token is appended.
+            the device, and hold what the step attends to once the newest tokens are appended.
         length: Number of rows of this view's dense states. With counts on the host: past and new tokens. With counts on
             the device: the capacity.
         past_length: Number of tokens cached before this call; `None` if the device alone knows.
-        pending: The newest token, if it may not be in the residual's ring yet. The attention of this view writes it;
-            all other readers write it first.
+        pending: The newest token (in a decode step of a preallocated store, up to 16), if it may not be in the
+            residual's ring yet. The attention of this view writes it; all other readers write it first.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.
     """

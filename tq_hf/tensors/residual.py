@@ -31,11 +31,11 @@ def new_rows(like: KeyValue, count: int) -> KeyValue:
 
 
 class PendingToken:
-    """New token that is not in the residual yet. The attention of its step writes it, all other readers before they
-    read. The writer sets `states` to `None`.
+    """New token that is not in the residual yet, or those of a step with drafts. The attention of the step writes them,
+    all other readers before they read. The writer sets `states` to `None`.
 
     Args:
-        states: Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`.
+        states: Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; S is 1 where counts are on the host.
         slot: Row in the residual's ring; 0 where counts on the device decide it.
     """
 

@@ -11,6 +11,7 @@ of the spelling without PTX, which has never run there. Reading fp16 is what a k
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Iterable
@@ -234,6 +235,7 @@ def predictions(fit: Fit, counts: dict[str, dict[str, dict[str, float]]]) -> lis
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     counts = counted()
     results = json.loads((RESULTS / f"{CALIBRATION}.json").read_text(encoding="utf-8"))
     cells, card = measured_cells(results), CARDS["H200"]

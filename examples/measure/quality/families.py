@@ -7,8 +7,8 @@ python -m examples.measure.quality.families sizes        # published sizes, two 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import warnings
 from collections import Counter
 from typing import Any
@@ -102,4 +102,6 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", metavar="MODEL_TYPE", help="by default all; `page` and `sizes` alone")
+    main(parser.parse_args().only)

@@ -3,7 +3,7 @@ dense tokens that are left (`decode/README.md` draws it).
 
 A *stream* is one KV head of one batch row and one tile of its query rows. The packed blocks of all streams form one
 sequence, stream after stream, and each of the W resident programs (*workers*) takes one contiguous share of it, so all
-have the same work whatever the shape. With fewer blocks than workers, the first workers take one each. A share may span
+have the same work whatever the shape. With few blocks, the first workers take one or two each. A share may span
 streams: worker w writes its partial result for stream s to slot w + s. Both grow along the sequence, and one of them
 with each new piece: slots are unique, and the pieces of stream s lie in consecutive slots. Each stream counts as if it
 began with `START` more blocks, because a program that goes on to another stream has to begin anew.

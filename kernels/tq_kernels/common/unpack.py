@@ -4,7 +4,7 @@ A word tile has the shape `[M, K]` of the matrix operands it unpacks to; every w
 of a block at once (the format is defined in `tq_hf/codec/packing.py`). With ASM a tile element is an int16, half of an
 int32 word, so that the 32-bit register of two neighbours along K is exactly one stored word: byte permutes look up the
 levels and no data moves between threads. A kernel that permutes what it unpacked must keep Triton from moving the
-permuted layout above the look-up (`tq_kernels.codec.dequantize._two_planes`). Without ASM (interpreter, sm_75, AMD) a
+permuted layout above the look-up (`tq_kernels.codec.dequantize._two_planes`). Below Ampere (interpreter, sm_75, AMD) a
 tile element is the whole int32 word, loaded once per neighbour, and shifts pick the neighbour's codes.
 
     load_words     packed words of a tile, in the form the chosen spelling needs
@@ -178,7 +178,7 @@ def unpack4(words, odd, SMALL: tl.constexpr, ASM: tl.constexpr):
 
     Args:
         words: [M, K] from `load_words`.
-        odd: [1, K] int32, column % 2 (used without ASM).
+        odd: [1, K] int32, column % 2 (used below Ampere).
         SMALL: Whether to give levels times SMALL_UNIT.
 
     Returns:
@@ -215,7 +215,7 @@ def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: 
     Args:
         words: [M, K] from `load_words`, crumb tile QUARTER // 2.
         signs: [M, K] from `load_words`, the sign tile.
-        odd: [1, K] int32, column % 2 (used without ASM).
+        odd: [1, K] int32, column % 2 (used below Ampere).
         SMALL: Whether to give levels times SMALL_UNIT.
 
     Returns:
@@ -248,7 +248,7 @@ def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
 
     Args:
         words: [M, K] from `load_words`, crumb tile QUARTER // 2.
-        odd: [1, K] int32, column % 2 (used without ASM).
+        odd: [1, K] int32, column % 2 (used below Ampere).
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
@@ -275,7 +275,7 @@ def unpack8(words, odd, ASM: tl.constexpr):
 
     Args:
         words: [M, K] from `load_words`, tile u.
-        odd: [1, K] int32, column % 2 (used without ASM).
+        odd: [1, K] int32, column % 2 (used below Ampere).
 
     Returns:
         Two [M, K] fp16 tiles, planes 2 u and 2 u + 1.

@@ -146,7 +146,7 @@ class DecodeLaunch:
                 its dtype. Over pages `[T, Hkv, D]` of all new tokens; strides of these and of the query are multiples
                 of 8.
             slot: Row of the residual for that token.
-            append: `AppendLaunch` that appends the token instead.
+            append: `AppendLaunch` that appends the token instead, or S tokens.
             fill: Over pages, whether to write 0 for padding tokens; requires T >= B and at most one new token a
                 sequence.
 

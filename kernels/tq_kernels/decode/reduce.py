@@ -1,7 +1,9 @@
 """Merge the partial results of `tq_kernels.decode.split` and rotate the packed part's output back.
 
 weight[i, r] = exp2(lse[i, r] - max)
-out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial / f) / (sum weight + exp(s_aux))
+out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial / f) / (sum weight + exp2(s_aux log2(e) - max))
+
+f are the channel scales of values.
 """
 
 from __future__ import annotations
