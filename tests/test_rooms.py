@@ -89,16 +89,16 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2550,  # each field of OpenAI's requests, and of JSON in it; several answers are streamed; compare
-        "batching": 4455,  # latents, by rank too; options by request; metrics; beside steps; linear; cancelled requests
+        "batching": 4467,  # latents, by rank too; options by request; metrics; beside steps; linear; cancelled requests
         "graph_decoding": 1255,  # linear layers; stop strings; drafts, over windows; answers that fill a cache
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
-        "layers": 1860,  # latents not expanded, of shards too; rollback of uneven layers; rings; refused calls
+        "layers": 1872,  # latents not expanded, of shards too; rollback of uneven layers; rings; refused calls
         "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
         "ops": 2675,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 875,  # pending tokens; rows of latents; the order of padded rows; dense blocks of pages; counts
         "cache": 507,  # bits of latent layers; one cache for both attentions; padding of a call; refused calls
-        "attention": 375,  # latents, dense states: functions of their own; lost gradients; masks beside empty room
+        "attention": 378,  # latents, dense states: functions of their own; lost gradients; masks beside empty room
         "memory": 105,
         "balance": 125,  # kernels of a probe are compiled together
         "config": 225,  # which layers hold latents, and their bits

@@ -21,6 +21,7 @@ from .tensors.layer import DeviceCounts, View, check_room
 from .tensors.sinks import SinkOrder
 
 NAME = "turboquant"
+TAKE_BACK = "A cache has the tokens of this call in its first layers by now: call `cache.crop(0)`, or take a new one."
 
 
 def turboquant_attention(
@@ -159,7 +160,8 @@ def _attend_dense(
         return sdpa_attention_forward(module, query, key, value, mask, **arguments, **kwargs)
     if dropout:
         raise ValueError(
-            f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
+            f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train. "
+            f"{TAKE_BACK}"
         )
     if (lower := autocast_dtype(query)) is None:
         return dispatch.attend_dense(query, key, value, mask, options), None
@@ -224,7 +226,8 @@ def _refuse_compressed(dropout: float) -> None:
     """Raise the `ValueError` for attention dropout, or for keys masked by head: neither works on a compressed cache."""
     if dropout:
         raise ValueError(
-            f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
+            f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache. "
+            f"{TAKE_BACK}"
         )
     raise ValueError(
         "`masked_key_indices` of the attention module (kvpress's AdaKV) mask keys of single heads, and these keys "

@@ -271,8 +271,7 @@ class TurboQuantCache(DynamicCache):
             self._unchecked = None
         if not torch.compiler.is_dynamo_compiling():
             self._padding = self._observe_padding() if query_length > 1 else None
-            if query_length > 1:  # of a step the padding mask tells, see `turboquant_mask`
-                self._check_room(query_length)
+            self._check_room(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_room(self, tokens: int) -> None:
@@ -281,8 +280,9 @@ class TurboQuantCache(DynamicCache):
         if self.preallocated_for is None or not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers):
             return
         full: Any = next((layer for layer in self.layers if isinstance(layer, FullAttentionLayer)), None)
-        if full is not None:
-            check_room(tokens, int(full.get_seq_length()), self.preallocated_for)
+        if full is not None and not is_capturing():
+            held = full.held_on_host
+            check_room(tokens, int(full.get_seq_length()) if held is None else held, self.preallocated_for)
 
     def _observe_padding(self) -> Padding | None:
         """Padding mask of the function that asks for the sizes of masks; `None` if no token is padded, or all rows

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from transformers import ContinuousBatchingConfig, LlamaConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
@@ -80,6 +80,58 @@ def test_the_id_of_a_cancelled_request_is_free_again(paused: Paused) -> None:
             assert manager.add_request(short, "x") == "x"
             assert manager.get_result("x", timeout=60).generated_tokens == expected
             manager.cancel_request("x")
+        assert not manager.output_router._open
+
+
+def test_an_id_is_taken_until_all_its_answers_are_given() -> None:
+    """A further answer has the id of the request in its own, and a second request of that id would have the same."""
+    first, second = prompts([30, 40])
+    generation = GenerationConfig(max_new_tokens=300, do_sample=True, top_k=1, num_return_sequences=2, eos_token_id=-1)
+    with Session(model_of(max_position_embeddings=8192)) as session:
+        manager = session.batching.init_continuous_batching(generation, session.options)
+        manager.start()
+        manager.add_request(first, "x")
+        while manager.batch_processor is None or len(manager.batch_processor.scheduler.active_requests) < 2:
+            time.sleep(0.001)
+        manager.cancel_request("x")
+        assert manager.add_request(second, "x", max_new_tokens=20) == "x#2"
+        found = {
+            result.request_id: result.generated_tokens for result in (manager.get_result(timeout=60) for _ in "abc")
+        }
+        assert found.keys() == {"x__child#0", "x#2", "x#2__child#0"}
+        assert len(found["x__child#0"]) == 300 and found["x#2"] == session.oracle.generate(second, 20)
+        assert manager.add_request(second, "x", max_new_tokens=1) == "x"
+        assert {manager.get_result(timeout=60).request_id for _ in "ab"} == {"x", "x__child#0"}
+        manager.stop(block=True)
+        assert not manager.output_router._open
+
+
+def test_a_request_that_was_cancelled_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = GenerationConfig(max_new_tokens=5, do_sample=True, top_k=1, num_return_sequences=2, eos_token_id=-1)
+    (prompt,) = prompts([40])
+    with Session(model_of()) as session:
+        manager = session.batching.init_continuous_batching(generation, session.options)
+        processor = manager.batch_processor = manager._create_batch_processor()
+        scheduler, cancelled = processor.scheduler, []
+        fork = scheduler.schedule_batch
+
+        def cancel_first(*budgets: int) -> Any:
+            batch = fork(*budgets)
+            if not cancelled and scheduler._requests_to_fork:
+                cancelled.append(True)
+                scheduler.set_request_cancellation("x")
+                scheduler.clear_cancelled_requests()
+                assert not scheduler._requests_to_fork
+            return batch
+
+        monkeypatch.setattr(scheduler, "schedule_batch", cancel_first)
+        manager.start()
+        manager.add_request(prompt, "x")
+        while not cancelled:
+            time.sleep(0.001)
+        manager.add_request(prompt, "y")
+        assert {manager.get_result(timeout=60).request_id for _ in "ab"} == {"y", "y__child#0"}
+        manager.stop(block=True)
         assert not manager.output_router._open
 
 

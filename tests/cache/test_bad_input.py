@@ -165,6 +165,31 @@ def test_another_batch_is_refused_by_a_first_layer_that_is_not_compressed(name, 
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("limit", [None, 300])
+def test_a_call_with_dropout_is_taken_back_as_its_error_says(limit):
+    model, held = build("llama", attention_dropout=0.1), 200
+    model.set_attn_implementation("turboquant")
+    ids = torch.randint(3, 100, (1, 210), generator=torch.Generator().manual_seed(0))
+    caches = [TurboQuantCache(model.config, max_cache_len=limit) for _ in range(2)]
+    for cache in caches:
+        model(ids[:, :held], **as_input(cache))
+    with pytest.raises(ValueError, match=r"dropout.*`cache.crop\(0\)`"):
+        model.train()(ids[:, held:], **as_input(caches[1]))
+    caches[1].crop(0)
+    expected, found = (model.eval()(ids[:, held:], **as_input(cache)).logits for cache in caches)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_cache_may_be_initialized_early():
+    model = build("gemma3")
+    model.set_attn_implementation("turboquant")
+    cache, config, ids = TurboQuantCache(model.config), model.config, torch.arange(3, 9)[None]
+    cache.early_initialization(1, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu"))
+    expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(model(ids, **as_input(cache)).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_after_reset_another_batch_and_dtype_are_welcome():
     cache = new_cache()
     cache.reset()

@@ -144,3 +144,13 @@ def test_a_call_too_long_is_refused_before_the_first_layer_reads_it(name, change
         found = model(ids[:, held_tokens:50], **as_input(cache)).logits
         expected = model(ids[:, :50], use_cache=False).logits[:, held_tokens:]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        model(ids[:, 50:64], **as_input(cache))
+        before = [state.clone() for layer in cache.layers for state in states_of_linear(layer)]
+        with pytest.raises(ValueError, match="1 tokens to the 64"):
+            model(ids[:, 64:65], **as_input(cache))
+        assert all(map(torch.equal, before, [state for layer in cache.layers for state in states_of_linear(layer)]))
+
+
+def states_of_linear(layer: object) -> list[torch.Tensor]:
+    states = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
+    return [state for each in states for state in each.values()]

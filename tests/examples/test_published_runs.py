@@ -71,12 +71,11 @@ def test_families_with_the_same_heads_are_run_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model_type", "width", "refused"),
-    [("gemma4_text", 512, set()), ("deepseek_v3", 512, {"batches"}), ("gpt_oss", 64, set()), ("phi", 64, set())],
+    ("model_type", "width"), [("gemma4_text", 512), ("deepseek_v3", 512), ("gpt_oss", 64), ("phi", 64)]
 )
-def test_families_run_at_published_sizes(model_type: str, width: int, refused: set[str]) -> None:
+def test_families_run_at_published_sizes(model_type: str, width: int) -> None:
     found = published_runs.run(model_type, CPU, torch.float32)
-    assert found.outcomes == {name: "refused" if name in refused else "right" for name in ALL}
+    assert found.outcomes == dict.fromkeys(ALL, "right")
     assert found.in_torch == []  # on a CPU nothing is missed
     model = published_runs.published_model(model_type, CPU, torch.float32)
     cache = TurboQuantCache(model.config)

@@ -374,22 +374,24 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
-        request_id = self.output_router.claim(request_id)
-        self._cancelled.discard(request_id)
-        ends = list(applied.eos_token_ids) or -1
-        added = super().add_request(
-            input_ids, request_id, applied.max_new_tokens, streaming, record_timestamps, ends, **{OPTIONS: applied}
-        )
-        if added is None:
-            self.output_router.release(request_id)
+        request_id = self.output_router.claim(request_id, applied.num_return_sequences)
+        # Also of further answers.
+        self._cancelled = {name for name in self._cancelled if request_id not in (name, name.rpartition("__child#")[0])}
+        ends, added = list(applied.eos_token_ids) or -1, None
+        try:
+            added = super().add_request(
+                input_ids, request_id, applied.max_new_tokens, streaming, record_timestamps, ends, **{OPTIONS: applied}
+            )
+        finally:
+            if added is None:  # or the queue is full
+                self.output_router.forget(request_id, applied.num_return_sequences)
         return added
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel a request that is not answered yet. On a CPU, a step without other requests ends at once."""
-        # Otherwise a later request of this id would be cancelled.
-        if self.output_router.is_open(request_id) or "__child#" in request_id:
-            super().cancel_request(request_id)
+        if self.output_router.is_open(request_id):  # otherwise a later request of this id would be cancelled
             self._cancelled.add(request_id)
+            super().cancel_request(request_id)
 
     def _stop_abandoned_step(self) -> None:
         """Raise `StepAbandoned` before a layer if all requests of the step are cancelled.
@@ -538,7 +540,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         scheduler: Any = scheduler_class(options.scheduler_type)(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
-        scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.release
+        scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.forget
         return TurboQuantBatchProcessor(
             cache=cache,
             config=decoder,

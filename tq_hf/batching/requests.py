@@ -185,8 +185,8 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 
     class CheckedScheduler(base):
         detokenizer: Detokenizer | None = None
-        forget: Callable[[str], None]
-        """Function of the id of a request that was cancelled."""
+        forget: Callable[[str, int], None]
+        """Function of the id of a request that was cancelled, and its number of answers."""
         number_cancelled = 0
         passed: str | None = None
         """Id of a waiting request that a later one has passed."""
@@ -197,14 +197,14 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             return super()._get_waiting_candidates()
 
         def clear_cancelled_requests(self) -> list[RequestState]:
-            names, cancelled = self._requests_to_cancel, super().clear_cancelled_requests()
+            cancelled = super().clear_cancelled_requests()
             self.number_cancelled += len(cancelled)
-            for name in names:
-                self.forget(name)
-            for state in cancelled:  # a step that runs has no output for it then
-                state.status = RequestStatus.FINISHED
+            for state in cancelled:
+                self.forget(state.request_id, 1 + state.num_children)
+                state.status, state.num_children = RequestStatus.FINISHED, 0  # a step that runs has no output for it
             if cancelled:  # their pages are free, as after an answer
                 self.block_new_requests = False
+                self._requests_to_fork[:] = [state for state in self._requests_to_fork if state.num_children]
             return cancelled
 
         def drop_waiting(self) -> dict[str, RequestState]:
@@ -244,37 +244,49 @@ class AnswerRouter(OutputRouter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: set[str] = set()
+        self._open: dict[str, int] = {}
+        """Number of answers of each request that are not given yet."""
         self._ids = threading.Lock()
-        """Held while ids are claimed or released, and while an answer is delivered whose id is released then."""
+        """Held while ids are claimed or freed, and while an answer is delivered whose id is freed then."""
         self.metrics = Metrics()
 
-    def is_open(self, request_id: str) -> bool:
-        """Whether the request of this id is not answered yet."""
-        with self._ids:
-            return request_id in self._open
+    def _asked(self, request_id: str) -> str:
+        """Id of the request that the answer `request_id` is to: `x` of `x__child#0`."""
+        parent = request_id.rpartition("__child#")[0]
+        return parent if parent in self._open else request_id
 
-    def claim(self, request_id: str) -> str:
-        """Return `request_id`, with a number appended if a request of that id is not answered yet."""
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request has answers that are not given yet."""
+        with self._ids:
+            return self._asked(request_id) in self._open
+
+    def claim(self, request_id: str, answers: int) -> str:
+        """Return `request_id`, with a number appended if a request of that id has answers that are not given yet."""
         with self._ids:
             unique, number = request_id, 1
             while unique in self._open:
                 number += 1
                 unique = f"{request_id}#{number}"
-            self._open.add(unique)
+            self._open[unique] = answers
         return unique
 
-    def release(self, request_id: str) -> None:
-        """Free the id of a request that was cancelled or dropped."""
+    def forget(self, request_id: str, answers: int) -> None:
+        """Count answers that will not be given: of a request that was cancelled or dropped."""
         with self._ids:
-            self._open.discard(request_id)
+            self._count(request_id, answers)
         with self._lock:
             self.result_handlers.pop(request_id, None)
 
-    def _release_finished(self, *outputs: GenerationOutput) -> None:
+    def _count(self, request_id: str, answers: int) -> None:
+        asked = self._asked(request_id)
+        left = self._open.pop(asked, 0) - answers
+        if left > 0:
+            self._open[asked] = left
+
+    def _count_finished(self, *outputs: GenerationOutput) -> None:
         for output in outputs:
             if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
-                self._open.discard(output.request_id)
+                self._count(output.request_id, 1)
                 self.metrics.observe(output)
 
     def _is_awaited(self, output: GenerationOutput) -> bool:
@@ -286,9 +298,9 @@ class AnswerRouter(OutputRouter):
         with self._ids:
             if self._is_awaited(output):
                 super().deliver(output)
-            self._release_finished(output)
+            self._count_finished(output)
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         with self._ids:
             super().deliver_batch([output for output in outputs if self._is_awaited(output)])
-            self._release_finished(*outputs)
+            self._count_finished(*outputs)

@@ -85,6 +85,11 @@ class FullAttentionLayer(BatchedLayer):
         """Let steps have several tokens; assisted decoding calls this."""
         self.record_past = True
 
+    @property
+    def held_on_host(self) -> int | None:
+        """Number of tokens if the host knows it, without waiting for the device."""
+        raise NotImplementedError
+
     def takes_step(self, tokens: int) -> bool:
         """Whether a call of this number of tokens is a decode step of a preallocated layer."""
         raise NotImplementedError
@@ -122,7 +127,7 @@ def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
     Raises:
         ValueError: The layer has states of another batch, shape or dtype, or on another device.
     """
-    if not layer.is_initialized:
+    if not layer.is_initialized or layer.keys.dim() != 4:  # transformers begins with empty tensors `[0]`
         return widened(keys, values, keys.dtype)
     keys, values = widened(keys, values, layer.keys.dtype)
     key_row, value_row = ((*states.shape[:2], 1, *states.shape[3:]) for states in (layer.keys, layer.values))

@@ -100,6 +100,10 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
             return with_num_held((keys, values), past + tokens)
         return keys[:, :, : past + tokens], values[:, :, : past + tokens]
 
+    @property
+    def held_on_host(self) -> int | None:
+        return self.num_tokens
+
     def takes_step(self, tokens: int) -> bool:
         several = self.record_past and 1 < tokens <= STEP_TOKENS
         held = several and (torch.compiler.is_dynamo_compiling() or (self.is_initialized and self.num_tokens != 0))

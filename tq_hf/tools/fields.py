@@ -166,8 +166,8 @@ def fields_of_config(body: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[
     if unknown := sorted(fields.keys() - vars(GenerationConfig()).keys() - REQUEST_FIELDS.keys()):
         raise ValueError(f"`generation_config` has {', '.join(unknown)}, which does not exist.")
     whole_number("num_return_sequences", fields.get("num_return_sequences") or 1, 1, MOST_ANSWERS)
-    extra = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
-    return fields, {name: value for name, value in extra.items() if value is not None}
+    extra = {name: value for name, value in fields.items() if name in REQUEST_FIELDS and value is not None}
+    return {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}, extra
 
 
 def options_of_body(body: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -110,7 +110,8 @@ def published_heads(kind: type[PreTrainedConfig], given: dict[str, Any]) -> dict
         kept[hidden] = defaults[hidden]
     rope = OVERRIDES.get(kind.model_type, {}).get("rope_parameters", {})
     if "mrope_section" in rope:
-        width = kept.get("head_dim") or defaults[hidden or ""] // defaults["num_attention_heads"]
+        width = kept.get("qk_rope_head_dim") or kept.get("head_dim")
+        width = width or defaults[hidden or ""] // defaults["num_attention_heads"]
         sections = [channels * width // TINY_HEAD for channels in rope["mrope_section"]]
         kept["rope_parameters"] = rope | {"mrope_section": sections}
     return kept
