@@ -123,6 +123,7 @@ class TurboQuantCache(DynamicCache):
             model_config.get_text_config(decoder=True), "add_cross_attention", False
         )
         layers = _layers(model_config, self.config, max_cache_len)
+        self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         if isinstance(balance, Balance):
             if not self.config.balance:
                 raise ValueError("`balance` has channel scales, and the preset `balance=False`: leave out either.")
@@ -277,12 +278,11 @@ class TurboQuantCache(DynamicCache):
     def _check_room(self, tokens: int) -> None:
         """Raise a `ValueError` if a preallocated cache with layers of linear attention has no room for `tokens` more.
         Layers of linear attention read them before another layer could refuse them, and forget nothing."""
-        if self.preallocated_for is None or not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers):
+        if self.preallocated_for is None or not self._has_linear_layers or is_capturing():
             return
-        full: Any = next((layer for layer in self.layers if isinstance(layer, FullAttentionLayer)), None)
-        if full is not None and not is_capturing():
-            held = full.held_on_host
-            check_room(tokens, int(full.get_seq_length()) if held is None else held, self.preallocated_for)
+        full = next((layer for layer in self.layers if isinstance(layer, FullAttentionLayer)), None)
+        if full is not None:
+            check_room(tokens, full.count_tokens(), self.preallocated_for)
 
     def _observe_padding(self) -> Padding | None:
         """Padding mask of the function that asks for the sizes of masks; `None` if no token is padded, or all rows

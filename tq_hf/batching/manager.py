@@ -28,7 +28,7 @@ from .checks import check_expansion, check_model, number_of_positions, paged_opt
 from .geometry import TableShape
 from .linear import LinearLayers, StateOffloading
 from .options import RequestOptions, options_of, prompt_ids, with_defaults, with_options
-from .processors import OPTIONS, BatchOptions
+from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import AnswerRouter, Detokenizer, StepAbandoned, WakeUp, named, one_line, scheduler_class
 from .runner import TurboQuantModelRunner, compile_config_of
 
@@ -375,8 +375,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         request_id = self.output_router.claim(request_id, applied.num_return_sequences)
-        # Also of further answers.
-        self._cancelled = {name for name in self._cancelled if request_id not in (name, name.rpartition("__child#")[0])}
+        self._cancelled = {name for name in self._cancelled if request_id not in (name, split_answer_id(name)[0])}
         ends, added = list(applied.eos_token_ids) or -1, None
         try:
             added = super().add_request(

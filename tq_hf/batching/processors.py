@@ -44,10 +44,10 @@ def key_of(seed: int, position: int) -> int:
     return mixed(mixed(seed & 0xFFFFFFFF) ^ position) % 0x7FFFFFFF + 1
 
 
-def number_of_answer(request_id: str) -> int:
-    """Number of an answer among those of one request: 0, or i + 1 in `{request_id}__child#{i}`."""
-    _, child, number = request_id.rpartition("__child#")
-    return int(number) + 1 if child and number.isdecimal() else 0
+def split_answer_id(answer_id: str) -> tuple[str, int]:
+    """Id of the request that an answer is to, and the number of the answer: `x` and i + 1 of `x__child#i`, else 0."""
+    request_id, _, number = answer_id.rpartition("__child#")
+    return (request_id, int(number) + 1) if request_id and number.isdecimal() else (answer_id, 0)
 
 
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -302,7 +302,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
                 self.slots[id(state)] = state, slot, position
             key = GREEDY if not options.do_sample else SAMPLED
             if options.do_sample and options.seed is not None:
-                key = key_of(options.seed + number_of_answer(state.request_id), position)
+                key = key_of(options.seed + split_answer_id(state.request_id)[1], position)
             whole.append((slot, grown, position - prompt, key, options.top_k))
             others.append(options.numbers)
         step.packed = self._neutral.clone()

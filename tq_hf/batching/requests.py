@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from .checks import new_tokens
 from .metrics import Metrics
 from .options import RequestOptions
-from .processors import OPTIONS, TokenLogprobs
+from .processors import OPTIONS, TokenLogprobs, split_answer_id
 
 PATIENCE = 1e-3
 """Seconds per prompt token: how long later and shorter prompts may overtake a prompt under "shortest_first"."""
@@ -250,10 +250,10 @@ class AnswerRouter(OutputRouter):
         """Held while ids are claimed or freed, and while an answer is delivered whose id is freed then."""
         self.metrics = Metrics()
 
-    def _asked(self, request_id: str) -> str:
-        """Id of the request that the answer `request_id` is to: `x` of `x__child#0`."""
-        parent = request_id.rpartition("__child#")[0]
-        return parent if parent in self._open else request_id
+    def _asked(self, answer_id: str) -> str:
+        """Id of the request that an answer is to. A user may have chosen an id that looks like a further answer's."""
+        request_id, _ = split_answer_id(answer_id)
+        return request_id if request_id in self._open else answer_id
 
     def is_open(self, request_id: str) -> bool:
         """Whether a request has answers that are not given yet."""

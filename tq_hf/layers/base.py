@@ -85,9 +85,8 @@ class FullAttentionLayer(BatchedLayer):
         """Let steps have several tokens; assisted decoding calls this."""
         self.record_past = True
 
-    @property
-    def held_on_host(self) -> int | None:
-        """Number of tokens if the host knows it, without waiting for the device."""
+    def count_tokens(self) -> int:
+        """Number of tokens. Waits for the device only after steps that the host could not count."""
         raise NotImplementedError
 
     def takes_step(self, tokens: int) -> bool:

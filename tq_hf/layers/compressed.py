@@ -408,9 +408,9 @@ class TurboQuantLayer(FullAttentionLayer):
         self._edits["all"] += 1
         self.store.crop(-tokens_to_remove)
 
-    @property
-    def held_on_host(self) -> int | None:
-        return 0 if self.store is None else self.store.num_held
+    def count_tokens(self) -> int:
+        held = 0 if self.store is None else self.store.num_held
+        return int(self.get_seq_length()) if held is None else held
 
     def count_replayed(self, length: int | None) -> None:
         """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""

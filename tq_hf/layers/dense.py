@@ -92,7 +92,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
             self.num_tokens = None
             return super().update(key_states, value_states, *args, **kwargs)
         check_rows(self)
-        past = int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
+        past = self.count_tokens()
         check_room(tokens, past, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.num_tokens = past + tokens
@@ -100,9 +100,8 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
             return with_num_held((keys, values), past + tokens)
         return keys[:, :, : past + tokens], values[:, :, : past + tokens]
 
-    @property
-    def held_on_host(self) -> int | None:
-        return self.num_tokens
+    def count_tokens(self) -> int:
+        return int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
 
     def takes_step(self, tokens: int) -> bool:
         several = self.record_past and 1 < tokens <= STEP_TOKENS
