@@ -147,11 +147,7 @@ def check_required_names(feature: str, instead: str) -> None:
 
 
 def untested(installed: dict[str, str]) -> list[str]:
-    """List the packages outside of the tested versions, one clause each.
-
-    Args:
-        installed: Versions by package.
-    """
+    """List the packages outside of the tested versions, one clause each, from the installed version of each package."""
     clauses = []
     for name, (oldest, newest) in TESTED.items():
         number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
@@ -269,11 +265,15 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
                 gc.enable()
 
 
-def capture_failure(error: RuntimeError) -> str:
-    """Return the first line of the error that ended a capture. torch raises a second error when the capture cannot be
-    ended; that one is skipped."""
+def capture_failure(model: Any, error: RuntimeError) -> str:
+    """Describe a decode step that no CUDA graph holds, by the first line of the error that ended the capture. torch
+    raises a second error when the capture cannot be ended; that one is skipped. Grouped products of experts read their
+    sizes on the host, except in bfloat16 on Hopper and newer (torch 2.11)."""
     before = error.__context__ if "previous error during capture" in str(error) else None
-    return str(before or error).partition("\n")[0]
+    reason = str(before or error).partition("\n")[0].rstrip(".")
+    if "grouped_mm" in model.get_experts_implementation().values():
+        reason += '; of grouped experts, call `model.set_experts_implementation("batched_mm")` first'
+    return f"A decode step of {type(model).__name__} cannot be captured as a CUDA graph ({reason})."
 
 
 @lru_cache

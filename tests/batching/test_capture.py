@@ -20,6 +20,7 @@ from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
 
 SENTENCE = "A decode step of LlamaForCausalLM cannot be captured as a CUDA graph"
+REASON = "operation not permitted when stream is capturing"
 LENGTHS = [5, 127, 128, 300, 47]
 LIST_WARM_UPS = runner.TurboQuantModelRunner.list_warm_ups
 
@@ -52,7 +53,7 @@ def reading(model: PreTrainedModel, capture: Capture | None = None) -> PreTraine
 
     def read(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         if capture is not None and capture.active:
-            raise RuntimeError("operation not permitted when stream is capturing\nA second line")
+            raise RuntimeError(f"{REASON}\nA second line")
         inputs[0].sum().item()
 
     model.model.layers[-1].mlp.register_forward_pre_hook(read)
@@ -93,8 +94,7 @@ def test_batches_go_on_without_graphs(
         assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
         assert session.pages_in_use() == 0
     assert capture.begun == len(capture.failed) == 1
-    reason = "operation not permitted when stream is capturing"
-    assert said == [f"{SENTENCE} ({reason}). Kernels of each step are launched one by one, which is slower."]
+    assert said == [f"{SENTENCE} ({REASON}). Kernels of each step are launched one by one, which is slower."]
 
 
 def test_graphs_that_were_asked_for_fail_in_a_sentence(
@@ -153,9 +153,19 @@ def test_graph_decoding_says_so_and_ends_the_capture(monkeypatch: pytest.MonkeyP
     model = reading(model_of(), capture)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=256)
-    with pytest.raises(RuntimeError, match=f"{SENTENCE}. Leave out `custom_generate=graph_decoding`."):
+    sentence = rf"{SENTENCE} \({REASON}\)\. Leave out `custom_generate=graph_decoding`\."
+    with pytest.raises(RuntimeError, match=sentence):
         model.generate(torch.tensor(prompts([9])), **as_input(cache), custom_generate=graph_decoding, **NEW)
     assert len(capture.failed) == 1
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_grouped_experts_are_named_with_what_helps(experts: str) -> None:
+    model = model_of("gpt_oss")
+    model.set_experts_implementation(experts)
+    sentence = compat.capture_failure(model, RuntimeError("Cannot copy.\nA second line"))
+    assert sentence.startswith("A decode step of GptOssForCausalLM cannot be captured as a CUDA graph (Cannot copy")
+    assert ('`model.set_experts_implementation("batched_mm")`' in sentence) == (experts == "grouped_mm")
 
 
 NEW = dict(max_new_tokens=10, do_sample=False)

@@ -191,7 +191,8 @@ def test_a_step_that_inductor_compiled_answers_alike() -> None:
 def test_captured_and_compiled_steps_answer_as_others(family: str) -> None:
     """Batches of other sizes round otherwise: those of graphs are padded. Requests of a graph come and go."""
     model = (hybrid() if family == "qwen3_next" else tiny_model(family)).to(DEVICE)
-    inputs, found = prompts([5, 120, 127, 128, 129, 250, 300, 47, 700]), []
+    model.set_experts_implementation("batched_mm")  # grouped products of float32 cannot be captured
+    inputs, found = prompts([5, 120, 127, 128, 129, 250, 300, 47, 450]), []
     plain = dict(use_cuda_graph=False, use_async_batching=False)
     for way in (plain, {}, {"default_compile_level": 1}):
         with Session(model, num_blocks=2000, max_requests_per_batch=6, **way) as session:

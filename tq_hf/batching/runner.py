@@ -483,9 +483,8 @@ class TurboQuantModelRunner(ModelRunner):
         except RuntimeError as error:
             if not computed:
                 raise
-            failed = f"A decode step of {type(model).__name__} cannot be captured as a CUDA graph"
-            reason = capture_failure(error)
+            failed = capture_failure(model, error)
             if self.graphs_are_requested:
-                raise RuntimeError(f"{failed} ({reason}). Leave out `use_cuda_graph`.") from error
-            logger.warning_once(f"{failed} ({reason}). Kernels of each step are launched one by one, which is slower.")
+                raise RuntimeError(f"{failed} Leave out `use_cuda_graph`.") from error
+            logger.warning_once(f"{failed} Kernels of each step are launched one by one, which is slower.")
             self.use_cuda_graph_decode = False

@@ -23,7 +23,15 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..cache import TurboQuantCache
-from ..compat import CACHE_NAME, as_input, longer_inputs, mark_static_shape, outside_inference_mode, prefill
+from ..compat import (
+    CACHE_NAME,
+    as_input,
+    longer_inputs,
+    mark_static_shape,
+    optimized_for_decode,
+    outside_inference_mode,
+    prefill,
+)
 from ..layers.base import FullAttentionLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
@@ -71,8 +79,7 @@ class StepInputs:
     ) -> None:
         longer = torch.cat([ids, ids.new_zeros(1, tokens)], dim=1)
         first = model.prepare_inputs_for_generation(longer, next_sequence_length=tokens, **inputs)
-        for name in ("input_ids", CACHE_NAME):
-            first.pop(name)
+        del first["input_ids"], first[CACHE_NAME]
         positions, self.masks = first.pop("position_ids", None), first.pop("attention_mask", None)
         if "logits_to_keep" in first:
             first["logits_to_keep"] = tokens
@@ -412,8 +419,10 @@ class AssistedLoop(Loop):
         try:
             step = self._begin(inputs)
             self._accept(step, logits, None)
-            while not self._ended(step):
-                self._advance(step)
+            # The assistant reads its prompt before, with the experts for many tokens.
+            with optimized_for_decode(getattr(self.drafts, "model", self.model)):
+                while not self._ended(step):
+                    self._advance(step)
             is_complete = True
         finally:  # a call that an exception ended is left to `crop`
             for ring in rings_of((*self.layers, *self.drafts.layers)):

@@ -31,6 +31,7 @@ from ..compat import (
     as_input,
     attention_implementation,
     autocast_dtype,
+    capture_failure,
     compiles_steps,
     ending_failed_capture,
     outside_inference_mode,
@@ -201,10 +202,8 @@ class Loop:
             with ending_failed_capture(self.prompt.device, pool), torch.cuda.graph(graph, pool=pool):
                 self._run(step)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"A decode step of {type(self.model).__name__} cannot be captured as a CUDA graph. Leave out "
-                "`custom_generate=graph_decoding`."
-            ) from error
+            sentence = capture_failure(self.model, error)
+            raise RuntimeError(f"{sentence} Leave out `custom_generate=graph_decoding`.") from error
         step.graph, step.outputs = graph, (step.logits, step.scores)
 
     def _run(self, step: StepTensors) -> None:
@@ -265,8 +264,7 @@ class Loop:
         # The next token is not chosen yet; only its position matters here.
         longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
         first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
-        for name in ("input_ids", CACHE_NAME):
-            first.pop(name)
+        del first["input_ids"], first[CACHE_NAME]
         positions, masks = first.pop("position_ids", None), first.pop("attention_mask", None)
         is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
         other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
