@@ -268,7 +268,7 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
 def capture_failure(model: Any, error: RuntimeError) -> str:
     """Describe a decode step that no CUDA graph holds, by the first line of the error that ended the capture. torch
     raises a second error when the capture cannot be ended; that one is skipped. Grouped products of experts read their
-    sizes on the host, except in bfloat16 on Hopper and newer (torch 2.11)."""
+    sizes on the host, except in bfloat16 on compute capability 9.0 and 10.0 (torch 2.11)."""
     before = error.__context__ if "previous error during capture" in str(error) else None
     reason = str(before or error).partition("\n")[0].rstrip(".")
     if "grouped_mm" in model.get_experts_implementation().values():
