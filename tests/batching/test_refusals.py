@@ -21,8 +21,8 @@ from examples.measure.quality.family_configs import tiny_model
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
 from tests.support.tiny_models import build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
+from tq_hf.batching import batch_processor, checks, entry
 from tq_hf.batching import cache as paged_cache
-from tq_hf.batching import checks, entry, manager
 
 
 @pytest.fixture
@@ -278,10 +278,10 @@ def said() -> Iterator[list[str]]:
             found.append(self.format(record))
 
     notes = Notes(logging.ERROR)
-    for module in (entry, manager):
+    for module in (entry, batch_processor):
         module.logger.addHandler(notes)
     yield found
-    for module in (entry, manager):
+    for module in (entry, batch_processor):
         module.logger.removeHandler(notes)
 
 

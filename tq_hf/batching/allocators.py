@@ -192,6 +192,10 @@ class TurboQuantAllocator(_PoolAllocator):
         """Columns of a block table."""
         self.prefix_blocks: dict[str, int] = {}
         """Number of shared blocks that a request began with, by request id."""
+        self.salt: int | None = None
+        """Hash before the first block of a prompt; another one for every set of weights."""
+        self.stale: set[str] = set()
+        """Ids of requests that began with earlier weights."""
         self._sinks_of_match: list[int] = []
         self.pages: dict[int, LayerPages] = {}
         """Views of the pool by layer."""
@@ -220,7 +224,7 @@ class TurboQuantAllocator(_PoolAllocator):
 
     def _sink_hash(self, tokens: list[int]) -> int:
         """Hash of the sink page, made from the sink tokens (fewer than a block has)."""
-        return compute_block_hash(None, tokens[: self.tq_config.sink_tokens])
+        return compute_block_hash(self.salt, tokens[: self.tq_config.sink_tokens])
 
     def _block_tokens(self, tokens: list[int], block: int) -> list[int]:
         """Tokens of a block. The last block may have fewer than 128."""
@@ -267,7 +271,7 @@ class TurboQuantAllocator(_PoolAllocator):
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """Find blocks that match the prompt without its last token. Returns none if no sink page matches."""
-        parent = None
+        parent = self.salt
         if self.shape.sinks:
             parent = self._sink_hash(prompt_ids)
             page = self.ledger.hash_to_block.get(parent)
@@ -298,9 +302,9 @@ class TurboQuantAllocator(_PoolAllocator):
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """Register the hashes of blocks that the last step completed. Replace blocks that exist already."""
         table = self.block_table.get(request_id)
-        if table is None:  # the request was cancelled during its step
+        if table is None or request_id in self.stale:  # the request was cancelled during its step, or weights changed
             return
-        parent, first = None, self.shape.first_block - 1
+        parent, first = self.salt, self.shape.first_block - 1
         if self.shape.sinks:
             parent = self._sink_hash(token_ids)
             if new_new_blocks and table[first - 1] not in self.ledger.block_to_hash:
@@ -315,6 +319,10 @@ class TurboQuantAllocator(_PoolAllocator):
                 new_new_blocks -= 1
                 self._register(table, first + i, block_hash)
             parent = block_hash
+
+    def forget_prefixes(self) -> None:
+        """Share no page that is written, or of a request that has begun, with later requests."""
+        self.salt, self.stale = (self.salt or 0) + 1, set(self.block_table)
 
     def _register(self, table: list[int], place: int, page_hash: int) -> None:
         """Register the hash of a page. If another page already has this hash, put that page into the table."""

@@ -1,18 +1,17 @@
-"""transformers' continuous batching manager and processor on packed pages: threads, schedulers, failed steps."""
+"""transformers' continuous batching manager on packed pages: sessions, threads, schedulers."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
@@ -23,13 +22,14 @@ from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_l
 from ..saving import fingerprint
 from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
+from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
 from .checks import check_expansion, check_model, number_of_positions, paged_options
 from .geometry import TableShape
-from .linear import LinearLayers, StateOffloading
+from .linear import LinearLayers
 from .options import RequestOptions, options_of, prompt_ids, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions, split_answer_id
-from .requests import AnswerRouter, Detokenizer, StepAbandoned, WakeUp, named, one_line, scheduler_class
+from .requests import AnswerRouter, Detokenizer, StepAbandoned, WakeUp, scheduler_class
 from .runner import TurboQuantModelRunner, compile_config_of
 
 logger = logging.get_logger(__name__)
@@ -41,118 +41,8 @@ CPU_REQUESTS, CPU_TOKENS = 16, 8192
 """Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
 share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
 
-
-class TurboQuantBatchProcessor(ContinuousBatchProcessor):
-    """transformers' batch processor, able to continue after a failed step.
-
-    `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which torch keeps.
-    """
-
-    def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        runner: Any = self.model_runner
-        runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
-        runner.take_over(graphs_are_requested)
-        io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
-        io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
-        if cast(TurboQuantPagedCache, self.cache).states is not None:
-            offloading.__class__ = StateOffloading  # likewise
-        self._wait_for_device()
-
-    def reset(self) -> None:
-        super().reset()
-        self._wait_for_device()
-
-    def work_ahead(self, model: torch.nn.Module) -> bool:
-        """Capture a graph or begin to compile if there is no request. Returns whether there may be more to do."""
-        runner: Any = self.model_runner
-        if not runner.ahead or self.has_pending_requests():
-            return False
-        self._wait_for_device()  # asynchronous batches end with a step for requests that have ended
-        return runner.work_ahead(model)
-
-    def _wait_for_device(self) -> None:
-        """Wait for the current stream, which resets inputs and zeroes the pool.
-
-        The streams of the engine do not wait for it: a step could start before the reset and lose its inputs.
-        """
-        if self.cache.cache_tensor.is_cuda:
-            torch.cuda.synchronize(self.cache.cache_tensor.device)
-
-    @property
-    def _inputs(self) -> ContinuousBatchingIOs:
-        """Input buffers of the next step."""
-        io = self.inputs_and_outputs
-        return io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
-
-    # A request to be forked with one token left is first scheduled in a step without tokens. transformers would keep
-    # the indices of the previous step there, and call the model with no tokens.
-
-    def prepare_next_batch(self) -> bool:
-        """Choose the requests of the next step and write its inputs."""
-        self._inputs.logits_indices.zero_()
-        return super().prepare_next_batch()
-
-    def _generation_step(self, model: torch.nn.Module) -> None:
-        if self._inputs.num_q_tokens:
-            super()._generation_step(model)
-        else:
-            self.inputs_and_outputs.retrieve_device_outputs()
-
-    def update_batch(self) -> None:
-        """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
-        runner: Any = self.model_runner
-        if (step := runner.steps.pop(id(self._inputs), None)) is not None and step.details is not None:
-            if not isinstance(io := self.inputs_and_outputs, ContinuousBatchingIOs):
-                io.io_pairs[io.current_pair].d2h_over.synchronize()
-            for state, logprobs in runner.logit_processor.details_of(step):
-                if state.status not in (RequestStatus.FINISHED, RequestStatus.PENDING):
-                    state.top_logprobs.append(logprobs)
-        super().update_batch()
-
-    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
-        assert isinstance(self.output_router, AnswerRouter)
-        if isinstance(error, ValueError):
-            logger.error(f"Request {state.request_id} is refused: {error}")
-        super()._handle_request_error(error, state)
-        # Callers also wait for the forks of the request, which do not exist yet.
-        for i in range(state.num_children):
-            child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
-            self.output_router.fail_and_deliver(child, error)
-
-    def fail_step(self, error: Exception, in_step: bool) -> None:
-        """Fail the requests of a step that raised `error`, and reset its inputs. `in_step`: whether the step ran then.
-
-        All active requests fail if the error came from outside of the step, or if another step is running; and if there
-        are none, those that wait.
-        """
-        scheduler, io = cast(Any, self.scheduler), self.inputs_and_outputs
-        failed: dict[str, RequestState] = dict(scheduler.active_requests)
-        if in_step and isinstance(io, ContinuousBatchingIOs):
-            failed = {name: state for name, state in failed.items() if name in self.computed}
-        elif not failed:  # the error came while waiting requests were scheduled, and would come again
-            failed = scheduler.drop_waiting()
-        # Log the long traceback at debug level only: each later step may fail in the same way.
-        logger.debug("Where a step of continuous batching failed:", exc_info=error)
-        logger.error(f"A step of continuous batching failed, and with the step {named(failed)}: {one_line(error)}")
-        for name, state in failed.items():
-            self._handle_request_error(error, state)
-            self.offloading_manager.free_request_cpu_cache(state)
-            scheduler.finish_request(name)
-        self.forget_step(failed)
-
-    @property
-    def computed(self) -> set[str]:
-        """Ids of the requests of the running step. Valid only if steps are computed one after the other."""
-        return {future.state.request_id for future in self._inputs.requests_in_batch}
-
-    def forget_step(self, names: Collection[str]) -> None:
-        """Reset the inputs of a step without a result, and do not fork the requests `names` of that step."""
-        scheduler = self.scheduler
-        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in names]
-        scheduler.block_new_requests = False
-        self.inputs_and_outputs.reset()
-        self._wait_for_device()
+serving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The manager that serves a model, by model, from `start` until the thread ends."""
 
 
 class TurboQuantBatchingManager(ContinuousBatchingManager):
@@ -208,6 +98,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if model.device.type == "cpu" and requested.num_blocks is requested.max_memory_percent is None:
             length = min(CPU_TOKENS, number_of_positions(model.config.get_text_config()) or CPU_TOKENS)
             self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
+        self._keeps_pages = False
         self._last_model: tuple[torch.device, dict[str, Any]] | None = None
         """Device and fingerprint of the model at the end of the last session. Pages kept from it depend on them."""
         # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
@@ -354,11 +245,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
         Returns:
             Id of the answer: `request_id`, with a number appended while another request has that id. `None` if the
-            request was dropped. Further answers of `num_return_sequences` have the ids `{request_id}__child#{i}`.
+            request was dropped. Further answers of `num_return_sequences` have the ids `{request_id}__child#{i}`. An id
+            like that gets a number, too.
 
         Raises:
             ValueError: The prompt is not a list of the model's tokens, or an option would change the answer and is not
-                applied, or is outside its range.
+                applied, or is outside its range. `request_id` is not a text.
         """
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
@@ -370,6 +262,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         config, extra = with_options(config, options)
         input_ids = prompt_ids(input_ids, self.vocabulary)
         applied = self.options_of(config, extra, len(input_ids))
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"`request_id` is {request_id!r}; it must be a text, as {str(request_id)!r}.")
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
@@ -476,8 +370,14 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Start the background thread.
 
         Raises:
-            ValueError: The model has changed since the last session, and the manager still has pages of it.
+            ValueError: The model has changed since the last session, and the manager still has pages of it. Another
+                manager serves the model.
         """
+        if (other := serving.setdefault(self.model, self)) is not self and other.is_running():
+            raise ValueError(
+                "Another manager serves this model. Add the requests to that manager, or stop it first: one call of "
+                "`generate_batch` takes any number of prompts."
+            )
         if not self.model_is_unchanged():
             self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
@@ -485,17 +385,52 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 "and the manager keeps the pages and graphs of that session. Create a new manager: "
                 "`destroy_cached_continuous_batching_manager()`, then `init_continuous_batching()`."
             )
+        serving[self.model] = self
         self.switch_to_cb_friendly_attn(self.model)
         super().start()
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the background thread and restore the attention of the model. Arguments are those of transformers'
-        `stop`."""
-        super().stop(*args, **kwargs)
-        self._wake_up_loop.set()
+    def _run_generation_loop(self, use_inference_mode: bool) -> None:
+        try:
+            super()._run_generation_loop(use_inference_mode)
+        finally:
+            self._end_session()  # not in `stop`, which may return before requests are answered
+
+    def _end_session(self) -> None:
+        """Restore the attention of the model, and note what the model is."""
         self.restore_attention()
-        if self.batch_processor is not None:
+        serving.pop(self.model, None)
+        if self._keeps_pages and self.batch_processor is not None:
             self._last_model = self.model.device, fingerprint.identify(self.model)
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Stop the background thread, which restores the attention of the model when it ends. Arguments are those of
+        transformers' `stop`."""
+        self._keeps_pages = keep_for_next_session
+        super().stop(block, timeout, keep_for_next_session, hard_stop)
+        self._wake_up_loop.set()
+        if not self.is_running() and self._last_model is None:  # it was not started, or has failed
+            self._end_session()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pause between two steps, to change the weights of the model for example. Requests go on with their pages;
+        pages from before a change are not shared with later requests."""
+        with super().pause():
+            before = fingerprint.identify(self.model)
+            try:
+                yield
+            finally:
+                cache = getattr(self.batch_processor, "cache", None)
+                # Ranks must agree.
+                changed = self.distributed_helper.tp_size > 1 or fingerprint.identify(self.model) != before
+                if changed and isinstance(cache, TurboQuantPagedCache):
+                    cache.forget_prefixes()
 
     # Copied from transformers, because the original names its classes of cache, scheduler and processor
     # (tests/batching/test_upstream.py fails when the original changes).

@@ -264,7 +264,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         neutral = torch.tensor([requests, 0, 0, GREEDY, 0], dtype=torch.int32)
         floats = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
         self._neutral = torch.cat((neutral, floats.view(torch.int32)))[:, None].repeat(1, requests)
-        self.packed = self._neutral.to(device)
+        self.packed = self._neutral.to(device, copy=True)
         """Rows of the running step, `[len(Rows._fields), requests]`: one address, for graphs."""
         self.details = torch.zeros(requests, 1 + 2 * MOST_LOGPROBS, dtype=torch.int32, device=device)
         """Log-probabilities of the running step: of the chosen token, then the most likely tokens, then theirs."""

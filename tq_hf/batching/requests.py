@@ -250,21 +250,17 @@ class AnswerRouter(OutputRouter):
         """Held while ids are claimed or freed, and while an answer is delivered whose id is freed then."""
         self.metrics = Metrics()
 
-    def _asked(self, answer_id: str) -> str:
-        """Id of the request that an answer is to. A user may have chosen an id that looks like a further answer's."""
-        request_id, _ = split_answer_id(answer_id)
-        return request_id if request_id in self._open else answer_id
-
     def is_open(self, request_id: str) -> bool:
         """Whether a request has answers that are not given yet."""
         with self._ids:
-            return self._asked(request_id) in self._open
+            return split_answer_id(request_id)[0] in self._open
 
     def claim(self, request_id: str, answers: int) -> str:
-        """Return `request_id`, with a number appended if a request of that id has answers that are not given yet."""
+        """Return `request_id`, with a number appended if a request of that id has answers that are not given yet, or if
+        the id is like that of a further answer."""
         with self._ids:
             unique, number = request_id, 1
-            while unique in self._open:
+            while unique in self._open or split_answer_id(unique)[1]:
                 number += 1
                 unique = f"{request_id}#{number}"
             self._open[unique] = answers
@@ -278,7 +274,7 @@ class AnswerRouter(OutputRouter):
             self.result_handlers.pop(request_id, None)
 
     def _count(self, request_id: str, answers: int) -> None:
-        asked = self._asked(request_id)
+        asked, _ = split_answer_id(request_id)
         left = self._open.pop(asked, 0) - answers
         if left > 0:
             self._open[asked] = left

@@ -1,0 +1,113 @@
+"""Sessions that end while requests run, sessions beside others, and weights that change in a pause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.batching_cases import Oracle, greedy, model_of, options, prompts
+from tq_hf import TurboQuantBatching
+
+
+@pytest.mark.parametrize("way", [{"block": False}, {"timeout": 0.01}], ids=["at once", "timeout"])
+def test_a_stop_that_does_not_wait_leaves_the_attention_to_the_last_answer(way: dict[str, Any]) -> None:
+    model, (prompt,) = model_of(), prompts([300])
+    own, batching = model.config._attn_implementation, TurboQuantBatching(model)
+    manager = batching.init_continuous_batching(greedy(60), options(allow_block_sharing=False))
+    manager.start()
+    manager.add_request(prompt)
+    manager.stop(keep_for_next_session=True, **way)
+    result = manager.get_result(timeout=60)
+    manager._generation_thread.join()
+    assert model.config._attn_implementation == own and result.error is None
+    assert result.generated_tokens == Oracle(model, balance=batching.balance).generate(prompt, 60)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+        model.model.embed_tokens.weight.mul_(2)
+    with pytest.raises(ValueError, match="weights, adapters, dtype or device have changed"):
+        manager.start()
+    batching.destroy_cached_continuous_batching_manager()
+
+
+def test_a_model_serves_one_manager_at_a_time() -> None:
+    model, (prompt,) = model_of(), prompts([300])
+    batching = TurboQuantBatching(model)
+    session = batching.continuous_batching_context_manager(
+        generation_config=greedy(60), continuous_batching_config=options()
+    )
+    with session as manager:
+        name = manager.add_request(prompt)
+        with pytest.raises(ValueError, match="Another manager serves this model"):
+            batching.generate_batch(prompts([5]), greedy(1), options())
+        found = manager.get_result(name, timeout=60).generated_tokens
+    assert found == Oracle(model, balance=batching.balance).generate(prompt, 60)
+    assert len(batching.generate_batch(prompts([5]), greedy(1), options())) == 1
+
+
+def test_prefixes_of_earlier_weights_are_not_shared() -> None:
+    model, (prompt,) = model_of(), prompts([600])
+    batching = TurboQuantBatching(model)
+
+    def ask(manager: Any, prompt: list[int]) -> list[int]:
+        name = manager.add_request(prompt)
+        return manager.get_result(name, timeout=60).generated_tokens
+
+    session = batching.continuous_batching_context_manager(
+        generation_config=greedy(10), continuous_batching_config=options()
+    )
+    with session as manager:
+        ask(manager, prompt)
+        with manager.pause():
+            pass
+        shared = manager.batch_processor.cache.number_shared
+        ask(manager, prompt)
+        assert (shared := manager.batch_processor.cache.number_shared - shared) > 0
+        with manager.pause(), torch.no_grad():
+            model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.flip(0))
+        found = ask(manager, prompt)
+        again = manager.batch_processor.cache.number_shared
+        ask(manager, prompt)
+        assert manager.batch_processor.cache.number_shared - again == shared
+    assert found == Oracle(model, balance=batching.balance).generate(prompt, 10)
+
+
+def test_ids_of_requests_are_texts_and_not_those_of_further_answers() -> None:
+    first, second = prompts([300, 200])
+    batching = TurboQuantBatching(model_of())
+    session = batching.continuous_batching_context_manager(
+        generation_config=greedy(20), continuous_batching_config=options()
+    )
+    with session as manager:
+        with pytest.raises(ValueError, match="`request_id` is 7; it must be a text, as '7'"):
+            manager.add_request(first, 7)
+        names = manager.add_request(first, "a", num_return_sequences=2), manager.add_request(second, "a__child#0")
+        assert names == ("a", "a__child#0#2")
+        results = [manager.get_result(timeout=60) for _ in range(3)]
+        assert {result.request_id: len(result.prompt_ids) for result in results} == {
+            "a": 300,
+            "a__child#0": 300,
+            "a__child#0#2": 200,
+        }
+        assert not manager.output_router._open
+
+
+@pytest.mark.parametrize("penalty", [{"frequency_penalty": 0.5}, {"presence_penalty": 1.0}])
+def test_penalties_do_not_count_tokens_of_other_requests(penalty: dict[str, float]) -> None:
+    """Steps that read a part of the long prompt have a row of logits that belongs to no request."""
+    batching = TurboQuantBatching(model_of(), balance=False)
+    given = dict(zip("axcb", prompts([20, 20, 20, 1500]), strict=True))
+
+    def answer_beside(lengths: dict[str, int]) -> list[int]:
+        session = batching.continuous_batching_context_manager(
+            generation_config=greedy(60),
+            continuous_batching_config=options(max_batch_tokens=64, allow_block_sharing=False),
+        )
+        with session as manager:
+            for name, new in lengths.items():
+                manager.add_request(given[name], name, max_new_tokens=new, **({} if name == "b" else penalty))
+            results = [manager.get_result(timeout=60) for _ in lengths]
+        return next(result.generated_tokens for result in results if result.request_id == "c")
+
+    assert answer_beside({"c": 60}) == answer_beside({"a": 4, "x": 60, "c": 60, "b": 4})

@@ -1,0 +1,132 @@
+"""transformers' batch processor on packed pages: steps, and requests of a step that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.utils import logging
+
+from .cache import TurboQuantPagedCache
+from .linear import StateOffloading
+from .requests import AnswerRouter, named, one_line
+from .runner import TurboQuantModelRunner
+
+logger = logging.get_logger(__name__)
+
+
+class TurboQuantBatchProcessor(ContinuousBatchProcessor):
+    """transformers' batch processor, able to continue after a failed step.
+
+    `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which torch keeps.
+    """
+
+    def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        runner: Any = self.model_runner
+        runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
+        runner.take_over(graphs_are_requested)
+        io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
+        io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
+        if cast(TurboQuantPagedCache, self.cache).states is not None:
+            offloading.__class__ = StateOffloading  # likewise
+        self._wait_for_device()
+
+    def reset(self) -> None:
+        super().reset()
+        self._wait_for_device()
+
+    def work_ahead(self, model: torch.nn.Module) -> bool:
+        """Capture a graph or begin to compile if there is no request. Returns whether there may be more to do."""
+        runner: Any = self.model_runner
+        if not runner.ahead or self.has_pending_requests():
+            return False
+        self._wait_for_device()  # asynchronous batches end with a step for requests that have ended
+        return runner.work_ahead(model)
+
+    def _wait_for_device(self) -> None:
+        """Wait for the current stream, which resets inputs and zeroes the pool.
+
+        The streams of the engine do not wait for it: a step could start before the reset and lose its inputs.
+        """
+        if self.cache.cache_tensor.is_cuda:
+            torch.cuda.synchronize(self.cache.cache_tensor.device)
+
+    @property
+    def _inputs(self) -> ContinuousBatchingIOs:
+        """Input buffers of the next step."""
+        io = self.inputs_and_outputs
+        return io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
+
+    # A request to be forked with one token left is first scheduled in a step without tokens. transformers would keep
+    # the indices of the previous step there, and call the model with no tokens.
+
+    def prepare_next_batch(self) -> bool:
+        """Choose the requests of the next step and write its inputs."""
+        self._inputs.logits_indices.zero_()
+        return super().prepare_next_batch()
+
+    def _generation_step(self, model: torch.nn.Module) -> None:
+        if self._inputs.num_q_tokens:
+            super()._generation_step(model)
+        else:
+            self.inputs_and_outputs.retrieve_device_outputs()
+
+    def update_batch(self) -> None:
+        """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
+        runner: Any = self.model_runner
+        if (step := runner.steps.pop(id(self._inputs), None)) is not None and step.details is not None:
+            if not isinstance(io := self.inputs_and_outputs, ContinuousBatchingIOs):
+                io.io_pairs[io.current_pair].d2h_over.synchronize()
+            for state, logprobs in runner.logit_processor.details_of(step):
+                if state.status not in (RequestStatus.FINISHED, RequestStatus.PENDING):
+                    state.top_logprobs.append(logprobs)
+        super().update_batch()
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        assert isinstance(self.output_router, AnswerRouter)
+        if isinstance(error, ValueError):
+            logger.error(f"Request {state.request_id} is refused: {error}")
+        super()._handle_request_error(error, state)
+        # Callers also wait for the forks of the request, which do not exist yet.
+        for i in range(state.num_children):
+            child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
+            self.output_router.fail_and_deliver(child, error)
+
+    def fail_step(self, error: Exception, in_step: bool) -> None:
+        """Fail the requests of a step that raised `error`, and reset its inputs. `in_step`: whether the step ran then.
+
+        All active requests fail if the error came from outside of the step, or if another step is running; and if there
+        are none, those that wait.
+        """
+        scheduler, io = cast(Any, self.scheduler), self.inputs_and_outputs
+        failed: dict[str, RequestState] = dict(scheduler.active_requests)
+        if in_step and isinstance(io, ContinuousBatchingIOs):
+            failed = {name: state for name, state in failed.items() if name in self.computed}
+        elif not failed:  # the error came while waiting requests were scheduled, and would come again
+            failed = scheduler.drop_waiting()
+        # Log the long traceback at debug level only: each later step may fail in the same way.
+        logger.debug("Where a step of continuous batching failed:", exc_info=error)
+        logger.error(f"A step of continuous batching failed, and with the step {named(failed)}: {one_line(error)}")
+        for name, state in failed.items():
+            self._handle_request_error(error, state)
+            self.offloading_manager.free_request_cpu_cache(state)
+            scheduler.finish_request(name)
+        self.forget_step(failed)
+
+    @property
+    def computed(self) -> set[str]:
+        """Ids of the requests of the running step. Valid only if steps are computed one after the other."""
+        return {future.state.request_id for future in self._inputs.requests_in_batch}
+
+    def forget_step(self, names: Collection[str]) -> None:
+        """Reset the inputs of a step without a result, and do not fork the requests `names` of that step."""
+        scheduler = self.scheduler
+        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in names]
+        scheduler.block_new_requests = False
+        self.inputs_and_outputs.reset()
+        self._wait_for_device()
