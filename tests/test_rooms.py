@@ -89,7 +89,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2550,  # each field of OpenAI's requests, and of JSON in it; several answers are streamed; compare
-        "batching": 4560,  # latents, by rank too; options by request; metrics; beside steps; linear; sessions
+        "batching": 4567,  # latents, by rank too; options by request; metrics; beside steps; linear; sessions
         "graph_decoding": 1260,  # linear layers; stop strings; drafts, over windows, of experts; caches that are full
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1872,  # latents not expanded, of shards too; rollback of uneven layers; rings; refused calls

@@ -111,3 +111,19 @@ def test_penalties_do_not_count_tokens_of_other_requests(penalty: dict[str, floa
         return next(result.generated_tokens for result in results if result.request_id == "c")
 
     assert answer_beside({"c": 60}) == answer_beside({"a": 4, "x": 60, "c": 60, "b": 4})
+
+
+def test_requests_that_come_with_a_hard_stop_fail_with_the_others() -> None:
+    batching = TurboQuantBatching(model_of())
+    manager = batching.init_continuous_batching(greedy(200), options())
+    manager.start()
+    names = {manager.add_request(prompt, top_logprobs=1, num_return_sequences=2) for prompt in prompts([5] * 9)}
+    manager.stop(hard_stop=True)
+    results = [manager.get_result(timeout=10) for _ in range(18)]
+    assert names < {result.request_id for result in results} and len({result.request_id for result in results}) == 18
+    assert all(result.error and result.top_logprobs == [] for result in results) and not manager.output_router._open
+
+
+def test_a_pool_that_no_request_fits_into_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match="The pool has 34 pages, and a request of this model takes at least 73"):
+        TurboQuantBatching(model_of(), residual_length=1024).generate_batch([[5]], greedy(3), options(num_blocks=34))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from queue import SimpleQueue
 from typing import Any, cast
 
 import torch
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import drain_queue
 from transformers.utils import logging
 
 from .cache import TurboQuantPagedCache
 from .linear import StateOffloading
-from .requests import AnswerRouter, named, one_line
+from .requests import AnswerRouter, TurboQuantRequest, named, one_line
 from .runner import TurboQuantModelRunner
 
 logger = logging.get_logger(__name__)
@@ -87,14 +89,34 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
                     state.top_logprobs.append(logprobs)
         super().update_batch()
 
+    def _update_tp_group_state(self) -> bool:
+        """Take requests and cancellations from their queues, and return whether the engine stops at once. Requests that
+        came since the last step fail then, as the others; transformers drops them."""
+        if (given := self.input_queue) is None:
+            return super()._update_tp_group_state()
+        taken, copies = drain_queue(given), SimpleQueue[RequestState]()
+        for state in taken:
+            copies.put(state)
+        self.input_queue = cast(Any, copies)
+        try:
+            stops = super()._update_tp_group_state()
+        finally:
+            self.input_queue = given
+        for state in taken if stops else ():
+            self._handle_request_error(RuntimeError("The engine was stopped before this request was read."), state)
+        return stops
+
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         assert isinstance(self.output_router, AnswerRouter)
         if isinstance(error, ValueError):
             logger.error(f"Request {state.request_id} is refused: {error}")
+        TurboQuantRequest.of(state, None)
         super()._handle_request_error(error, state)
         # Callers also wait for the forks of the request, which do not exist yet.
         for i in range(state.num_children):
             child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
+            child.logit_processor_kwargs = state.logit_processor_kwargs
+            TurboQuantRequest.of(child, None)
             self.output_router.fail_and_deliver(child, error)
 
     def fail_step(self, error: Exception, in_step: bool) -> None:

@@ -146,6 +146,11 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._make_allocators(tq_config, channel_scales, 1 if self.holds_latents else divided, state_sizes)
         reserved = self._make_memory(continuous_batching_config, divided, model_supports_logits_to_keep, requests)
         self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
+        if self.num_sectors < (least := self._sectors_of(1)):
+            raise ValueError(
+                f"The pool has {self.num_sectors} pages, and a request of this model takes at least {least}. Make it "
+                "larger (`num_blocks`, `max_memory_percent` of the ContinuousBatchingConfig)."
+            )
         self.scratch = Workspace(self.device)
         """Scratch of steps that are not captured. The engine runs all of them on one stream."""
         self.scratch.take(SCRATCH, (reserved,), torch.uint8)

@@ -133,11 +133,13 @@ class TurboQuantRequest(RequestState):
 
     @classmethod
     def of(cls, state: RequestState, detokenizer: Detokenizer | None) -> None:
-        """Turn a state of transformers' into one of this class."""
+        """Turn a state of transformers' into one of this class, with the number of answers that its options ask for."""
         if not isinstance(state, cls):
             state.__class__ = cls
             assert isinstance(state, cls)
             state.detokenizer, state.top_logprobs = detokenizer, []
+            if state.options is not None and not state._true_initial_tokens:  # forks and preempted requests have some
+                state.num_children = state.options.num_return_sequences - 1
 
     @property
     def options(self) -> RequestOptions | None:
@@ -225,9 +227,6 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 
         def add_waiting_request(self, state: RequestState) -> None:
             TurboQuantRequest.of(state, self.detokenizer)
-            assert isinstance(state, TurboQuantRequest)
-            if state.options is not None and not state._true_initial_tokens:  # forks and preempted requests have some
-                state.num_children = state.options.num_return_sequences - 1
             self.cache.check_room(state)
             limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.cache.config)
             if limit is not None:
