@@ -378,6 +378,19 @@ def test_every_family_gives_the_tokens_of_plain_decoding(name, way) -> None:
     assert torch.equal(tokens, expected)
 
 
+@WAYS
+def test_drafts_of_modules_that_are_not_causal_do_not_see_their_future(way) -> None:
+    """PaliGemma's and BigBird-Pegasus' modules leave causality to masks, and a step of drafts has none of columns."""
+    both = copy.deepcopy(models("llama"))
+    for module in (*both[0].modules(), *both[1].modules()):
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    ids = repeating(both[0])
+    expected, _ = decode(both[0], ids)
+    tokens, _ = decode(both[0], ids, **drafts(both, way))
+    assert torch.equal(tokens, expected)
+
+
 def test_other_tensors_of_the_assistants_cache_make_another_step(captured) -> None:
     """An order of padded rows is made by call: a graph that reads that of the last call would read freed memory."""
     model, ids = captured[0], repeating(captured[0])
