@@ -84,7 +84,7 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
 
 def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     """Raise a `ValueError` if the cache has layers other than full attention, sliding windows and, without `drafts`,
-    linear ones: these cannot take a token back."""
+    linear ones: these cannot take a token back. A graph would keep states that modules replace (RecurrentGemma)."""
     known = (FullAttentionLayer, PreallocatedSlidingLayer)
     other = {
         type(layer).__name__
@@ -93,6 +93,8 @@ def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     }
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
+    if any(hasattr(module, "recurrent_states") for module in model.modules()):
+        other.add("recurrent states outside of it")
     if other:
         raise ValueError(
             f"`graph_decoding` takes models whose layers are full attention, sliding windows or (without drafts) "
