@@ -44,7 +44,7 @@ def turboquant_attention(
         key: `[B, Hkv, T, Dk]`: keys that a cache's `update` returned, or plain states.
         value: `[B, Hkv, T, Dv]`.
         attention_mask: Bool or additive mask `[B, 1 or Hq, S, >= T]`; `None` is bottom-right causal, and so is a mask
-            of no columns, which models pass on where they would make a mask of `None`.
+            of no columns, of any module, which models pass on where they would make a mask of `None`.
         dropout: Only supported on plain states.
         scaling: Factor of the logits, by default `Dk ** -0.5`.
         is_causal: Replaces the module's `is_causal`.
@@ -74,7 +74,8 @@ def turboquant_attention(
     else:
         view, key, value = resolve(key, value, module, query, attention_mask)
         latents = key._expansion.handle if isinstance(key, ExpandedStates) else None
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    is_empty = attention_mask is not None and not attention_mask.shape[-1]
+    causal = is_empty or (getattr(module, "is_causal", None) if is_causal is None else is_causal)
     if causal is None:  # Mllama's cross-attention has no `is_causal`
         causal = not takes_other_states(module)
     if "indices" in kwargs or "block_indices" in kwargs:

@@ -69,7 +69,8 @@ REQUIRED_NAMES: dict[str, dict[str, str]] = {
     },
     "graph_decoding": {
         f"{_GENERATION}_prefill": "input_ids generation_config model_kwargs",
-        f"{_GENERATION}_update_model_kwargs_for_generation": "outputs model_kwargs",
+        f"{_GENERATION}_prepare_position_ids_for_generation": "inputs_tensor model_kwargs",
+        f"{_GENERATION}_update_model_kwargs_for_generation": "outputs model_kwargs is_encoder_decoder",
         f"{_GENERATION}_valid_auto_compile_criteria": "model_kwargs generation_config",
         f"{_GENERATION}_optimize_model_for_decode": "",
         f"{_GENERATION}prepare_inputs_for_generation": "input_ids next_sequence_length",
@@ -335,16 +336,7 @@ _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that are views of its elements."""
 METADATA: set[Any] = {
     getattr(torch.Tensor, name)
-    for name in (
-        "dim",
-        "is_floating_point",
-        "is_conj",
-        "is_neg",
-        "stride",
-        "storage_offset",
-        "untyped_storage",
-        "_is_view",
-    )
+    for name in "dim is_floating_point is_conj is_neg stride storage_offset untyped_storage _is_view".split()
 } | {
     attribute.__get__
     for name, attribute in vars(torch._C.TensorBase).items()
@@ -551,10 +543,12 @@ def prefill(model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dic
     """Run the prompt as `generate()` does, in chunks if the config says so (transformers 5.17 to 5.24).
 
     Returns:
-        Outputs of the model, and inputs of the first step.
+        Outputs of the model, and inputs of the first step, with positions if the model takes them.
     """
+    if inputs.get("position_ids") is None and "position_ids" in signature(model.forward).parameters:
+        inputs = {**inputs, "position_ids": model._prepare_position_ids_for_generation(ids, inputs)}
     outputs = model._prefill(ids, config, inputs)
-    return outputs, model._update_model_kwargs_for_generation(outputs, inputs)
+    return outputs, model._update_model_kwargs_for_generation(outputs, inputs, model.config.is_encoder_decoder)
 
 
 def compiles_steps(model: Any, cache: Cache, config: GenerationConfig) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor
 
+from examples.measure.quality.family_configs import tiny_model
 from tests.support.recorded_graph import RecordedGraph
 from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
@@ -376,6 +377,47 @@ def test_every_family_gives_the_tokens_of_plain_decoding(name, way) -> None:
         assert name not in ("llama", "qwen3", "mla", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss")
         return
     assert torch.equal(tokens, expected)
+
+
+@WAYS
+def test_drafts_of_modules_that_are_not_causal_do_not_see_their_future(way) -> None:
+    """PaliGemma's and BigBird-Pegasus' modules leave causality to masks, and a step of drafts has none of columns."""
+    both = copy.deepcopy(models("llama"))
+    for module in (*both[0].modules(), *both[1].modules()):
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    ids = repeating(both[0])
+    expected, _ = decode(both[0], ids)
+    tokens, _ = decode(both[0], ids, **drafts(both, way))
+    assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("padded", [0, 15])
+@pytest.mark.parametrize("name", ["opt", "gpt2", "qwen3_vl"])
+def test_an_assistant_gets_the_positions_of_its_prompt(name, padded) -> None:
+    """As from `generate()`: OPT's masks and M-RoPE's positions followed no step, and padding was counted (GPT-2)."""
+    model = tiny_model(name, "turboquant")
+    assistant, runs = copy.deepcopy(model), []
+    assistant.generation_config.num_assistant_tokens = 3
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(5))
+    mask = (torch.arange(40) >= padded).long()[None]
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=16, pad_token_id=0, eos_token_id=None)
+    options |= dict(disable_compile=True)
+    assistant.generate(ids, **options)
+    expected = model.generate(ids, **as_input(DynamicCache(config=model.config)), **options)
+    model.register_forward_hook(lambda *_: runs.append(1))
+    assert torch.equal(decode(model, ids, assistant_model=assistant, **options)[0], expected)
+    assert len(runs) == 5  # the prompt, and four steps whose drafts are the model's own tokens
+
+
+def test_mllama_is_refused_in_a_sentence() -> None:
+    model = tiny_model("mllama/images")
+    sizes, ids = model.config.vision_config, torch.arange(3, 12)[None]
+    pixels = torch.zeros(1, 1, sizes.max_num_tiles, sizes.num_channels, sizes.image_size, sizes.image_size)
+    tiles = dict(aspect_ratio_mask=torch.ones(1, 1, sizes.max_num_tiles, dtype=torch.long), pixel_values=pixels)
+    tiles |= dict(cross_attention_mask=torch.ones(1, 9, 1, sizes.max_num_tiles, dtype=torch.long))
+    with pytest.raises(ValueError, match="takes cross_attention_mask at each step"):
+        decode(model, ids, aspect_ratio_ids=torch.ones(1, 1, dtype=torch.long), **tiles)
 
 
 def test_other_tensors_of_the_assistants_cache_make_another_step(captured) -> None:

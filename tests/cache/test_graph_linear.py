@@ -53,3 +53,11 @@ def test_drafts_are_refused(device: str) -> None:
     ids = torch.arange(3, 40, device=device)[None]
     with pytest.raises(ValueError, match=r"stateful|\(without drafts\) linear; .* has LinearAttentionLayer"):
         model.generate(ids, **as_input(cache), max_new_tokens=4, prompt_lookup_num_tokens=3, **LOOP)
+
+
+def test_states_that_a_module_keeps_are_refused(device: str) -> None:
+    """RecurrentGemma's steps replace a tensor of the module, and a graph would read the one of its capture."""
+    model = tiny_model("recurrent_gemma").to(device)
+    cache = TurboQuantCache(model.config, max_cache_len=256)
+    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM also has recurrent states outside of it"):
+        model.generate(torch.arange(3, 40, device=device)[None], **as_input(cache), max_new_tokens=4, **LOOP)

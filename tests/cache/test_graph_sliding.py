@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Llama4TextConfig
+from transformers import DynamicCache, Llama4TextConfig
 
+from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import slow
 from tests.support.recorded_graph import LOOP, QUIET, conversation
 from tests.support.tiny_models import VOCAB, build
@@ -105,3 +106,15 @@ def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:
     found = model.generate(ids, **as_input(cache), max_new_tokens=8, **options, **LOOP)
     fresh = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=256)
     assert torch.equal(found, model.generate(ids, **as_input(fresh), max_new_tokens=8, **options))
+
+
+@pytest.mark.parametrize("drafts", [{}, dict(prompt_lookup_num_tokens=3)])
+def test_a_model_that_hands_on_no_positions_gets_them(device, drafts):
+    """EXAONE 4.5 counts from the length of its cache, a number on the host where the first layer slides."""
+    model = tiny_model("exaone4_5", "turboquant").to(device)
+    ids = tokens_of(25)[:1].repeat(1, 2)[:, :40].to(device)
+    options = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, disable_compile=device == "cpu")
+    expected = model.generate(ids, **as_input(DynamicCache(config=model.config)), **options)
+    cache = TurboQuantCache(model.config, max_cache_len=128, residual_length=10**4)
+    assert torch.equal(model.generate(ids, **as_input(cache), **options, **drafts, **LOOP), expected)
+    assert graph_loop.latest_steps[cache].graph is not None

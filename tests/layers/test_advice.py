@@ -92,6 +92,17 @@ def test_a_layer_shows_its_first_states(said: Any) -> None:
     assert [line.split()[0] for line in said()] == ["gemma2"]
 
 
+@pytest.mark.parametrize(("size", "warns"), [(1.0, False), (1e-9, True), (0.0, False)])
+def test_equal_keys_of_padding_are_not_said_to_be_stored_wrong(said: Any, size: float, warns: bool) -> None:
+    """The mean of equal rows leaves rounding, and keys that are small leave themselves."""
+    keys, values = states(0, tokens=7)
+    keys = keys[:, :, :1].expand_as(keys) if size else 0 * keys
+    layer = TurboQuantLayer(TurboQuantConfig())
+    layer.update(size * (states(1, tokens=7)[0] if warns else keys), values)
+    advice.warn_beyond_fp16({0: layer})
+    assert any("stored wrong" in line for line in said()) is warns
+
+
 @pytest.mark.parametrize(
     ("attention", "advised"),
     [("sdpa", 'Load the model with `attn_implementation="turboquant"`'), ("turboquant", "cannot read packed keys")],

@@ -71,6 +71,16 @@ def test_a_call_that_an_exception_ended_is_taken_back_from_uneven_layers(options
         undisturbed.crop(-3)
 
 
+@kinds
+def test_a_complete_call_that_updates_another_layer_last_is_not_taken_for_interrupted(options):
+    """Loop models (Dory) update the first layers again, after the last one."""
+    cache = uneven(TurboQuantCache, (300,) * 3, **options)
+    for layer in (0, 2, 1):
+        cache.update(*states(9, 2, tokens=20), layer)
+    cache.crop(-2)
+    assert lengths(cache) == [318] * 3
+
+
 @pytest.mark.parametrize("copy", [False, True])
 def test_layers_that_were_evened_out_are_not_taken_for_interrupted_again(copy):
     cache = uneven(TurboQuantCache, (300, 300, 300))

@@ -37,7 +37,17 @@ from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
 from .loop import Loop, check_layers, latest_steps, layers_with_states, tensors_of
-from .step import CapturedStep, LateFlags, Masks, allowed, check_inputs, map_masks, mask_tensors, needs_no_mask
+from .step import (
+    CapturedStep,
+    LateFlags,
+    Masks,
+    allowed,
+    check_inputs,
+    map_masks,
+    mask_tensors,
+    needs_no_mask,
+    take_positions,
+)
 
 MOST_DRAFTS = STEP_TOKENS - 1
 """Most drafts of a step: with the token before them, as many tokens as the decode kernel takes."""
@@ -80,7 +90,8 @@ class StepInputs:
         longer = torch.cat([ids, ids.new_zeros(1, tokens)], dim=1)
         first = model.prepare_inputs_for_generation(longer, next_sequence_length=tokens, **inputs)
         del first["input_ids"], first[CACHE_NAME]
-        positions, self.masks = first.pop("position_ids", None), first.pop("attention_mask", None)
+        positions = take_positions(model, cache, first, cached, tokens)
+        self.masks = first.pop("attention_mask", None)
         if "logits_to_keep" in first:
             first["logits_to_keep"] = tokens
         self.constants = first

@@ -42,7 +42,17 @@ from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
 from ..tensors.layer import check_room
-from .step import LateFlags, Masks, StepTensors, check_inputs, map_masks, mask_tensors, unmask_newest, without_columns
+from .step import (
+    LateFlags,
+    Masks,
+    StepTensors,
+    check_inputs,
+    map_masks,
+    mask_tensors,
+    take_positions,
+    unmask_newest,
+    without_columns,
+)
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,
@@ -74,7 +84,7 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
 
 def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     """Raise a `ValueError` if the cache has layers other than full attention, sliding windows and, without `drafts`,
-    linear ones: these cannot take a token back."""
+    linear ones: these cannot take a token back. A graph would keep states that modules replace (RecurrentGemma)."""
     known = (FullAttentionLayer, PreallocatedSlidingLayer)
     other = {
         type(layer).__name__
@@ -83,6 +93,8 @@ def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     }
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
+    if any(hasattr(module, "recurrent_states") for module in model.modules()):
+        other.add("recurrent states outside of it")
     if other:
         raise ValueError(
             f"`graph_decoding` takes models whose layers are full attention, sliding windows or (without drafts) "
@@ -265,7 +277,8 @@ class Loop:
         longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
         first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
         del first["input_ids"], first[CACHE_NAME]
-        positions, masks = first.pop("position_ids", None), first.pop("attention_mask", None)
+        positions = take_positions(self.model, self.cache, first, self.cached, 1)
+        masks = first.pop("attention_mask", None)
         is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
         other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
         check_inputs(self.model, first, other)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
+from ..compat import device_of_inputs
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 
@@ -70,6 +73,19 @@ def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
             f"{type(model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot continue. "
             "Leave out `custom_generate`."
         )
+
+
+def take_positions(model: Any, cache: Cache, inputs: dict[str, Any], cached: int, tokens: int) -> torch.Tensor | None:
+    """Take position ids out of the `inputs` of a step of `tokens` tokens after `cached` ones.
+
+    EXAONE 4.5 hands on none, and counts from the length of its cache. That is a number on the host where the first
+    layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.
+    """
+    positions: torch.Tensor | None = inputs.pop("position_ids", None)
+    takes_positions = "position_ids" in signature(model.forward).parameters
+    if positions is None and takes_positions and isinstance(cache.get_seq_length(), int):
+        positions = torch.arange(cached, cached + tokens, device=device_of_inputs(model))[None]
+    return positions
 
 
 def mask_tensors(masks: Masks) -> list[torch.Tensor]:

@@ -90,10 +90,12 @@ def warn_beyond_fp16(layers: Mapping[int, Any]) -> None:
         channel_scales = layer.store.blocks.channel_scales
         for name, states, scales in zip(("Keys", "Values"), parts[-1][1], channel_scales, strict=True):
             rows = states[:, :, -SAMPLED_TOKENS:].float()
-            rows = rows - rows.mean(2, keepdim=True) if name == "Keys" else rows
             rows = rows * scales[:, :, None].to(rows)
-            rms = torch.linalg.vector_norm(rows, dim=(2, 3)) / (rows.shape[2] * rows.shape[3]) ** 0.5  # [B, Hkv]
-            beyond = (rms > LARGEST_RMS) | ((rms > 0) & (rms < SMALLEST_RMS))  # 0 is exact, NaN is no error here
+            centered = rows - rows.mean(2, keepdim=True) if name == "Keys" else rows
+            norms = (torch.linalg.vector_norm(x, dim=(2, 3)) for x in (rows, centered))
+            size, rms = (norm / (rows.shape[2] * rows.shape[3]) ** 0.5 for norm in norms)  # [B, Hkv]
+            # Equal rows (padding) leave rounding; 0 is exact, NaN is no error here.
+            beyond = (rms > LARGEST_RMS) | ((rms > 1e-6 * size) & (rms < SMALLEST_RMS))
             checked.append((name, index))
             sizes.append(torch.where(beyond, rms, 0).amax())
     # One wait for all layers: each wait for the device takes as long as a layer's launches.
