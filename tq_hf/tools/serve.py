@@ -86,6 +86,12 @@ def refusal(sentence: str, status: int = 400) -> Any:
 
 NEEDED = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}
 """Field that no request can do without, by endpoint."""
+ITEMS = {
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""Texts that an item of `input` without a `role` needs, by type."""
 
 
 def check_body(body: dict[str, Any], endpoint: str, has_tools: bool = True) -> None:
@@ -106,22 +112,43 @@ def _check_messages(messages: Any, name: str) -> None:
         return
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ValueError(f"`{name}` must be a list of messages, each with a `role` and a `content`.")
+    # Items of `input` are the parts of one message, or messages with calls of tools after the first.
+    are_parts = "role" not in messages[0]
     for message in messages:
         if name == "messages" and "role" not in message:
             raise ValueError("A message has no `role`. Each message needs a `role` and a `content`.")
-        # Items of `input` are messages, parts of a message, or calls of tools. transformers' server checks calls.
-        is_message = "role" in message
-        parts = message.get("content") if is_message else [message]
+        if "role" not in message and not are_parts:
+            _check_item(message)
+            continue
+        _check_calls(message.get("tool_calls") or [])
+        parts = [message] if are_parts else message.get("content")
         if not isinstance(parts, (str, list, type(None))):
             raise ValueError(f"The `content` of a message is of the type {type(parts).__name__}; it must be text.")
         for part in parts if isinstance(parts, list) else ():
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if not is_message and not str(kind).startswith("input_"):
-                continue
             if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
                 raise ValueError(
                     f"A message has a part of the type {kind!r}, and the model reads `text` only. Leave it out."
                 )
+
+
+def _check_item(item: dict[str, Any]) -> None:
+    """Raise `ValueError` if an item of `input` without a `role` is of an unknown type, or lacks a text."""
+    if (kind := str(item.get("type"))) not in ITEMS:
+        raise ValueError(f"`input` has an item of the type {kind!r}; without a `role` it must be {', '.join(ITEMS)}.")
+    for name in ITEMS[kind]:
+        if not isinstance(item.get(name), str):
+            raise ValueError(f"The `{name}` of an item of the type {kind!r} is {item.get(name)!r}; it must be text.")
+
+
+def _check_calls(calls: Any) -> None:
+    """Raise `ValueError` if the `tool_calls` of a message are not a list of functions with arguments."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = (call.get("function") or call) if isinstance(call, dict) else call
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), (str, dict)):
+            raise ValueError(
+                f"`tool_calls` has {call!r}; it must be a list of objects, each with a `function` that has `arguments`."
+            )
 
 
 class TurboQuantServer(Serve):
