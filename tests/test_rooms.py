@@ -88,7 +88,7 @@ BUDGETS = {
         "__init__": 10,
     },
     "tq_hf": {
-        "tools": 2588,  # fields of OpenAI's requests, their types, JSON in them; answers are streamed; compare
+        "tools": 2608,  # fields of OpenAI's requests, their types, items; routes refused; answers are streamed; compare
         "batching": 4480,  # latents; options by request, checked; metrics; beside steps; linear; cancelled ones
         "graph_decoding": 1260,  # linear layers; stop strings; drafts, over windows, of experts; caches that are full
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows

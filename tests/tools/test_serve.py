@@ -257,6 +257,10 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "call": ("chat/completions", chat(messages=[USER | {"tool_calls": [{"id": "1"}]}]), "has {'id': '1'};"),
     "field": ("chat/completions", chat(nonsense=1), "nonsense"),
     "path": ("nothing", {}, "Not Found"),
+    "reset": ("../reset", {}, "keeps its model until it is stopped"),
+    "load": ("../load_model", {"model": "another"}, "`model` is 'another'; this server serves"),
+    "decision": ("systemone", {"state": "x", "questions": {}}, "no typed decisions"),
+    "speech": ("audio/transcriptions", {}, "reads text only"),
     "positions": ("completions", {"prompt": "x" * 3000, "max_tokens": 4}, "longer than the 2,048 positions"),
     "streamed": ("completions", {"prompt": "x" * 3000, "max_tokens": 4, "stream": True}, "2,048 positions"),
     "pool": ("completions", {"prompt": "x", "max_tokens": 10**6, "stream": True}, "longer than the cache"),
@@ -293,7 +297,9 @@ def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..
         for name, (path, body, _) in MISTAKES.items():
             found[name] = client.post(f"/v1/{path}", json=body)
         found["no json"] = client.post("/v1/completions", content="x")
+        found["no object"] = client.post("/v1/completions", json=[5])
         found["metrics"] = client.get("/metrics")
+        found["load served"] = client.post("/load_model", json={"model": str(folder)})
         found["after"] = client.post("/v1/chat/completions", json=chat(**neutral))
         text = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
         found["parts"] = client.post("/v1/chat/completions", json=chat(messages=text))
@@ -308,7 +314,10 @@ def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..
         assert 400 <= found[name].status_code < 500, name
         error = found[name].json()["error"]
         assert words in error["message"] and error["type"] == "invalid_request_error", name
-    assert found["no json"].status_code == 400 and found["no json"].json()["error"]["message"]
+    for name in ("no json", "no object"):
+        said = found[name].json()["error"]["message"]
+        assert found[name].status_code == 400 and said.startswith("The body of a request must be an object in JSON")
+    assert '"status": "ready"' in found["load served"].text
     assert 'tq_hf_requests_total{status="finished"}' in found["metrics"].text
     for name in ("metrics", "after", "parts", "input", "items", "flat"):
         assert found[name].status_code == 200, found[name].text

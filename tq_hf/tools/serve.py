@@ -92,6 +92,12 @@ ITEMS = {
     "reasoning": (),
 }
 """Texts that an item of `input` without a `role` needs, by type."""
+REFUSED = {
+    "/reset": "This server keeps its model until it is stopped. Stop it to free its memory.",
+    "/v1/systemone": "This server makes no typed decisions. Use chat/completions.",
+    "/v1/audio/transcriptions": "This server reads text only. Use chat/completions.",
+}
+"""Reasons why routes of transformers' server are refused."""
 
 
 def check_body(body: dict[str, Any], endpoint: str, has_tools: bool = True) -> None:
@@ -280,21 +286,35 @@ class TurboQuantServer(Serve):
                 "" if manager is None else manager.metrics(), media_type="text/plain; version=0.0.4"
             )
 
-        (health,) = [route for route in app.routes if getattr(route, "path", None) == "/health"]
-        app.router.routes.remove(health)
+        replaced = ("/health", "/load_model", *REFUSED)
+        routes = {route.path: route for route in app.routes if getattr(route, "path", None) in replaced}
+        for route in routes.values():
+            app.router.routes.remove(route)
+        for path, sentence in REFUSED.items():
+            app.add_api_route(path, partial(refusal, sentence, 400), methods=["POST"], response_model=None)
+
+        @app.post("/load_model")
+        async def load_served_model(body: dict[str, Any]) -> Any:
+            served = self._model_manager.force_model
+            if body.get("model") not in (None, served):
+                return refusal(f"`model` is {body['model']!r}; this server serves {served!r} only. Leave it out.")
+            return await routes["/load_model"].endpoint({"model": served})
 
         @app.get("/health")
         def health_and_warming() -> Any:
-            answer, manager = health.endpoint(), self._manager()
+            answer, manager = routes["/health"].endpoint(), self._manager()
             if answer.status_code == 200 and manager is not None and (to_be_done := manager.to_be_done):
                 return JSONResponse({"status": "warming", "detail": f"Requests are answered. {to_be_done}"})
             return answer
 
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)
-        @app.exception_handler(RequestValidationError)
         async def of_the_request(request: Any, error: Exception) -> Any:
             return refusal(str(error))
+
+        @app.exception_handler(RequestValidationError)  # its text names a file of the server
+        async def of_the_body(request: Any, error: Exception) -> Any:
+            return refusal("The body of a request must be an object in JSON, sent as `application/json`.")
 
         @app.exception_handler(HTTPException)
         async def of_the_server(request: Any, error: HTTPException) -> Any:
