@@ -88,8 +88,8 @@ BUDGETS = {
         "__init__": 10,
     },
     "tq_hf": {
-        "tools": 2550,  # each field of OpenAI's requests, and of JSON in it; several answers are streamed; compare
-        "batching": 4567,  # latents, by rank too; options by request; metrics; beside steps; linear; sessions
+        "tools": 2608,  # fields of OpenAI's requests, their types, items; routes refused; answers are streamed; compare
+        "batching": 4581,  # latents, by rank too; options by request, checked; metrics; beside steps; linear; sessions
         "graph_decoding": 1300,  # linear layers; stop strings; drafts, over windows, of experts; positions kept back
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1874,  # latents not expanded, of shards too; rollback of uneven layers, loops; rings; refused calls

@@ -101,12 +101,27 @@ def test_a_field_of_a_newer_transformers_is_refused(monkeypatch: pytest.MonkeyPa
         ({"stop_strings": [""]}, "`stop_strings` is .*; it must be a text or a list of texts"),
         ({"sequence_bias": [[[1], float("inf")]]}, "`sequence_bias` is inf"),
         ({"num_return_sequences": 0}, "`num_return_sequences` is 0"),
+        ({"do_sample": "false"}, "`do_sample` is 'false'; it must be true or false"),
+        ({"do_sample": 1}, "`do_sample` is 1; it must be true or false"),
+        ({"stop_strings": 5}, "`stop_strings` is .*; it must be a text or a list of texts"),
+        ({"stop_strings": {"a": 1}}, "`stop_strings` is .*; it must be a text or a list of texts"),
+        ({"bad_words_ids": [5]}, "`bad_words_ids` has 5; it must be a list of 1 to 8 token ids"),
+        ({"bad_words_ids": [None]}, "`bad_words_ids` has None; it must be a list of 1 to 8 token ids"),
+        ({"bad_words_ids": 5}, "`bad_words_ids` is 5; it must be a list of lists of token ids"),
+        ({"eos_token_id": 1.5}, "`eos_token_id` has 1.5; the model's tokens are whole numbers below"),
+        ({"eos_token_id": {5: 1}}, "`eos_token_id` has {5: 1}; the model's tokens are whole numbers below"),
+        ({"sequence_bias": {5: 1.0}}, "`sequence_bias` has 5; it must be a list of 1 to 8 token ids"),
+        ({"sequence_bias": [5]}, "`sequence_bias` is .5.; it must be a list of pairs"),
+        ({"sequence_bias": 5}, "`sequence_bias` is 5; it must be a list of pairs"),
+        ({"min_length": "x"}, "`min_length` is 'x'; it must be a whole number, 0 or more"),
+        ({"extra": {"logit_bias": [5]}}, "`logit_bias` is .5.; it must be a dict of token ids and numbers"),
+        ({"extra": {"logit_bias": 5}}, "`logit_bias` is 5; it must be a dict of token ids and numbers"),
     ],
     ids=str,
 )
 def test_values_out_of_range_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        of(do_sample=True, **fields)
+        of(**({"do_sample": True} | fields))
 
 
 def test_unset_fields_are_those_of_the_models_own_config() -> None:
@@ -417,6 +432,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(batching: TurboQuantBatchi
         ({"use_cache": True}, "A request has no option use_cache"),
         ({"num_beams": 4}, "`num_beams` is 4: continuous batching samples or decodes greedily"),
         ({"top_logprobs": 21}, "`top_logprobs` is 21; it must be a whole number, 0 to 20"),
+        ({"generation_config": {"max_new_tokens": 3}}, "`generation_config` is .*; it must be a `GenerationConfig`"),
     ],
     ids=str,
 )

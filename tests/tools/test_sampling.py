@@ -311,6 +311,12 @@ def test_an_answer_ends_before_its_stop_string(
             asked = body(temperature=0.0, max_tokens=used, stop=stop, stream=stream)
             answered = client.post("/v1/completions", json=asked).text
             assert '"finish_reason":"stop"' in answered.replace(" ", ""), "also with the last token"
+            end = {"generation_config": json.dumps({"eos_token_id": ord(whole[5])})}
+            at = whole.index(whole[5])
+            for most, reason in ((at + 1, "stop"), (at, "length")):
+                asked = body(temperature=0.0, max_tokens=most, stream=stream, **end)
+                answered = client.post("/v1/completions", json=asked).text
+                assert f'"finish_reason":"{reason}"' in answered.replace(" ", ""), "an end of sequence likewise"
 
     served(ask, folder)
 

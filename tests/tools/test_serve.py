@@ -209,6 +209,7 @@ def test_the_served_model_is_listed_without_a_folder_of_the_hub(
     assert [(model["id"], model["object"]) for model in found[0].json()["data"]] == [(str(folder), "model")]
 
 
+USER = {"role": "user", "content": "What?"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "model": ("chat/completions", chat(model="another"), "another"),
@@ -237,8 +238,29 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no input": ("responses", {"stream": False}, "no `input`"),
     "picture": ("responses", {"input": [{"type": "input_image", "image_url": "x"}], "stream": False}, "input_image"),
     "format": ("responses", {"input": "What?", "text": {"format": {"type": "json_object"}}}, "`text` asks for"),
+    "samples": ("completions", {"prompt": "x", "generation_config": '{"do_sample": "no"}'}, "`do_sample` is 'no'"),
+    "none": ("completions", {"prompt": "x", "generation_config": '{"num_return_sequences": 0}'}, "sequences` is 0"),
+    "biases": ("completions", {"prompt": "x", "generation_config": '{"logit_bias": [5]}'}, "`logit_bias` is [5]"),
+    "stream": ("completions", {"prompt": "x", "stream": "false"}, "`stream` is 'false'; it must be true or false"),
+    "warm": ("chat/completions", chat(temperature=True), "`temperature` is True; it must be a number"),
+    "top": ("responses", {"input": "x", "top_p": True}, "`top_p` is True; it must be a number"),
+    "stops": ("chat/completions", chat(stop={"a": 1}), "`stop` is {'a': 1}; it must be a text or a list of texts"),
+    "stop": ("completions", {"prompt": "x", "stop": 5}, "`stop` is 5; it must be a text or a list of texts"),
+    "output": ("responses", {"input": [{"type": "function_call_output", "call_id": "1", "output": "4"}]}, "_output"),
+    "reference": ("responses", {"input": [{"type": "item_reference", "id": "a"}]}, "type 'item_reference'"),
+    "reasoning": ("responses", {"input": [{"type": "reasoning", "summary": []}, USER]}, "type 'reasoning'"),
+    "first": ("responses", {"input": [{"type": "zzz"}]}, "type 'zzz'"),
+    "second": ("responses", {"input": [USER, {"type": "zzz"}]}, "type 'zzz'; without a `role` it must be"),
+    "no name": ("responses", {"input": [USER, {"type": "function_call", "call_id": "1"}]}, "`name` of an item of the"),
+    "mixed": ("responses", {"input": [{"type": "input_text", "text": "x"}, USER]}, "type None"),
+    "calls": ("chat/completions", chat(messages=[USER | {"tool_calls": [5]}]), "`tool_calls` has 5; it must be a list"),
+    "call": ("chat/completions", chat(messages=[USER | {"tool_calls": [{"id": "1"}]}]), "has {'id': '1'};"),
     "field": ("chat/completions", chat(nonsense=1), "nonsense"),
     "path": ("nothing", {}, "Not Found"),
+    "reset": ("../reset", {}, "keeps its model until it is stopped"),
+    "load": ("../load_model", {"model": "another"}, "`model` is 'another'; this server serves"),
+    "decision": ("systemone", {"state": "x", "questions": {}}, "no typed decisions"),
+    "speech": ("audio/transcriptions", {}, "reads text only"),
     "positions": ("completions", {"prompt": "x" * 3000, "max_tokens": 4}, "longer than the 2,048 positions"),
     "streamed": ("completions", {"prompt": "x" * 3000, "max_tokens": 4, "stream": True}, "2,048 positions"),
     "pool": ("completions", {"prompt": "x", "max_tokens": 10**6, "stream": True}, "longer than the cache"),
@@ -275,20 +297,29 @@ def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..
         for name, (path, body, _) in MISTAKES.items():
             found[name] = client.post(f"/v1/{path}", json=body)
         found["no json"] = client.post("/v1/completions", content="x")
+        found["no object"] = client.post("/v1/completions", json=[5])
         found["metrics"] = client.get("/metrics")
+        found["load served"] = client.post("/load_model", json={"model": str(folder)})
         found["after"] = client.post("/v1/chat/completions", json=chat(**neutral))
         text = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
         found["parts"] = client.post("/v1/chat/completions", json=chat(messages=text))
-        found["input"] = client.post("/v1/responses", json={"input": "What?", "stream": False, "max_output_tokens": 4})
+        items = [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]
+        items += [{"type": "reasoning", "summary": []}, {"type": "function_call_output", "call_id": "1", "output": "4"}]
+        for name, asked in {"input": "What?", "items": items, "flat": [{"type": "input_text", "text": "x"}]}.items():
+            given = {"input": asked, "stream": False, "max_output_tokens": 4}
+            found[name] = client.post("/v1/responses", json=given)
 
     served(ask, folder)
     for name, (_, _, words) in MISTAKES.items():
         assert 400 <= found[name].status_code < 500, name
         error = found[name].json()["error"]
         assert words in error["message"] and error["type"] == "invalid_request_error", name
-    assert found["no json"].status_code == 400 and found["no json"].json()["error"]["message"]
+    for name in ("no json", "no object"):
+        said = found[name].json()["error"]["message"]
+        assert found[name].status_code == 400 and said.startswith("The body of a request must be an object in JSON")
+    assert '"status": "ready"' in found["load served"].text
     assert 'tq_hf_requests_total{status="finished"}' in found["metrics"].text
-    for name in ("metrics", "after", "parts", "input"):
+    for name in ("metrics", "after", "parts", "input", "items", "flat"):
         assert found[name].status_code == 200, found[name].text
 
 

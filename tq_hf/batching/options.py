@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,7 +200,13 @@ class RequestOptions:
 
 
 def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> GenerationConfig:
-    """Copy a generation config, with unset fields from `defaults`, as `generate()` has them from the model."""
+    """Copy a generation config, with unset fields from `defaults`, as `generate()` has them from the model.
+
+    Raises:
+        ValueError: The config is of another type.
+    """
+    if not isinstance(config, GenerationConfig):
+        raise ValueError(f"`generation_config` is {config!r}; it must be a `GenerationConfig`.")
     merged = deepcopy(config)
     for name, value in vars(defaults).items():
         # transformers counts the answers that it waits for before they are merged.
@@ -286,7 +292,7 @@ def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
     if value is None:
         return ()
     value = value.tolist() if hasattr(value, "tolist") else value
-    ids = [value] if isinstance(value, int) else list(value)
+    ids = list(value) if isinstance(value, (Sequence, Set)) else [value]
     for each in ids:
         if isinstance(each, bool) or not isinstance(each, int) or each >= vocabulary:
             raise ValueError(f"`{name}` has {each!r}; the model's tokens are whole numbers below {vocabulary:,}.")
@@ -329,7 +335,7 @@ def _biases(
 
     def listed(name: str, ids: Any) -> tuple[int, ...]:
         tokens = token_ids(name, ids, vocabulary)
-        if not tokens or len(tokens) > MOST_PREFIX + 1 or len(tokens) != len(list(ids)):
+        if isinstance(ids, int) or not 0 < len(tokens) == len(list(ids)) <= MOST_PREFIX + 1:
             raise ValueError(f"`{name}` has {ids!r}; it must be a list of 1 to {MOST_PREFIX + 1} token ids.")
         return tokens
 
@@ -338,13 +344,20 @@ def _biases(
 
     found = []
     sequences = getattr(config, "sequence_bias", None) or {}
-    for ids, value in sequences.items() if isinstance(sequences, dict) else sequences:
+    pairs = list(sequences.items()) if isinstance(sequences, dict) else sequences
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
+        raise ValueError(f"`sequence_bias` is {sequences!r}; it must be a list of pairs: token ids and a number.")
+    for ids, value in pairs:
         found.append(Bias(listed("sequence_bias", ids), _bias("sequence_bias", value)))
-    for token, value in (extra.get("logit_bias") or {}).items():
+    if not isinstance(biases := extra.get("logit_bias") or {}, dict):
+        raise ValueError(f"`logit_bias` is {biases!r}; it must be a dict of token ids and numbers.")
+    for token, value in biases.items():
         digits = token if isinstance(token, int) else int(token) if str(token).isdecimal() else token
         found.append(Bias(listed("logit_bias", [digits]), _bias("logit_bias", value)))
-    words = [listed("bad_words_ids", ids) for ids in getattr(config, "bad_words_ids", None) or ()]
-    found += [Bias(ids, -math.inf) for ids in words if ids not in {(token,) for token in eos}]
+    if not isinstance(words := getattr(config, "bad_words_ids", None) or (), (list, tuple)):
+        raise ValueError(f"`bad_words_ids` is {words!r}; it must be a list of lists of token ids.")
+    banned_words = [listed("bad_words_ids", ids) for ids in words]
+    found += [Bias(ids, -math.inf) for ids in banned_words if ids not in {(token,) for token in eos}]
     found += banned(token_ids("suppress_tokens", getattr(config, "suppress_tokens", None), vocabulary))
     found += banned(token_ids("begin_suppress_tokens", getattr(config, "begin_suppress_tokens", None), vocabulary), 1)
     found += banned(eos, least) if least > 0 else []
@@ -381,7 +394,7 @@ def options_of(
 
     eos = token_ids("eos_token_id", given("eos_token_id", None), vocabulary)
     eos += token_ids("stop_token_ids", given("stop_token_ids", None), vocabulary)
-    least = given("min_new_tokens", max(0, given("min_length", 0) - prompt))
+    least = given("min_new_tokens", max(0, whole_number("min_length", given("min_length", 0), 0) - prompt))
     most = given("max_new_tokens", None)
     if most is None and (length := given("max_length", None)) is not None:
         if (most := whole_number("max_length", length, 1) - prompt) < 1:
@@ -389,12 +402,14 @@ def options_of(
                 f"`max_length` is {length}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
             )
     stops = given("stop_strings", ())
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    stops = tuple(stops) if isinstance(stops, (list, tuple, set)) else (stops,)
     if not all(isinstance(each, str) and each for each in stops):
         raise ValueError(f"`stop_strings` is {stops!r}; it must be a text or a list of texts.")
     samples, seed, logprobs = given("do_sample", False), given("seed", None), given("top_logprobs", None)
+    if not isinstance(samples, bool):
+        raise ValueError(f"`do_sample` is {samples!r}; it must be true or false.")
     return RequestOptions(
-        do_sample=bool(samples),
+        do_sample=samples,
         temperature=_number("temperature", given("temperature", 1.0), 1e-6, 1e6) if samples else 1.0,
         top_k=whole_number("top_k", given("top_k", 0), 0) if samples else 0,
         top_p=_number("top_p", given("top_p", 1.0), 0, 1) if samples else 1.0,

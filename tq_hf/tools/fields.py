@@ -142,8 +142,15 @@ def check_fields(body: dict[str, Any], endpoint: str, has_tools: bool) -> None:
         raise ValueError("The request has `tools`, and the chat template of this model has no place for them.")
     if (number := body.get("n")) is not None:
         whole_number("n", number, 1, MOST_ANSWERS)
-    if endpoint == "chat/completions" and not isinstance(body.get("logprobs"), (bool, type(None))):
-        raise ValueError(f"`logprobs` is {body['logprobs']!r}; it must be true or false.")
+    for name in ("stream", "logprobs") if endpoint == "chat/completions" else ("stream",):
+        if not isinstance(body.get(name), (bool, type(None))):
+            raise ValueError(f"`{name}` is {body[name]!r}; it must be true or false.")
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+        if isinstance(body.get(name), bool) or not isinstance(body.get(name), (int, float, type(None))):
+            raise ValueError(f"`{name}` is {body[name]!r}; it must be a number.")
+    stops = body.get("stop") or []
+    if not all(isinstance(each, str) for each in (stops if isinstance(stops, (list, str)) else [stops])):
+        raise ValueError(f"`stop` is {stops!r}; it must be a text or a list of texts.")
     if body.get("top_logprobs") and not body.get("logprobs"):
         raise ValueError(f"`top_logprobs` is {body['top_logprobs']!r} without `logprobs`. Set `logprobs` to true.")
     if not isinstance(body.get("logit_bias"), (dict, type(None))):
@@ -165,7 +172,8 @@ def fields_of_config(body: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[
         raise ValueError(f"`generation_config` is {text!r}; it must be an object in JSON.")
     if unknown := sorted(fields.keys() - vars(GenerationConfig()).keys() - REQUEST_FIELDS.keys()):
         raise ValueError(f"`generation_config` has {', '.join(unknown)}, which does not exist.")
-    whole_number("num_return_sequences", fields.get("num_return_sequences") or 1, 1, MOST_ANSWERS)
+    if (number := fields.get("num_return_sequences")) is not None:
+        whole_number("num_return_sequences", number, 1, MOST_ANSWERS)
     extra = {name: value for name, value in fields.items() if name in REQUEST_FIELDS and value is not None}
     return {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}, extra
 

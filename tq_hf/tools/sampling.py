@@ -62,6 +62,8 @@ class _WithOptions:
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         def keep(output: Any) -> None:
             self._config.output = output
+            if set(output.generated_tokens[-1:]) & self._config.ends:
+                self._config.max_new_tokens = None  # see `generate_non_streaming`
             callback(output)
 
         self._manager.register_result_handler(self._id, keep)
@@ -100,6 +102,7 @@ class RequestManager(CBGenerateManager):
         cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens))
         gen_config.max_new_tokens = new_tokens(len(tokens), applied.max_new_tokens, cache.config)
         gen_config.stop_strings = list(applied.stop_strings) or None
+        gen_config.ends = set(applied.eos_token_ids)
         own = CBGenerateManager(self._cb_config)
         own._cb = _WithOptions(self._cb, gen_config)  # type: ignore[assignment]
         return own

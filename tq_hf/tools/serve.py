@@ -86,6 +86,18 @@ def refusal(sentence: str, status: int = 400) -> Any:
 
 NEEDED = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}
 """Field that no request can do without, by endpoint."""
+ITEMS = {
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""Texts that an item of `input` without a `role` needs, by type."""
+REFUSED = {
+    "/reset": "This server keeps its model until it is stopped. Stop it to free its memory.",
+    "/v1/systemone": "This server makes no typed decisions. Use chat/completions.",
+    "/v1/audio/transcriptions": "This server reads text only. Use chat/completions.",
+}
+"""Reasons why routes of transformers' server are refused."""
 
 
 def check_body(body: dict[str, Any], endpoint: str, has_tools: bool = True) -> None:
@@ -106,22 +118,43 @@ def _check_messages(messages: Any, name: str) -> None:
         return
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ValueError(f"`{name}` must be a list of messages, each with a `role` and a `content`.")
+    # Items of `input` are the parts of one message, or messages with calls of tools after the first.
+    are_parts = "role" not in messages[0]
     for message in messages:
         if name == "messages" and "role" not in message:
             raise ValueError("A message has no `role`. Each message needs a `role` and a `content`.")
-        # Items of `input` are messages, parts of a message, or calls of tools. transformers' server checks calls.
-        is_message = "role" in message
-        parts = message.get("content") if is_message else [message]
+        if "role" not in message and not are_parts:
+            _check_item(message)
+            continue
+        _check_calls(message.get("tool_calls") or [])
+        parts = [message] if are_parts else message.get("content")
         if not isinstance(parts, (str, list, type(None))):
             raise ValueError(f"The `content` of a message is of the type {type(parts).__name__}; it must be text.")
         for part in parts if isinstance(parts, list) else ():
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if not is_message and not str(kind).startswith("input_"):
-                continue
             if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
                 raise ValueError(
                     f"A message has a part of the type {kind!r}, and the model reads `text` only. Leave it out."
                 )
+
+
+def _check_item(item: dict[str, Any]) -> None:
+    """Raise `ValueError` if an item of `input` without a `role` is of an unknown type, or lacks a text."""
+    if (kind := str(item.get("type"))) not in ITEMS:
+        raise ValueError(f"`input` has an item of the type {kind!r}; without a `role` it must be {', '.join(ITEMS)}.")
+    for name in ITEMS[kind]:
+        if not isinstance(item.get(name), str):
+            raise ValueError(f"The `{name}` of an item of the type {kind!r} is {item.get(name)!r}; it must be text.")
+
+
+def _check_calls(calls: Any) -> None:
+    """Raise `ValueError` if the `tool_calls` of a message are not a list of functions with arguments."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = (call.get("function") or call) if isinstance(call, dict) else call
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), (str, dict)):
+            raise ValueError(
+                f"`tool_calls` has {call!r}; it must be a list of objects, each with a `function` that has `arguments`."
+            )
 
 
 class TurboQuantServer(Serve):
@@ -253,21 +286,35 @@ class TurboQuantServer(Serve):
                 "" if manager is None else manager.metrics(), media_type="text/plain; version=0.0.4"
             )
 
-        (health,) = [route for route in app.routes if getattr(route, "path", None) == "/health"]
-        app.router.routes.remove(health)
+        replaced = ("/health", "/load_model", *REFUSED)
+        routes = {route.path: route for route in app.routes if getattr(route, "path", None) in replaced}
+        for route in routes.values():
+            app.router.routes.remove(route)
+        for path, sentence in REFUSED.items():
+            app.add_api_route(path, partial(refusal, sentence, 400), methods=["POST"], response_model=None)
+
+        @app.post("/load_model")
+        async def load_served_model(body: dict[str, Any]) -> Any:
+            served = self._model_manager.force_model
+            if body.get("model") not in (None, served):
+                return refusal(f"`model` is {body['model']!r}; this server serves {served!r} only. Leave it out.")
+            return await routes["/load_model"].endpoint({"model": served})
 
         @app.get("/health")
         def health_and_warming() -> Any:
-            answer, manager = health.endpoint(), self._manager()
+            answer, manager = routes["/health"].endpoint(), self._manager()
             if answer.status_code == 200 and manager is not None and (to_be_done := manager.to_be_done):
                 return JSONResponse({"status": "warming", "detail": f"Requests are answered. {to_be_done}"})
             return answer
 
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)
-        @app.exception_handler(RequestValidationError)
         async def of_the_request(request: Any, error: Exception) -> Any:
             return refusal(str(error))
+
+        @app.exception_handler(RequestValidationError)  # its text names a file of the server
+        async def of_the_body(request: Any, error: Exception) -> Any:
+            return refusal("The body of a request must be an object in JSON, sent as `application/json`.")
 
         @app.exception_handler(HTTPException)
         async def of_the_server(request: Any, error: HTTPException) -> Any:
