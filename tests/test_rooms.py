@@ -92,7 +92,7 @@ BUDGETS = {
         "batching": 4581,  # latents, by rank too; options by request, checked; metrics; beside steps; linear; sessions
         "graph_decoding": 1300,  # linear layers; stop strings; drafts, over windows, of experts; positions kept back
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
-        "layers": 1874,  # latents not expanded, of shards too; rollback of uneven layers, loops; rings; refused calls
+        "layers": 1876,  # latents not expanded, of shards too; rollback of uneven layers, loops; rings; refused calls
         "stores": 1055,  # one way into operators; one store; parts of a long call; blocks keep codes; longer steps
         "ops": 2675,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 
 from tests.support.helpers import assert_same, llama_config, states
 from tests.support.tiny_models import VOCAB, build
@@ -12,6 +12,7 @@ from tq_hf import TurboQuantCache
 from tq_hf.compat import CACHE_NAME, as_input
 
 UNEVEN = (600, 400, 200)
+BOTH = "LinearAttentionAndStaticFullAttentionLayer"
 kinds = pytest.mark.parametrize(
     "options", [{}, {"max_cache_len": 900}, {"skip_layers": (0, 1)}], ids=["growing", "preallocated", "dense"]
 )
@@ -143,3 +144,16 @@ def test_the_first_call_after_an_emptied_cache_is_none_of_drafts(empty, skip_lay
     cache.reset() if empty == "reset" else cache.crop(-40)
     found = model(ids[:, :5], **as_input(cache)).logits
     torch.testing.assert_close(found, model(ids[:, :5], use_cache=False).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, BOTH), reason="transformers lacks it")
+def test_layers_whose_keys_transformers_keeps_are_refused():
+    """Convolutions beside keys, preallocated (Inkling): transformers' `crop` shortens the convolution states only."""
+    cache = TurboQuantCache(llama_config(2), max_cache_len=64)
+    cache.layers[1] = getattr(cache_utils, BOTH)(64)
+    cache.activate_past_recording()
+    for index in range(2):
+        cache.update(*states(1, 2, tokens=9), index)
+    with pytest.raises(ValueError, match=f"layer 1, a {BOTH}: .* none of its keys"):
+        cache.crop(-2)
+    assert lengths(cache) == [9, 9]

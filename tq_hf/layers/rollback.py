@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 
 from ..compat import foreach
 from .base import check_crop
@@ -88,6 +88,8 @@ def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if any(layer.is_recurrent_states_initialized.values()):
             return "a recurrent state cannot forget tokens"
+        if isinstance(layer, StaticLayer):
+            return "transformers would remove its convolution states, but none of its keys"
         if not even:
             return "after an exception the number of tokens in a layer of linear attention is unknown"
         for states, size in zip(layer.conv_states.values(), layer.conv_kernel_size.values(), strict=True):
