@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
+from examples.measure.quality.family_configs import tiny_model
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
@@ -105,9 +107,36 @@ def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
     cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
     model.generate(input_ids=tokens(9), **as_input(cache), max_new_tokens=3)
     assert own.get_seq_length() > 0
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration has read the states of an encoder or an image"):
         own.save(tmp_path / "c.safetensors", model)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("more", [0, 6])
+def test_what_was_read_of_an_image_by_cross_attention_is_not_saved(more, tmp_path):
+    """Layers of cross-attention hold the tokens of the image, as many whatever the text: no call was interrupted."""
+    model = tiny_model("mllama/images")
+    cache, images = TurboQuantCache(model.config), inputs_with_image(model, 30)
+    with torch.no_grad():
+        model(**images, **as_input(cache))
+        if more:
+            model(tokens(more), cross_attention_mask=images["cross_attention_mask"][:, -more:], **as_input(cache))
+    with pytest.raises(ValueError, match="MllamaForConditionalGeneration has read .* an image by cross"):
+        cache.save(tmp_path / "c.safetensors", model)
+    assert not list(tmp_path.iterdir())
+
+
+def inputs_with_image(model, length: int) -> dict[str, torch.Tensor]:
+    vision = model.config.vision_config
+    shape = (1, 1, vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
+    ones = partial(torch.ones, dtype=torch.long)
+    return {
+        "input_ids": tokens(length),
+        "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0)),
+        "aspect_ratio_ids": ones(1, 1),
+        "aspect_ratio_mask": ones(1, 1, vision.max_num_tiles),
+        "cross_attention_mask": ones(1, length, 1, vision.max_num_tiles),
+    }
 
 
 def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):

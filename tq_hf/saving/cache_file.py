@@ -47,17 +47,18 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
     lengths = held_lengths(cache.layers)
     if not any(lengths.values()):
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
+    _check_model(model, "cache.save(path, model)")
+    crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+    if model.config.is_encoder_decoder or any(lengths.get(layer) for layer in crossing):
+        raise ValueError(
+            f"{type(model).__name__} has read the states of an encoder or an image by cross-attention, and its keys "
+            "and values depend on that input, which this cache does not hold. Only caches of texts can be saved."
+        )
     least, most, first = min(lengths.values()), max(lengths.values()), next(iter(lengths.values()))
     if least and (ahead := tokens_ahead(cache.layers, lengths, cache.last_update)):
         raise ValueError(
             f"The layers hold different numbers of tokens, {least} to {most}: an exception (Ctrl-C, no memory left) "
             f"ended a forward pass half way. `cache.crop({-max(ahead.values())})` makes the lengths equal again."
-        )
-    _check_model(model, "cache.save(path, model)")
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: its decoder's keys and values depend on the input of its "
-            "encoder, which this cache does not hold. Only caches of decoders can be saved."
         )
     if cache.offloading:
         # Layers are copied to the CPU on side streams, possibly of several GPUs.
