@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -44,6 +45,54 @@ def test_a_model_serves_one_manager_at_a_time() -> None:
         found = manager.get_result(name, timeout=60).generated_tokens
     assert found == Oracle(model, balance=batching.balance).generate(prompt, 60)
     assert len(batching.generate_batch(prompts([5]), greedy(1), options())) == 1
+
+
+def test_a_manager_that_is_refused_leaves_the_one_that_serves() -> None:
+    """Also if it was made first, and is stopped. It serves when the other one has ended."""
+    model, (prompt,) = model_of(), prompts([300])
+    own, batching = model.config._attn_implementation, TurboQuantBatching(model)
+    refused, serves = (batching.init_continuous_batching(greedy(60), options()) for _ in range(2))
+    serves.start()
+    name = serves.add_request(prompt)
+    with pytest.raises(ValueError, match="Another manager serves this model"):
+        refused.start()
+    refused.stop()
+    expected = serves.get_result(name, timeout=60).generated_tokens
+    serves.stop()
+    assert model.config._attn_implementation == own
+    assert expected == Oracle(model, balance=batching.balance).generate(prompt, 60)
+    refused.start()
+    assert refused.get_result(refused.add_request(prompt), timeout=60).generated_tokens == expected
+    refused.stop()
+    assert model.config._attn_implementation == own
+
+
+def test_answers_that_begin_in_a_pause_share_no_pages_of_earlier_weights() -> None:
+    """The prompt was read in parts before and after the pause, and forked after it. The fork completes a block."""
+    model, (prompt,) = model_of(), prompts([250])
+    session = TurboQuantBatching(model, balance=False).continuous_batching_context_manager(
+        generation_config=greedy(20), continuous_batching_config=options(max_batch_tokens=64)
+    )
+    reads, paused = threading.Event(), threading.Event()
+
+    def wait(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        if inputs["input_ids"].numel() == 64 and not reads.is_set():
+            reads.set()
+            paused.wait(60)
+
+    hook = model.register_forward_pre_hook(wait, with_kwargs=True)
+    with session as manager:
+        manager.add_request(prompt, num_return_sequences=2)
+        assert reads.wait(60)
+        threading.Timer(0.2, paused.set).start()  # a pause waits for the step
+        with manager.pause(), torch.no_grad():
+            model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.flip(0))
+        hook.remove()
+        results = [manager.get_result(timeout=60) for _ in range(2)]
+        assert all(result.error is None for result in results)
+        shared = manager.batch_processor.cache.number_shared
+        manager.get_result(manager.add_request(prompt), timeout=60)
+        assert manager.batch_processor.cache.number_shared == shared
 
 
 def test_prefixes_of_earlier_weights_are_not_shared() -> None:

@@ -72,6 +72,16 @@ def test_a_call_that_an_exception_ended_is_taken_back_from_uneven_layers(options
         undisturbed.crop(-3)
 
 
+@pytest.mark.parametrize("count", [(200, 400, 600), (400, 200, 600)])
+@pytest.mark.parametrize("after", [1, 2])
+def test_layers_that_grow_are_taken_back_by_the_call_that_was_interrupted(count, after):
+    cache = uneven(TurboQuantCache, count)
+    for layer in range(after):
+        cache.update(*states(9, 2, tokens=20), layer)
+    cache.crop(-20)
+    assert lengths(cache) == list(count)
+
+
 @kinds
 def test_a_complete_call_that_updates_another_layer_last_is_not_taken_for_interrupted(options):
     """Loop models (Dory) update the first layers again, after the last one."""

@@ -21,6 +21,7 @@ states of a request are in one page of the same pool, as large as a sector (`Sta
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -265,6 +266,8 @@ class TurboQuantAllocator(_PoolAllocator):
             self.ledger.acquire(block)
         copies = self.pool.get_free_blocks(self.index, len(copied))
         self.block_table[dest_request_id] = copies[:ring] + shared + copies[ring:]
+        if source_request_id in self.stale:
+            self.stale.add(dest_request_id)
         if source_request_id in self.prefix_blocks:
             self.prefix_blocks[dest_request_id] = self.prefix_blocks[source_request_id]
         return copied, copies
@@ -320,9 +323,10 @@ class TurboQuantAllocator(_PoolAllocator):
                 self._register(table, first + i, block_hash)
             parent = block_hash
 
-    def forget_prefixes(self) -> None:
-        """Share no page that is written, or of a request that has begun, with later requests."""
-        self.salt, self.stale = (self.salt or 0) + 1, set(self.block_table)
+    def forget_prefixes(self, offloaded: Iterable[str]) -> None:
+        """Share no page that is written, or of a request that has begun, with later requests. `offloaded`: requests
+        whose pages are on the CPU."""
+        self.salt, self.stale = (self.salt or 0) + 1, {*self.block_table, *offloaded}
 
     def _register(self, table: list[int], place: int, page_hash: int) -> None:
         """Register the hash of a page. If another page already has this hash, put that page into the table."""

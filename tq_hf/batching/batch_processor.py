@@ -98,13 +98,19 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         for state in taken:
             copies.put(state)
         self.input_queue = cast(Any, copies)
+        stops = True
         try:
             stops = super()._update_tp_group_state()
         finally:
             self.input_queue = given
-        for state in taken if stops else ():
-            self._handle_request_error(RuntimeError("The engine was stopped before this request was read."), state)
+            for state in taken if stops else ():
+                self._handle_request_error(RuntimeError("The engine was stopped before this request was read."), state)
         return stops
+
+    def forget_prefixes(self) -> None:
+        """Share no page of a request that has begun with later requests: the weights have changed."""
+        offloaded = [name for name, state in self.scheduler.waiting_requests.items() if state.is_cpu_offloaded]
+        cast(TurboQuantPagedCache, self.cache).allocator.forget_prefixes(offloaded)
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         assert isinstance(self.output_router, AnswerRouter)

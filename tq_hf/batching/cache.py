@@ -340,10 +340,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.number_shared += tokens
         return tokens
 
-    def forget_prefixes(self) -> None:
-        """Share no page of before with later requests: the weights have changed."""
-        self.allocator.forget_prefixes()
-
     def count_pages(self) -> dict[str, int]:
         """Number of packed pages of the pool that are used, cached (free, with a prefix), and free."""
         size = self.allocator.bytes_per_block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,10 @@ share the memory of a CPU. A CPU computes one request after the other, so more a
 
 serving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The manager that serves a model, by model, from `start` until the thread ends."""
+starting = threading.Lock()
+"""Held while a manager looks whether another one serves its model, and starts."""
+own_attention: WeakKeyDictionary[Any, list[tuple[PreTrainedConfig, str | None]]] = WeakKeyDictionary()
+"""Attention of the parts of a model before a manager switched it."""
 
 
 class TurboQuantBatchingManager(ContinuousBatchingManager):
@@ -81,6 +86,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     ) -> None:
         check_choice()
         dense = check_model(model, config)
+        self.model = model
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.vocabulary = model.config.get_text_config().vocab_size
         default = self.options_of(generation_config, {}, 0)
@@ -101,8 +107,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._keeps_pages = False
         self._last_model: tuple[torch.device, dict[str, Any]] | None = None
         """Device and fingerprint of the model at the end of the last session. Pages kept from it depend on them."""
-        # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
-        self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
         self._linear = LinearLayers(model)
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -182,15 +186,22 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Set the model's attention to `turboquant_paged`."""
         decoder = model.config.get_text_config()
         if not model.config._attn_implementation == decoder._attn_implementation == NAME:
-            self._own_attention = attention_of_parts(model)
+            # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
+            own_attention[self.model] = attention_of_parts(model)
             model.set_attn_implementation(NAME)
         self._linear.switch()
 
+    def _serves_elsewhere(self) -> bool:
+        """Whether another manager serves the model."""
+        other = serving.get(self.model, self)
+        return other is not self and other.is_running()
+
     def restore_attention(self) -> None:
-        """Set every part of the model to the attention it had before `switch_to_cb_friendly_attn`."""
-        self._linear.restore()
-        restore_attention(self._own_attention)
-        self._own_attention = []
+        """Set the parts of the model to the attention they had before `switch_to_cb_friendly_attn`, unless another
+        manager serves the model."""
+        if not self._serves_elsewhere():
+            self._linear.restore()
+            restore_attention(own_attention.pop(self.model, []))
 
     @contextmanager
     def _restoring_on_failure(self) -> Iterator[None]:
@@ -373,11 +384,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             ValueError: The model has changed since the last session, and the manager still has pages of it. Another
                 manager serves the model.
         """
-        if (other := serving.setdefault(self.model, self)) is not self and other.is_running():
-            raise ValueError(
-                "Another manager serves this model. Add the requests to that manager, or stop it first: one call of "
-                "`generate_batch` takes any number of prompts."
-            )
         if not self.model_is_unchanged():
             self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
@@ -385,9 +391,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 "and the manager keeps the pages and graphs of that session. Create a new manager: "
                 "`destroy_cached_continuous_batching_manager()`, then `init_continuous_batching()`."
             )
-        serving[self.model] = self
-        self.switch_to_cb_friendly_attn(self.model)
-        super().start()
+        with starting:
+            if self._serves_elsewhere():
+                raise ValueError(
+                    "Another manager serves this model. Add the requests to that manager, or stop it first: one call "
+                    "of `generate_batch` takes any number of prompts."
+                )
+            self._keeps_pages, serving[self.model] = False, self
+            self.switch_to_cb_friendly_attn(self.model)
+            super().start()
 
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
         try:
@@ -398,7 +410,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     def _end_session(self) -> None:
         """Restore the attention of the model, and note what the model is."""
         self.restore_attention()
-        serving.pop(self.model, None)
+        if serving.get(self.model) is self:
+            del serving[self.model]
         if self._keeps_pages and self.batch_processor is not None:
             self._last_model = self.model.device, fingerprint.identify(self.model)
 
@@ -416,6 +429,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
         if not self.is_running() and self._last_model is None:  # it was not started, or has failed
             self._end_session()
+        if self.batch_processor is None:
+            self._last_model = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -426,11 +441,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             try:
                 yield
             finally:
-                cache = getattr(self.batch_processor, "cache", None)
                 # Ranks must agree.
                 changed = self.distributed_helper.tp_size > 1 or fingerprint.identify(self.model) != before
-                if changed and isinstance(cache, TurboQuantPagedCache):
-                    cache.forget_prefixes()
+                if changed and isinstance(self.batch_processor, TurboQuantBatchProcessor):
+                    self.batch_processor.forget_prefixes()
 
     # Copied from transformers, because the original names its classes of cache, scheduler and processor
     # (tests/batching/test_upstream.py fails when the original changes).

@@ -34,10 +34,8 @@ def tokens_ahead(layers: Sequence[Any], lengths: dict[int, int], last: tuple[int
             exception updates the last layer last, or in a loop over layers (Dory) leaves no layer behind.
     """
     end, tokens = last or (len(layers), 0)
-    behind = [length for i, length in lengths.items() if i > end]
-    updated = {i: tokens for i in lengths if i <= end}
-    if behind and min((lengths[i] for i in updated), default=0) > min(behind):
-        return updated
+    if end < max(lengths, default=0) and len(set(lengths.values())) > 1:
+        return {i: tokens for i in lengths if i <= end}
     # An interrupted compiled step does not record `last`: look for first layers with one token more.
     least = min(lengths.values(), default=0)
     first = [i for i, length in lengths.items() if length == least + 1]
