@@ -539,13 +539,18 @@ def arguments_of_generate() -> dict[str, Any]:
     return {"tokenizer": kwargs.get("tokenizer") if isinstance(kwargs, dict) else None, **frame.f_locals}
 
 
+def takes_positions(model: Any) -> bool:
+    """Whether a model takes `position_ids`."""
+    return "position_ids" in signature(model.forward).parameters
+
+
 def prefill(model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:
     """Run the prompt as `generate()` does, in chunks if the config says so (transformers 5.17 to 5.24).
 
     Returns:
         Outputs of the model, and inputs of the first step, with positions if the model takes them.
     """
-    if inputs.get("position_ids") is None and "position_ids" in signature(model.forward).parameters:
+    if inputs.get("position_ids") is None and takes_positions(model):
         inputs = {**inputs, "position_ids": model._prepare_position_ids_for_generation(ids, inputs)}
     outputs = model._prefill(ids, config, inputs)
     return outputs, model._update_model_kwargs_for_generation(outputs, inputs, model.config.is_encoder_decoder)

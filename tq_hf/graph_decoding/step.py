@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ..compat import device_of_inputs
+from ..compat import device_of_inputs, takes_positions
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 
@@ -82,8 +81,7 @@ def take_positions(model: Any, cache: Cache, inputs: dict[str, Any], cached: int
     layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.
     """
     positions: torch.Tensor | None = inputs.pop("position_ids", None)
-    takes_positions = "position_ids" in signature(model.forward).parameters
-    if positions is None and takes_positions and isinstance(cache.get_seq_length(), int):
+    if positions is None and takes_positions(model) and isinstance(cache.get_seq_length(), int):
         positions = torch.arange(cached, cached + tokens, device=device_of_inputs(model))[None]
     return positions
 
