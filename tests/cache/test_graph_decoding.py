@@ -89,7 +89,8 @@ def test_an_answer_may_fill_the_cache(model, ends, monkeypatch) -> None:
     options = dict(max_new_tokens=12, do_sample=False)
     free = model.generate(**inputs, **options, **as_input(DynamicCache(config=model.config)))[0, 20:].tolist()
     last = next(i for i in range(6, 12) if free.index(free[i]) == i)
-    for loop in ({}, {"custom_generate": graph_decoding}):
+    # A step that transformers compiles on a GPU does not count: there the assertion in the kernel fails (test_overrun).
+    for loop in ({"disable_compile": True}, {"custom_generate": graph_decoding}):
         cache = TurboQuantCache(model.config, max_cache_len=20 + last)
         end = free[last] if ends else None
         call = partial(model.generate, **inputs, **as_input(cache), do_sample=False, eos_token_id=end, **loop)

@@ -351,7 +351,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             now: Whether to run steps of all sizes now, which compiles and captures them.
             behind: Whether to capture graphs while there is no request, too, and to compile in the background: kernels
                 at first, steps once graphs of uncompiled steps are captured, or after `COMPILE_AFTER` steps. `stop`
-                waits for a capture. No effect in tensor parallelism.
+                waits for the graph that is captured or compiled. No effect in tensor parallelism.
         """
         with self._restoring_on_failure():
             if self.batch_processor is None:
@@ -423,9 +423,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         hard_stop: bool = False,
     ) -> None:
         """Stop the background thread, which restores the attention of the model when it ends. Arguments are those of
-        transformers' `stop`."""
+        transformers' `stop`. What is being compiled is waited for, too, unless it is kept for the next session."""
         self._keeps_pages = keep_for_next_session
+        runner: Any = getattr(self.batch_processor, "model_runner", None)
         super().stop(block, timeout, keep_for_next_session, hard_stop)
+        if runner is not None and not keep_for_next_session:
+            runner.cancel(timeout if block else 0)
         self._wake_up_loop.set()
         if not self.is_running() and self._last_model is None:  # it was not started, or has failed
             self._end_session()

@@ -181,10 +181,10 @@ class BackgroundCompile(threading.Thread):
         self.done = True
         then()
 
-    def cancel(self) -> None:
-        """Wait for the call that is being compiled, and compile no further one."""
+    def cancel(self, timeout: float | None = None) -> None:
+        """Compile no further call, and wait for the one that is being compiled, up to `timeout` seconds."""
         self.calls.clear()
-        self.join()
+        self.join(timeout)
         self.take()
 
     def take(self) -> Callable | None:
@@ -338,12 +338,13 @@ class TurboQuantModelRunner(ModelRunner):
         else:
             finish()
 
-    def cancel(self) -> None:
-        """Wait for what is being compiled behind, and compile no further step."""
+    def cancel(self, timeout: float | None = None) -> None:
+        """Compile no further step, and wait for what is being compiled behind, up to `timeout` seconds each."""
+        self.calls = None
         if self.behind is not None:
-            self.behind.cancel()
+            self.behind.cancel(timeout)
         if (kernels := self.kernels) is not None:
-            kernels.join()
+            kernels.join(timeout)
 
     def warm_up(self, model: torch.nn.Module) -> None:
         """Run the next warm-up of `missing`. No step may be running."""

@@ -231,8 +231,9 @@ class TurboQuantServer(Serve):
                     self.server.run()
                 finally:
                     if (manager := self._manager()) is not None:
-                        # Stop at once: transformers' default answers all outstanding requests first.
-                        manager.stop(block=True, hard_stop=True)
+                        # Stop at once: transformers' default answers all outstanding requests first. What is still
+                        # compiled ends with the process.
+                        manager.stop(block=True, timeout=GRACE, hard_stop=True)
                     self._generation_state.shutdown()
         finally:
             models.shutdown()
