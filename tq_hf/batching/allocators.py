@@ -399,6 +399,13 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         return [table[token % self.sliding_window // self.tokens_per_page] for token in tokens]
 
 
+def as_words(states: torch.Tensor) -> torch.Tensor:
+    """View contiguous rows `[B, ...]` as elements of 16 bytes `[B, n]` where they have whole ones: torch's kernels that
+    copy rows by index take an element a thread."""
+    flat = states.flatten(1)
+    return flat if flat.shape[1] * flat.itemsize % 16 else flat.view(torch.complex128)
+
+
 class StateAllocator(_PoolAllocator):
     """Allocator of the states of all linear layers: one page per request, from its first token to its last.
 
@@ -452,9 +459,12 @@ class StateAllocator(_PoolAllocator):
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """Copy the states `[B, ...]` of a layer from the pages `[B]` of requests."""
-        return {name: states.index_select(0, pages) for name, states in self.states[layer].items()}
+        return {
+            name: as_words(states).index_select(0, pages).view(states.dtype).view(-1, *states.shape[1:])
+            for name, states in self.states[layer].items()
+        }
 
     def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
         """Copy the states `[B, ...]` of a layer to the pages `[B]` of requests."""
         for name, into in self.states[layer].items():
-            into.index_copy_(0, pages, states[name].to(into.dtype))
+            as_words(into).index_copy_(0, pages, as_words(states[name].to(into.dtype).contiguous()))

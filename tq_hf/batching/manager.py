@@ -423,7 +423,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         hard_stop: bool = False,
     ) -> None:
         """Stop the background thread, which restores the attention of the model when it ends. Arguments are those of
-        transformers' `stop`. What is being compiled is waited for, too, unless it is kept for the next session."""
+        transformers' `stop`. Without `keep_for_next_session`, wait for the graph that is being compiled, too."""
         self._keeps_pages = keep_for_next_session
         runner: Any = getattr(self.batch_processor, "model_runner", None)
         super().stop(block, timeout, keep_for_next_session, hard_stop)

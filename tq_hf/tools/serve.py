@@ -231,8 +231,7 @@ class TurboQuantServer(Serve):
                     self.server.run()
                 finally:
                     if (manager := self._manager()) is not None:
-                        # Stop at once: transformers' default answers all outstanding requests first. What is still
-                        # compiled ends with the process.
+                        # Stop at once, even while compiling: transformers' default answers all requests first.
                         manager.stop(block=True, timeout=GRACE, hard_stop=True)
                     self._generation_state.shutdown()
         finally:
