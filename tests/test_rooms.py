@@ -89,7 +89,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2608,  # fields of OpenAI's requests, their types, items; routes refused; answers are streamed; compare
-        "batching": 4615,  # latents, by rank too; options by request, checked; metrics; beside steps; linear; sessions
+        "batching": 4618,  # latents, by rank too; options by request, checked; metrics; beside steps; linear; sessions
         "graph_decoding": 1300,  # linear layers; stop strings; drafts, over windows, of experts; positions kept back
         "saving": 980,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1876,  # latents not expanded, of shards too; rollback of uneven layers, loops; rings; refused calls

@@ -298,7 +298,9 @@ def test_a_stop_that_does_not_wait_compiles_no_further_step() -> None:
     with started(compiler) as manager:
         assert compiler.begun.wait(60)
         behind = manager.batch_processor.model_runner.behind
+        engine = manager._generation_thread
         manager.stop(block=False, hard_stop=True)
+        engine.join(60)
         assert behind.is_alive()
         compiler.begin.set()
         behind.join(60)

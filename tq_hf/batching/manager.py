@@ -402,10 +402,13 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().start()
 
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
+        runner: Any = getattr(self.batch_processor, "model_runner", None)
         try:
             super()._run_generation_loop(use_inference_mode)
-        finally:
-            self._end_session()  # not in `stop`, which may return before requests are answered
+        finally:  # not in `stop`, which may return before requests are answered
+            if runner is not None and not self._keeps_pages:
+                runner.cancel(0)
+            self._end_session()
 
     def _end_session(self) -> None:
         """Restore the attention of the model, and note what the model is."""
@@ -427,7 +430,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._keeps_pages = keep_for_next_session
         runner: Any = getattr(self.batch_processor, "model_runner", None)
         super().stop(block, timeout, keep_for_next_session, hard_stop)
-        if runner is not None and not keep_for_next_session:
+        if runner is not None and self.batch_processor is None and not self.is_running():
             runner.cancel(timeout if block else 0)
         self._wake_up_loop.set()
         if not self.is_running() and self._last_model is None:  # it was not started, or has failed
