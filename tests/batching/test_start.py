@@ -261,20 +261,29 @@ def test_steps_that_are_never_compiled_are_not_waited_for() -> None:
         assert manager.to_be_done is None
 
 
+@contextmanager
+def waiting_for(compiler: Compiler, call: Callable[[], object]) -> Iterator[None]:
+    """Call in a thread that waits for the graph at hand, which is compiled after the body, and is the last."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    yield
+    compiler.begin.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert compiler.graphs == 1, "it compiled for more numbers of requests"
+
+
 def test_a_manager_that_sleeps_waits_for_what_is_being_compiled() -> None:
     compiler = Compiler()
     with started(compiler) as manager:
         assert compiler.begun.wait(60)
         manager.stop(keep_for_next_session=True, hard_stop=True)
         pool, freed = weakref.ref(manager.batch_processor.cache.cache_tensor), []
-        sleeper = threading.Thread(target=lambda: freed.append(manager.sleep()))
-        sleeper.start()
-        sleeper.join(0.5)
-        assert sleeper.is_alive() and pool() is not None
-        compiler.begin.set()
-        sleeper.join(60)
+        with waiting_for(compiler, lambda: freed.append(manager.sleep())):
+            assert pool() is not None
         assert freed[0] > 0 and pool() is None
-        assert compiler.graphs == 1, "it compiled for more numbers of requests"
 
 
 def test_a_manager_that_stops_waits_for_what_is_being_compiled() -> None:
@@ -283,14 +292,9 @@ def test_a_manager_that_stops_waits_for_what_is_being_compiled() -> None:
     with started(compiler) as manager:
         assert compiler.begun.wait(60)
         behind = manager.batch_processor.model_runner.behind
-        stopper = threading.Thread(target=partial(manager.stop, hard_stop=True))
-        stopper.start()
-        stopper.join(0.5)
-        assert stopper.is_alive()
-        compiler.begin.set()
-        stopper.join(60)
-        assert not stopper.is_alive() and not behind.is_alive()
-        assert compiler.graphs == 1, "it compiled for more numbers of requests"
+        with waiting_for(compiler, partial(manager.stop, hard_stop=True)):
+            assert behind.is_alive()
+        assert not behind.is_alive()
 
 
 def test_a_stop_that_does_not_wait_compiles_no_further_step() -> None:

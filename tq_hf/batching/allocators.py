@@ -459,10 +459,8 @@ class StateAllocator(_PoolAllocator):
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """Copy the states `[B, ...]` of a layer from the pages `[B]` of requests."""
-        return {
-            name: as_words(states).index_select(0, pages).view(states.dtype).view(-1, *states.shape[1:])
-            for name, states in self.states[layer].items()
-        }
+        held = self.states[layer].items()
+        return {name: as_words(x).index_select(0, pages).view(x.dtype).unflatten(1, x.shape[1:]) for name, x in held}
 
     def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
         """Copy the states `[B, ...]` of a layer to the pages `[B]` of requests."""

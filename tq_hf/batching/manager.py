@@ -31,7 +31,7 @@ from .linear import LinearLayers
 from .options import RequestOptions, options_of, prompt_ids, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import AnswerRouter, Detokenizer, StepAbandoned, WakeUp, scheduler_class
-from .runner import TurboQuantModelRunner, compile_config_of
+from .runner import compile_config_of
 
 logger = logging.get_logger(__name__)
 
@@ -322,8 +322,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             )
         if self.batch_processor is None:
             return 0
-        if isinstance(self.batch_processor.model_runner, TurboQuantModelRunner):
-            self.batch_processor.model_runner.cancel()
+        self._runner.cancel()
         pool = self.batch_processor.cache.cache_tensor
         freed, on_cuda, device = pool.nbytes, pool.is_cuda, pool.device
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
@@ -374,8 +373,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     @property
     def to_be_done(self) -> str | None:
         """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
-        runner = getattr(self.batch_processor, "model_runner", None)
-        return runner.to_be_done if isinstance(runner, TurboQuantModelRunner) else None
+        return None if (runner := self._runner) is None else runner.to_be_done
+
+    @property
+    def _runner(self) -> Any:
+        """`TurboQuantModelRunner` of the steps; `None` without pages."""
+        return getattr(self.batch_processor, "model_runner", None)
 
     def start(self) -> None:
         """Start the background thread.
@@ -402,7 +405,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().start()
 
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
-        runner: Any = getattr(self.batch_processor, "model_runner", None)
+        runner = self._runner
         try:
             super()._run_generation_loop(use_inference_mode)
         finally:  # not in `stop`, which may return before requests are answered
@@ -427,8 +430,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     ) -> None:
         """Stop the background thread, which restores the attention of the model when it ends. Arguments are those of
         transformers' `stop`. Without `keep_for_next_session`, wait for the graph that is being compiled, too."""
-        self._keeps_pages = keep_for_next_session
-        runner: Any = getattr(self.batch_processor, "model_runner", None)
+        self._keeps_pages, runner = keep_for_next_session, self._runner
         super().stop(block, timeout, keep_for_next_session, hard_stop)
         if runner is not None and self.batch_processor is None and not self.is_running():
             runner.cancel(timeout if block else 0)
