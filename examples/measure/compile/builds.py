@@ -17,7 +17,13 @@ from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantize_config, encode_config
 from tq_kernels.codec.quantize import LEVELS
-from tq_kernels.decode.append import append_and_encode, append_and_rotate, append_tails, rotate_and_append
+from tq_kernels.decode.append import (
+    append_and_encode,
+    append_and_rotate,
+    append_tails,
+    append_to_pages,
+    rotate_and_append,
+)
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits
@@ -209,8 +215,8 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     """`rotate_and_append`."""
     p = plan(arch, *bits, dim=dim)
     own = f"*{dtype}"
-    types = [*[own] * 4, None, None, None, own, "*fp16", "*fp16", "*fp32", *["i32"] * 14, None, None]
-    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *(0,) * 4, *p.rotate_constants), arch, num_warps=1)
+    types = [*[own] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
+    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=1)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
@@ -287,16 +293,22 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
     return compiled, p
 
 
+def build_paged_append(arch: int, preset: str, dim: int, encodes: bool, dtype: str = "bf16") -> Any:
+    """`append_to_pages` of a step of single tokens, which `encodes`, or of one with prompts."""
+    on, stored, bits, own = target_of(arch), padded_dim(dim), bits_of(preset), f"*{dtype}"
+    tile = tile_of(stored)
+    config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    halves = (bits[0], LEVELS[bits[0]], bits[1], LEVELS[bits[1]], config.k_step, MATRIX[dtype], on.asm)
+    warps = config.warps if encodes else 1
+    constants = (dim, stored, tile, *halves, *place(preset, dim), SEQUENCES, 8 if encodes else 1, warps, encodes)
+    types = [*[own] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
+    return build(append_to_pages, [*types, *["i32"] * 17], constants, arch, num_warps=warps)
+
+
 def build_small(arch: int, dim: int = 128) -> list[Any]:
     """The kernels that rotate and append a step's rows, reduce splits, and append the newest rows of prompts."""
     p, tile, where = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim), place("4bit_nc", dim)
-    rotate = build(
-        rotate_and_append,
-        [*["*fp16"] * 3, None, *["*i32"] * 3, *["*fp16"] * 3, "*fp32", None, None, *["i32"] * 7, None, *["i32"] * 6],
-        (dim, tile, *where, *p.rotate_constants),
-        arch,
-        num_warps=1,
-    )
+    rotate = build_paged_append(arch, "4bit_nc", dim, encodes=False)
     reduce = build(
         reduce_splits,
         ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],

@@ -303,29 +303,32 @@ class BlockPlaces(NamedTuple):
 
 
 @triton.jit
-def _encode_all(
-    new, places, out, amounts, total, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
-    ROW: tl.constexpr, START: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
+def encode_blocks_of(
+    new, places, out, amounts, total, head, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
+    ROWS: tl.constexpr, ROW: tl.constexpr, START: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Encode every `programs`-th of `total` blocks; over pages `amounts` [BB] are those of each sequence."""
+    """Encode blocks `worker`, `worker + workers`, ... of `total`, of KV head `head` (of B * H without pages).
+
+    Over pages `amounts` [BB] are the numbers of blocks that each sequence completes.
+    """
     k = tl.arange(0, C.K_STEP)[None, :]
     if places.block_table is None:
         offsets = block_rows()[:, None] * new.stride_t + k  # [64, K_STEP]
-        head = (tl.program_id(1) % places.heads).to(tl.int64)
-        batch = (tl.program_id(1) // places.heads).to(tl.int64)
-        states = new.states + (batch * new.stride_b + head * new.stride_h)
-        first_home = batch * places.blocks_b + head * places.blocks_h + places.start
+        kv_head = (head % places.heads).to(tl.int64)
+        batch = (head // places.heads).to(tl.int64)
+        states = new.states + (batch * new.stride_b + kv_head * new.stride_h)
+        first_home = batch * places.blocks_b + kv_head * places.blocks_h + places.start
     else:
-        offsets, head, token = k, tl.program_id(1), block_rows()  # [64]
-    channel_scales = new.channel_scales + tl.program_id(1) * C.HEAD_DIM
+        offsets, token = k, block_rows()  # [64]
+    channel_scales = new.channel_scales + head * C.HEAD_DIM
     high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
-    for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+    for task in tl.range(worker, total, workers, num_stages=STAGES):
         if places.block_table is None:
             early = states + new.stride_t.to(tl.int64) * (task * TOKENS)
             late = early + HALF_TOKENS * new.stride_t
             home = first_home + task
             if C.ASM >= AMPERE and STAGES > 1:
-                _prefetch_rows(states, tl.minimum(task + tl.num_programs(0), total - 1), new.stride_t, C.TILE)
+                _prefetch_rows(states, tl.minimum(task + workers, total - 1), new.stride_t, C.TILE)
         else:
             sequence, before = located(amounts, task)
             first, _, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, sequence, places.count)
@@ -343,6 +346,32 @@ def _encode_all(
             )  # fmt: skip
             home = page * places.blocks_b + head
         encode_block(early, late, offsets, offsets, out, home, new.rotation, channel_scales, high, low, C)
+
+
+@triton.jit
+def encode_completed(
+    keys, values, places, to_keys, to_values, head, part, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
+    ROWS: tl.constexpr, BESIDE: tl.constexpr, BLOCK_B: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Encode every `workers`-th block that new tokens complete over pages, from rings and new tokens.
+
+    `part` is 0 for its keys, 1 for its values.
+    """
+    _, new, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, tl.arange(0, BLOCK_B), places.count)
+    amounts = completed(new, past, SINKS)  # [BB]
+    total = tl.sum(amounts, 0)
+    ROW: tl.constexpr = KEYS.HEAD_DIM + BESIDE
+    START: tl.constexpr = KEYS.HEAD_DIM if BESIDE else ROWS * KEYS.HEAD_DIM
+    if worker < total:
+        if part == 0:
+            encode_blocks_of(
+                keys, places, to_keys, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, 0, 1, KEYS
+            )  # fmt: skip
+        else:
+            encode_blocks_of(
+                values, places, to_values, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, START, 1,
+                VALUES,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize="heads blocks start blocks_batch blocks_head key_t key_h value_t value_h width".split())
@@ -381,30 +410,26 @@ def encode_blocks(
     places = BlockPlaces(
         heads, start, blocks_batch, blocks_head, rows, block_table, cu_seqlens_q, cu_seqlens_k, heads, width
     )
-    ROW: tl.constexpr = HEAD_DIM + BESIDE
+    worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    into = Output(words, scales, means)
     if block_table is None:
         if PDL and not IS_VALUE:
             cuda.gdc_launch_dependents()
         of_states = EncodedStates(states, stride_batch, stride_head, stride_token, rotation, channel_scales)
-        _encode_all(of_states, places, Output(words, scales, means), None, blocks, SINKS, RING, ROWS, 0, 0, STAGES, C)
+        encode_blocks_of(
+            of_states, places, into, None, blocks, head, worker, workers, SINKS, RING, ROWS, 0, 0, STAGES, C
+        )  # fmt: skip
         if PDL and IS_VALUE:
             cuda.gdc_wait()
     else:
-        _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), heads)
-        amounts = completed(new, past, SINKS)  # [BB]
-        total = tl.sum(amounts, 0)
-        if tl.program_id(0) < total:
-            if tl.program_id(2) == 0:
-                of_keys = EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales)
-                to_keys = Output(words, scales, means)
-                _encode_all(of_keys, places, to_keys, amounts, total, SINKS, RING, ROWS, ROW, 0, STAGES, C)
-            else:
-                START: tl.constexpr = HEAD_DIM if BESIDE else ROWS * HEAD_DIM
-                VALUE_STEP: tl.constexpr = BESIDE if BESIDE and BESIDE < K_STEP else K_STEP
-                VALUES: tl.constexpr = EncodeShape(
-                    BESIDE if BESIDE else HEAD_DIM, BESIDE if BESIDE else DIM, BESIDE if BESIDE else TILE, VALUE_BITS,
-                    VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, BLOCK_WORDS,
-                )  # fmt: skip
-                of_values = EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales)
-                into = Output(value_words, scales, None)
-                _encode_all(of_values, places, into, amounts, total, SINKS, RING, ROWS, ROW, START, STAGES, VALUES)
+        VALUE_STEP: tl.constexpr = BESIDE if BESIDE and BESIDE < K_STEP else K_STEP
+        VALUES: tl.constexpr = EncodeShape(
+            BESIDE if BESIDE else HEAD_DIM, BESIDE if BESIDE else DIM, BESIDE if BESIDE else TILE, VALUE_BITS,
+            VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, BLOCK_WORDS,
+        )  # fmt: skip
+        encode_completed(
+            EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales),
+            EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
+            places, into, Output(value_words, scales, None), head, tl.program_id(2), worker, workers,
+            SINKS, RING, ROWS, BESIDE, BLOCK_B, C, VALUES,
+        )  # fmt: skip

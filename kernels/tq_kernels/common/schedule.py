@@ -14,10 +14,9 @@ not equally fast: a multiprocessor serves its first ones first, and they are don
 Their jobs wait for memory while the others compute. Longer shares for the first half of the workers cost more than they
 win (1 x 128k 60.0 us, not 56.5, with an eighth more).
 
-Over the pages of many sequences, a stream belongs to one sequence, and streams differ in length. An *item* is a packed
-block or a dense job, which have about as many bytes. A stream's items are its blocks, then its dense jobs. The items of
-all streams, one after the other, are shared out in contiguous equal parts. Sequences without exactly one new token have
-no items.
+Over the pages of many sequences the same holds, but streams differ in length: those of a sequence have its blocks and
+its jobs, and those of a sequence without exactly one new token have none. Every program adds up the sequences' lengths
+to find the stream of its first block, or of a job.
 """
 
 from typing import Any, NamedTuple
@@ -189,28 +188,20 @@ def packed_of(packed_blocks, sequence, count):
 
 
 @triton.jit
-def dense_jobs_of(past, packed):
-    """Number of jobs for the dense tokens of a sequence, including its new one."""
-    return dense_jobs(past - packed * TOKENS + 1)
+def work_of(cu_seqlens_q, cu_seqlens_k, packed_blocks, sequence, count):
+    """Work of each stream of sequences over pages: number of packed blocks and of dense jobs; 0 without exactly one new
+    token. Then the sequences' first new token and number of cached ones."""
+    first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+    blocks = tl.where(new == 1, packed_of(packed_blocks, sequence, count), 0)
+    jobs = tl.where(new == 1, dense_jobs(past - blocks * TOKENS + 1), 0)
+    return blocks, jobs, first, past
 
 
 @triton.jit
-def stream_items(new, past, packed):
-    """Number of items of each stream of a sequence."""
-    return tl.where(new == 1, packed + dense_jobs_of(past, packed), 0)
-
-
-@triton.jit
-def share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B: tl.constexpr):
-    """A worker's first item and the one after its last, the stream of the first, and that stream's first item; `heads`
-    is the number of streams of a sequence."""
-    b = tl.arange(0, BLOCK_B)
-    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
-    items = stream_items(new, past, packed_of(packed_blocks, b, count)) * heads
-    total = tl.sum(items, 0)
-    start = share_start(worker, workers, total)
-    sequence, before = located(items, start)
-    _, its_new, its_past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-    per_stream = tl.maximum(stream_items(its_new, its_past, packed_of(packed_blocks, sequence, count)), 1)
-    stream = sequence * heads + (start - before) // per_stream
-    return start, share_start(worker + 1, workers, total), stream, start - (start - before) % per_stream
+def stream_of(amounts, heads, index):
+    """Find the stream of item `index`, where the streams of sequence b, `heads` many, have `amounts[b]` [n] items each:
+    its sequence, its number, and its first item."""
+    sequence, before = located(amounts * heads, index)
+    each = tl.maximum(tl.sum(tl.where(tl.arange(0, amounts.shape[0]) == sequence, amounts, 0), 0), 1)
+    within = (index - before) // each
+    return sequence, sequence * heads + within, before + within * each

@@ -17,15 +17,26 @@ import torch
 import triton
 import triton.language as tl
 
-from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
+from ..codec.encode import (
+    HALF_TOKENS,
+    BlockPlaces,
+    EncodedStates,
+    EncodeShape,
+    Output,
+    block_rows,
+    encode_block,
+    encode_completed,
+    resident_rotation,
+)
 from ..codec.launch import encode_config
 from ..codec.quantize import LEVELS
-from ..common.device import current_device, matrix_type, target
+from ..common.device import AMPERE, current_device, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
-from .rotate import Queries, rotate_rows
+from .rotate import Queries, rotate_rows, rotate_rows_of_head
+from .tiles import fetch
 
 
 @triton.jit
@@ -57,66 +68,125 @@ def _copy_rows(
 
 @triton.jit(
     do_not_specialize=(
-        "slot capacity keys_b keys_h values_b values_h rows queries kv_heads query_b query_h query_s plain_at scale_at "
-        "width page_blocks"
+        "slot capacity keys_b keys_h values_b values_h rows queries kv_heads query_b query_h query_s plain_at scale_at"
     ).split()
 )
 def rotate_and_append(
-    keys,  # [B, Hkv, 1, DK]; over pages [T, Hkv, DK], strides in units of 8 elements, like values and queries
-    values,  # [B, Hkv, 1, DV]; over pages [T, Hkv, DK]
-    residual_keys,  # [B, Hkv, capacity, DK], contiguous; over pages [pages, Hkv, 2, ROWS, DK] of keys and values
-    residual_values,  # [B, Hkv, capacity, DV]; over pages None
-    block_table,  # [B, W] int32 over pages, or None, like the next two
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
-    query,  # [B, Hq, S, DK]; over pages [T, Hq, DK]; this and the rest as in `rotate_query`
-    rotation, channel_scales, scratch,
-    slot, capacity,  # None over pages
-    keys_b, keys_h, values_b, values_h,  # over pages strides over tokens and heads
-    rows,  # over pages G * B: row g B + b of a head is query g of sequence b
-    queries,  # over pages B
-    kv_heads, query_b, query_h, query_s, plain_at, scale_at,
-    width,  # W; None without pages, like the next
-    page_blocks, DV: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    keys,  # [B, Hkv, 1, DK]
+    values,  # [B, Hkv, 1, DV]
+    residual_keys,  # [B, Hkv, capacity, DK], contiguous
+    residual_values,  # [B, Hkv, capacity, DV]
+    query,  # [B, Hq, S, DK]; this and the rest as in `rotate_query`
+    rotation, channel_scales, scratch, slot, capacity, keys_b, keys_h, values_b, values_h, rows, queries, kv_heads,
+    query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr, DK: tl.constexpr,
+    DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Write each head's new row to slot `slot` of the residual's ring (first program); rotate queries (the others).
 
-    Over pages the first B programs write: the row of each sequence with one new token, to its ring or sink page.
-    Grid: (P, 1 + rows / BLOCK_R); over pages (Hkv, B + rows / BLOCK_R). The kernel that attends reads the row after
-    this one has ended.
+    Grid: (P, 1 + rows / BLOCK_R). The kernel that attends reads the row after this one has ended.
     """
     index = tl.program_id(1)
-    if block_table is None:
-        if index == 0:
-            head = tl.program_id(0)
-            d = tl.arange(0, TILE)
-            k = load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
-            v = load_row(values, values_b, values_h, head, kv_heads, d, DV)
-            row = head.to(tl.int64) * capacity + slot
-            tl.store(residual_keys + row * DK + d, k, mask=d < DK)
-            tl.store(residual_values + row * DV + d, v, mask=d < DV)
-        else:
-            new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s)
-            rotate_rows(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
+    if index == 0:
+        head = tl.program_id(0)
+        d = tl.arange(0, TILE)
+        k = load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
+        v = load_row(values, values_b, values_h, head, kv_heads, d, DV)
+        row = head.to(tl.int64) * capacity + slot
+        tl.store(residual_keys + row * DK + d, k, mask=d < DK)
+        tl.store(residual_values + row * DV + d, v, mask=d < DV)
     else:
-        if index < queries:
-            head = tl.program_id(0)
-            first, new_tokens, past = lengths(cu_seqlens_q, cu_seqlens_k, index, queries)
-            exists = new_tokens == 1
-            one = tl.zeros([1], tl.int32)
-            pages = block_table + width.to(tl.int64) * index
-            row = one + row_of(past, SINKS, RING)
-            at = ring_rows(residual_keys, pages, row, exists, head, page_blocks, DK, ROWS, BLOCK_WORDS)
-            _copy_rows(
-                keys, values, (one + first).to(tl.int64), at, (one == 0) & exists, head,
-                keys_b * 8, keys_h * 8, values_b * 8, values_h * 8, DK, TILE, ROWS, 0,
-            )  # fmt: skip
-        else:
-            new = Queries(
-                query, rotation, channel_scales, cu_seqlens_q, rows, queries, kv_heads, 0, query_h * 8, query_s * 8
-            )
-            rotate_rows(new, scratch, index - queries, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
+        new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s, None)
+        rotate_rows_of_head(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "count tokens width page_blocks kv_heads groups key_t key_h value_t value_h query_t query_h plain_at scale_at "
+        "copies rotations workers"
+    ).split()
+)
+def append_to_pages(
+    keys,  # [T, Hkv, DIM], strides in units of 8 elements, like values and queries
+    values,  # [T, Hkv, DIM]
+    rows,  # [pages, Hkv, 2, ROWS, DIM] of keys and values
+    block_table,  # [B, W] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
+    key_words,  # the packed tensors and rotations, as for `encode_blocks`
+    value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
+    query,  # [T, Hq, DIM]; this and the next three as in `rotate_query`
+    query_rotation, key_channel_scales, scratch,
+    count,  # B
+    tokens,  # T
+    width,  # W
+    page_blocks, kv_heads,
+    groups,  # G
+    key_t, key_h, value_t, value_h, query_t, query_h, plain_at, scale_at,
+    copies,  # programs that write rows, each of BLOCK_H heads of a sequence
+    rotations,  # programs that rotate BLOCK_R of the B * Hkv * G query rows each
+    workers,  # programs that encode, for each head and for keys and values
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, K_STEP: tl.constexpr, MATRIX: tl.constexpr,
+    ASM: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    ENCODE: tl.constexpr,  # whether to encode; all sequences have one new token at most
+):  # fmt: skip
+    """Write the row of each sequence with one new token to its ring or sink page; rotate queries; encode the blocks
+    that new tokens complete.
+
+    Grid: (copies + rotations + 2 * Hkv * workers,); without ENCODE there are no workers.
+    """
+    index = tl.program_id(0)
+    if index < copies:
+        parts = copies // count
+        sequence = index // parts
+        first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        head = index % parts * BLOCK_H + tl.arange(0, BLOCK_H)
+        exists = (head < kv_heads) & (new == 1)
+        pages = block_table + width.to(tl.int64) * sequence
+        if ENCODE and ASM >= AMPERE:
+            # Fetch the table for the kernel that attends: a line of 32 pages a thread.
+            fetch(pages + tl.minimum(tl.arange(0, 256) * 32, width - 1))
+        row = row_of(past, SINKS, RING) + tl.zeros([BLOCK_H], tl.int32)
+        at = ring_rows(rows, pages, row, exists, head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+        token = first.to(tl.int64) + tl.zeros([BLOCK_H], tl.int64)
+        _copy_rows(
+            keys, values, token, at, exists, head, key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS, 0
+        )  # fmt: skip
+    elif index < copies + rotations:
+        i = (index - copies) * BLOCK_R + tl.arange(0, BLOCK_R)
+        new_queries = Queries(
+            query,
+            query_rotation,
+            key_channel_scales,
+            cu_seqlens_q,
+            groups,
+            1,
+            kv_heads,
+            0,
+            query_h * 8,
+            query_t * 8,
+            tokens,
+        )
+        rotate_rows(
+            new_queries, scratch, i // groups, i % groups, i < count * kv_heads * groups, index == copies, plain_at,
+            scale_at, DIM, DIM_PADDED, TILE,
+        )  # fmt: skip
+    elif ENCODE:
+        task = index - copies - rotations
+        places = BlockPlaces(None, None, page_blocks, None, rows, block_table, cu_seqlens_q, cu_seqlens_k, count, width)
+        KEYS: tl.constexpr = EncodeShape(
+            DIM, DIM_PADDED, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, ASM, BLOCK_WORDS
+        )
+        VALUES: tl.constexpr = EncodeShape(
+            DIM, DIM_PADDED, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
+        )
+        encode_completed(
+            EncodedStates(keys, None, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
+            EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales), places,
+            Output(key_words, scales, key_means), Output(value_words, scales, None),
+            task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers, SINKS, RING, ROWS, 0, BLOCK_B, KEYS, VALUES,
+        )  # fmt: skip
 
 
 class AppendStates(NamedTuple):
@@ -303,8 +373,10 @@ def append_and_rotate(
             DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP, MATRIX, ASM, MOST,
         )  # fmt: skip
     else:
-        rotate_rows(
-            Queries(query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s),
+        rotate_rows_of_head(
+            Queries(
+                query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
+            ),
             scratch, tl.program_id(1) - 2, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R,
         )  # fmt: skip
 

@@ -15,18 +15,21 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..common.device import current_device, current_raw_stream, target
+from ..codec.launch import encode_config
+from ..codec.quantize import LEVELS
+from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
+from ..format import padded_dim
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .append import AppendLaunch, append_and_rotate, rotate_and_append
+from .append import AppendLaunch, append_and_rotate, append_to_pages, rotate_and_append
 from .plan import plan_decode
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
 
-ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
-    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate)
+ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE, APPEND_TO_PAGES = (
+    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate, append_to_pages)
 )
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
 NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (0, 0, 0), (0, 0, 0, 0)
@@ -80,14 +83,26 @@ class DecodeLaunch:
             dimensions contiguous.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
+        encoder: Of pages, R of keys and of values as in `tq_kernels.codec.launch.encode`: the launch that writes single
+            tokens encodes the blocks that they complete.
     """
 
-    def __init__(self, held: tuple[PackedBlocks, KeyValue, KeyValue] | Pages, rotations: KeyValue) -> None:
+    def __init__(
+        self,
+        held: tuple[PackedBlocks, KeyValue, KeyValue] | Pages,
+        rotations: KeyValue,
+        encoder: KeyValue | None = None,
+    ) -> None:
         self.pages = held if isinstance(held, Pages) else None
         sizes: tuple[Any, ...]
         if isinstance(held, Pages):
             blocks, scales = held[:4], (held.key_channel_scales, held.value_channel_scales)
-            ring: tuple[Any, ...] = (held.rows, None)
+            assert encoder is not None
+            ring: tuple[Any, ...] = (held.rows,)
+            self.written = (
+                held.key_words, held.value_words, held.scales.view(torch.float16), held.key_means, *encoder,
+                held.value_channel_scales,
+            )  # fmt: skip
             self.bits, self.kv_heads, self.value_dim = (
                 (held.key_bits, held.value_bits),
                 held.rows.shape[1],
@@ -96,6 +111,7 @@ class DecodeLaunch:
             dense, sizes = (None,) * 4, (held.place, held.page_blocks, held.ring_pages)
         else:
             packed, sinks, ring = held
+            self.written = ()
             blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
             scales, self.bits, self.block_strides = packed.channel_scales, packed.layout.bits, packed.block_strides
             self.kv_heads, self.capacity = packed.key_words.shape[1:3]
@@ -108,12 +124,13 @@ class DecodeLaunch:
         # Tensors of blocks, dense rows, queries and outputs.
         self.tensors: tuple[Any, ...] = (blocks, dense, *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        *parts, self.ring_at = (
+        *parts, self.ring_at, self.written_at = (
             tuple(None if tensor is None else tensor.data_ptr() for tensor in part)
-            for part in (*self.tensors, self.ring)
+            for part in (*self.tensors, self.ring, self.written)
         )
         self.addresses = tuple(parts)
-        self.aligned = all(not address or address % 16 == 0 for part in (*parts, self.ring_at) for address in part)
+        every = (*parts, self.ring_at, self.written_at)
+        self.aligned = all(not address or address % 16 == 0 for part in every for address in part)
         self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.value_dim, self.bits, sizes))
 
     def __call__(
@@ -205,7 +222,8 @@ class DecodeLaunch:
             keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
             if append is None:
-                row_at, slots = (keys_at, values_at, *self.ring_at, *tables_at), (slot if shown is None else None,)
+                row_at = (keys_at, values_at, *self.ring_at, *(() if shown is None else (*tables_at, *self.written_at)))
+                slots = (slot,) if shown is None else ()
             else:
                 row_at = (keys_at, values_at, *append.addresses)
         first, split, merge = step.launches
@@ -217,7 +235,12 @@ class DecodeLaunch:
                 query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
             )  # fmt: skip
             return out
-        row = () if states is None else (*states, *((*self.ring, *tables) if append is None else append.tensors))
+        if states is None:
+            row: tuple[Any, ...] = ()
+        elif append is None:
+            row = (*states, *self.ring, *(() if shown is None else (*tables, *self.written)))
+        else:
+            row = (*states, *append.tensors)
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
@@ -290,15 +313,14 @@ class DecodeLaunch:
         tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
         split, reduce_constants = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce_constants
         split_constants = (*plan.split_constants, *NO_PLACE, 0, *plan.tile_constants)
-        # Kernel, grid, numbers, constants and warps of the first launch; numbers of the others.
+        # Kernel, grid, numbers, constants and options of the first launch; numbers of the others.
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
-            new = tuple(stride // 8 for x in (query, *states) for stride in x.stride()[:2])
-            constants = (value_dim, triton.next_power_of_2(key_dim), *pages.place, *plan.rotate_constants)
-            queries_of = (rows * batch, batch, kv_heads, None, new[1], new[0], at.plain, at.scale)
-            numbers = (None, *new[2:], *queries_of, width, pages.page_blocks)
-            first = (ROTATE_AND_APPEND, (kv_heads, batch + rows * batch, 1), numbers, constants, 1)
-            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[2:], width)
+            new = tuple(stride // 8 for x in (*states, query) for stride in x.stride()[:2])
+            first = self._append_to_pages(
+                pages, (batch, query.shape[0], width), rows, key_dim, new, (at.plain, at.scale), least
+            )
+            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[:4], width)
             block_b = triton.next_power_of_2(max(batch, least))
             split_constants = (*plan.split_constants, *pages.place, block_b, *plan.tile_constants)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
@@ -312,14 +334,14 @@ class DecodeLaunch:
                 new, of_append = append.of_tokens(*states)
                 numbers = (*new, *append.numbers, *numbers)
                 constants = (*of_append, warps)  # a row for each warp
-                first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, warps)
+                first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, append.options)
             elif states is not None:
-                constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *NO_PLACE, *constants)
+                constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
                 strides = (*states[0].stride()[:2], *states[1].stride()[:2])
-                numbers = (ring.shape[2], *strides, *numbers, None, None)
-                first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, 1)
+                numbers = (ring.shape[2], *strides, *numbers)
+                first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, {"num_warps": 1})
             else:
-                first = (ROTATE, grid, numbers, constants, 1)
+                first = (ROTATE, grid, numbers, constants, {"num_warps": 1})
             of_dense = tuple(part.stride(axis) // key_dim for part in (sinks, ring) for axis in (0, 1))
             split_numbers = (*heads, *self.block_strides, *of_dense, ring.shape[2], *[None] * 5)
             reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
@@ -328,8 +350,7 @@ class DecodeLaunch:
         index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
-        kernel, grid, numbers, constants, warps = first
-        first_options = {"num_warps": warps} if append is None else append.options
+        kernel, grid, numbers, constants, first_options = first
         split_options = {"num_warps": plan.config.warps, "num_stages": plan.config.stages, **limit}
         aux = None if options.s_aux is None else options.s_aux.dtype
         # The dtypes of pointers decide a variant too.
@@ -351,6 +372,51 @@ class DecodeLaunch:
                 ),
             ),
         )  # fmt: skip
+
+    def _append_to_pages(
+        self,
+        pages: Pages,
+        sizes: tuple[int, int, int],
+        groups: int,
+        dim: int,
+        strides: tuple[int, ...],
+        queries_at: tuple[int, int],
+        least: int,
+    ) -> tuple[Any, ...]:
+        """Kernel, grid, numbers, constants and options of the launch that appends to pages and rotates; `sizes` are the
+        numbers of sequences, of tokens and of columns of the table.
+
+        Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
+        that may encode takes so many registers that few run side by side.
+        """
+        on, kv_heads, padded, (batch, tokens, width) = target(self.device), self.kv_heads, padded_dim(dim), sizes
+        tile, encodes = max(16, triton.next_power_of_2(padded)), least == 1
+        config = encode_config(tile, padded, self.bits, self.dtype.itemsize, on.capability)
+        warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
+        copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
+        workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
+        halves = (self.bits[0], LEVELS[self.bits[0]], self.bits[1], LEVELS[self.bits[1]])
+        constants = (
+            *(dim, padded, tile, *halves, config.k_step, matrix_type(self.dtype, self.device), on.asm, *pages.place),
+            *(triton.next_power_of_2(max(batch, least)), block_h, warps, encodes),
+        )
+        numbers = (
+            batch,
+            tokens,
+            width,
+            pages.page_blocks,
+            kv_heads,
+            groups,
+            *strides,
+            *queries_at,
+            copies,
+            rotations,
+            workers,
+        )
+        options = {"num_warps": warps}
+        if encodes and config.registers is not None:
+            options["maxnreg"] = config.registers
+        return APPEND_TO_PAGES, (copies + rotations + 2 * kv_heads * workers, 1, 1), numbers, constants, options
 
 
 def paged_scratch_bytes(

@@ -14,17 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.schedule import (
-    LINE,
-    counted,
-    dense_jobs,
-    dense_jobs_of,
-    holder,
-    lengths,
-    packed_of,
-    sharing,
-    stream_items,
-)
+from ..common.schedule import LINE, counted, dense_jobs, holder, sharing, work_of
 from ..common.softmax import LOG2E, rescaled
 from .rotate import hadamard, signs
 
@@ -158,18 +148,18 @@ def reduce_splits(
         sequence, heads = head // kv_heads, kv_heads * row_tiles
         factor = tl.load(channel_scales + head % kv_heads * DV + d, mask=d < DV, other=1.0).to(tl.float32)
         b = tl.arange(0, BLOCK_B)
-        _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
-        items = stream_items(new, past, packed_of(num_blocks, b, count)) * heads
-        token, its_new, its_past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-        held = packed_of(num_blocks, sequence, count)
-        item = tl.sum(tl.where(b < sequence, items, 0), 0) + stream % heads * stream_items(its_new, its_past, held)
-        blocks = tl.where(its_new == 1, held, 0)
-        first = holder(item, workers, tl.sum(items, 0)) + stream
-        last = holder(item + blocks - 1, workers, tl.sum(items, 0)) + stream + 1
+        blocks_of, jobs_of, _, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, b, count)
+        blocks, jobs, token, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, sequence, count)
+        items = counted(blocks_of)
+        total = tl.sum(items, 0) * heads
+        sharers = sharing(workers, total, tl.max(jobs_of, 0) * streams)
+        item = tl.sum(tl.where(b < sequence, items, 0), 0) * heads + stream % heads * counted(blocks)
+        first = holder(item, sharers, total) + stream
+        last = holder(item + counted(blocks) - 1, sharers, total) + stream + 1
         last = tl.where(blocks > 0, last, first)
         dense_first = workers + streams + stream * dense_splits
-        dense_last = dense_first + tl.where(its_new == 1, dense_jobs_of(its_past, held), 0)
-        exists = its_new == 1
+        dense_last = dense_first + jobs
+        exists = jobs > 0  # one new token
         if FILL:
             # A sequence without a token takes the padding token of its rank among the sequences without one.
             token = tl.where(exists, token, tl.load(cu_seqlens_q + count) + sequence - token)

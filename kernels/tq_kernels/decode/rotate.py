@@ -55,8 +55,9 @@ class Queries(NamedTuple):
     """Queries of a step and their rotation: arguments of `rotate_query`.
 
     Args:
-        tokens: [S + 1] int32, starts of the new tokens of S sequences: query s is that of sequence s if it has one
-            new token, else 0. Or `None`.
+        count: Over pages number of new tokens.
+        tokens: Over pages [B + 1] int32, starts of the new tokens of B sequences: the query of a sequence is that of
+            its one new token, else 0. Otherwise `None`.
     """
 
     query: Any
@@ -69,42 +70,61 @@ class Queries(NamedTuple):
     stride_b: Any
     stride_h: Any
     stride_s: Any
+    count: Any
 
 
 @triton.jit
 def rotate_rows(
-    new, scratch, tile, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    new, scratch, head, r, exists, resets, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate BLOCK_R rows of `Queries` from row `tile` * BLOCK_R on, of this program's head."""
-    head = tl.program_id(0)
-    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    """Rotate rows of `Queries`: row r [BR] of head [BR] of all B * Hkv, where it `exists` [BR]. The program that
+    `resets` sets the number of claimed jobs to 0."""
     d = tl.arange(0, BLOCK_D)
     # Issue all loads at once: behind the stores below, these would first wait for the queries.
     sign = signs(new.rotation, d, DKP)
-    factor = tl.load(new.channel_scales + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
-    batch = (head // new.kv_heads).to(tl.int64)
-    head_q = (head % new.kv_heads) * (new.rows // new.queries) + r // new.queries
+    batch, kv_head = (head // new.kv_heads).to(tl.int64), head % new.kv_heads  # [BR]
+    head_q = kv_head * (new.rows // new.queries) + r // new.queries
+    of_scales = head if new.tokens is None else kv_head
+    real = exists[:, None] & (d < DK)[None, :]  # [BR, BD]
+    factor = tl.load(new.channel_scales + of_scales[:, None] * DK + d[None, :], mask=real, other=1.0).to(tl.float32)
     if new.tokens is None:
         offset = batch * new.stride_b + head_q.to(tl.int64) * new.stride_h + (r % new.queries) * new.stride_s  # [BR]
-        inside = (r < new.rows)[:, None] & (d < DK)[None, :]
+        inside = real
+        q = tl.load(new.query + offset[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)  # [BR, BD]
     else:
-        token = tl.load(new.tokens + r % new.queries)
-        single = tl.load(new.tokens + r % new.queries + 1) == token + 1
-        offset = head_q.to(tl.int64) * new.stride_h + token.to(tl.int64) * new.stride_s  # [BR]
-        inside = ((r < new.rows) & single)[:, None] & (d < DK)[None, :]
-    q = tl.load(new.query + offset[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)  # [BR, BD]
+        # In a step of single tokens sequence b has token b, in general: load it while the table is loaded.
+        at_head = new.query + head_q.to(tl.int64)[:, None] * new.stride_h + d[None, :]
+        likely = tl.load(at_head + batch[:, None] * new.stride_s, mask=real & (batch < new.count)[:, None], other=0.0)
+        token = tl.load(new.tokens + batch, mask=exists, other=0).to(tl.int64)
+        inside = real & (tl.load(new.tokens + batch + 1, mask=exists, other=0) == token + 1)[:, None]
+        moved = inside & (token != batch)[:, None]
+        q = tl.load(at_head + token[:, None] * new.stride_s, mask=moved, other=0.0)
+        q = tl.where(moved, q, tl.where(inside, likely, 0.0)).to(tl.float32)  # [BR, BD]
     scale, inverse = power_of_two(tl.max(tl.abs(q), 1))  # [BR]
     q *= inverse[:, None]
+    row = head * new.rows + r
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
-    plain = scratch_fp16 + (2 * LINE) * plain_at + (head * new.rows + r)[:, None] * DK + d[None, :]
+    plain = scratch_fp16 + (2 * LINE) * plain_at + row[:, None] * DK + d[None, :]
     tl.store(plain, q.to(tl.float16), mask=inside)
-    tl.store(scratch + LINE * scale_at + head * new.rows + r, scale, mask=r < new.rows)
-    if (head == 0) & (tile == 0):
+    tl.store(scratch + LINE * scale_at + row, scale, mask=exists)
+    if resets:
         tl.store(scratch.to(tl.pointer_type(tl.int32), bitcast=True), 0)
-    rotated = hadamard(q * (sign / factor)[None, :], new.rotation, BLOCK_R, DKP, BLOCK_D) * (DKP**-0.5)
-    out = scratch_fp16 + ROTATED + (head * new.rows + r)[:, None] * DKP + d[None, :]
-    tl.store(out, rotated.to(tl.float16), mask=(r < new.rows)[:, None] & (d < DKP)[None, :])
+    rotated = hadamard(q * (sign[None, :] / factor), new.rotation, exists.shape[0], DKP, BLOCK_D) * (DKP**-0.5)
+    out = scratch_fp16 + ROTATED + row[:, None] * DKP + d[None, :]
+    tl.store(out, rotated.to(tl.float16), mask=exists[:, None] & (d < DKP)[None, :])
+
+
+@triton.jit
+def rotate_rows_of_head(
+    new, scratch, tile, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Rotate BLOCK_R rows of this program's head, from row `tile` * BLOCK_R on."""
+    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    head = tl.program_id(0) + tl.zeros([BLOCK_R], tl.int32)
+    resets = (tl.program_id(0) == 0) & (tile == 0)
+    rotate_rows(new, scratch, head, r, r < new.rows, resets, plain_at, scale_at, DK, DKP, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "kv_heads", "query_b", "query_h", "query_s", "plain_at", "scale_at"])
@@ -119,5 +139,5 @@ def rotate_query(
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R)."""
-    new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s)
-    rotate_rows(new, scratch, tl.program_id(1), plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
+    new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s, None)
+    rotate_rows_of_head(new, scratch, tl.program_id(1), plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)

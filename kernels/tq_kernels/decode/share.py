@@ -104,10 +104,8 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     n = tl.arange(0, 32)
     kc = tl.arange(0, C.BLOCK_KC)
     vc = tl.arange(0, C.BLOCK_VC)
-    # A block's fields are in arrays of their own, or in one piece of BLOCK_WORDS words.
-    KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
-    VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
-    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
+    KEY_SIZE: tl.constexpr = 4 * C.DKP * C.KEY_BITS
+    VALUE_SIZE: tl.constexpr = 4 * C.DVP * C.VALUE_BITS
     KEY_WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     VALUE_HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
     queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
@@ -135,33 +133,39 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         scale_at = blocks.scales + block0 * TOKENS + n
         words = load_scales(scale_at + first * TOKENS, first < last)
     else:
-        # Pages are read two blocks ahead, because words are copied and scales read one block ahead.
-        block0 = blocks.kv_head.to(tl.int64) * blocks.stride_h
-        at = block0 + tl.load(blocks.block_table + first).to(tl.int64) * blocks.stride_b
+        # Pages are read two blocks ahead, because words are copied and scales read one block ahead. The parts of a block
+        # lie one behind the other: one address takes fewer instructions than four.
+        block0 = blocks.key_words + blocks.kv_head * C.BLOCK_WORDS
+        page_words = (blocks.stride_b * C.BLOCK_WORDS).to(tl.int64)
+        at = block0 + tl.load(blocks.block_table + first).to(tl.int64) * page_words
         page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
-        words = load_scales(blocks.scales + at * C.BLOCK_WORDS + n, first < last)
+        words = load_scales(at + (KEY_SIZE + VALUE_SIZE) + n, first < last)
     if C.MASK == 1:
         mask_at = mask.start + (sink_count + n).to(tl.int64) * mask.stride_t
         bias = load_bias(mask_at, first, mask.stride_t)
     for block in tl.range(first, last):
         if blocks.block_table is None:
             at = block0 + block
-        key_at = blocks.key_words + at * KEY_SIZE
-        value_at = blocks.value_words + at * VALUE_SIZE
+            key_at = blocks.key_words + at * KEY_SIZE
+            value_at = blocks.value_words + at * VALUE_SIZE
+            means_at = blocks.key_means + at * C.DKP
+        else:
+            key_at, value_at = at, at + KEY_SIZE
+            means_at = (value_at + (VALUE_SIZE + TOKENS)).to(tl.pointer_type(tl.float16), bitcast=True)
         # Scores: key levels . rotated queries, then the keys' scales.
         scores = key_scores(key_at, q, n[:, None], kc[None, :], C)
         key_scale, value_scale = scales_of(words)
         if blocks.block_table is None:
             words = load_scales(scale_at + (block + 1) * TOKENS, block + 1 < last)
         else:
-            next_at = block0 + page.to(tl.int64) * blocks.stride_b
-            words = load_scales(blocks.scales + next_at * C.BLOCK_WORDS + n, block + 1 < last)
+            next_at = block0 + page.to(tl.int64) * page_words
+            words = load_scales(next_at + (KEY_SIZE + VALUE_SIZE) + n, block + 1 < last)
         # Each step for all four planes: softcap's exponentials stay in this order.
         x = ()
         for plane in tl.static_range(4):
             x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
         # Mean: mean . rotated queries, the same for all tokens of the block.
-        shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C) * level_unit(C.KEY_BITS, C.SMALL)
+        shared = mean_scores(means_at, q_mean, km, C) * level_unit(C.KEY_BITS, C.SMALL)
         x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
         if C.BOUNDS:
             capped = ()

@@ -32,12 +32,11 @@ from ..common.schedule import (
     dense_rows,
     first_block_column,
     first_jobs,
-    lengths,
     packed_of,
     packed_share,
-    share,
     sharing,
-    stream_items,
+    stream_of,
+    work_of,
 )
 from ..format import TOKENS
 from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
@@ -109,7 +108,7 @@ def decode_split(
 ):  # fmt: skip
     """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,).
 
-    With a block table, a worker's share is of packed blocks and dense jobs, and sequences differ in length.
+    With a block table, sequences differ in length.
     """
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
@@ -124,18 +123,26 @@ def decode_split(
     store_rows = local < tile_rows
     if PDL:
         cuda.gdc_launch_dependents()
+    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
+    heads = kv_heads * row_tiles
+    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(SINKS, RING, ROWS)
     if block_table is None:
         blocks = tl.load(num_blocks)
         residual_count = tl.load(num_residual)
         sink_count = tl.load(num_sinks)
-        claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-
+        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(sink_count + residual_count)
         total = counted(blocks) * streams
-        jobs = dense_jobs(sink_count + residual_count)
-        sharers = sharing(workers, total, jobs * streams)
-        start, end = packed_share(worker, sharers, total)
-        per_stream = tl.maximum(counted(blocks), 1)
-        first_job, without_share = first_jobs(worker, workers, total, sharers)
+    else:
+        every = tl.arange(0, BLOCK_B)
+        work = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
+        total, jobs = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0)
+    total_jobs = jobs * streams
+    sharers = sharing(workers, total, total_jobs)
+    start, end = packed_share(worker, sharers, total)
+    first_job, without_share = first_jobs(worker, workers, total, sharers)
+
+    # Packed blocks: the worker's share, stream by stream.
+    if block_table is None:
         residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
         # Find the first stream here and count on from it: a division takes longer than an addition.
         first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
@@ -148,7 +155,7 @@ def decode_split(
             prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
             prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
             prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
-            if (first_job >= 0) & (first_job < jobs * streams):
+            if (first_job >= 0) & (first_job < total_jobs):
                 job_head = first_job // jobs // row_tiles
                 own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
                 own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
@@ -176,21 +183,53 @@ def decode_split(
             )  # fmt: skip
             tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
             batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
+    else:
+        sequence, stream, at = stream_of(counted(work[0]), heads, start)
+        if ASM >= AMPERE:
+            # Fetch the share's first block while queries are read.
+            first = tl.maximum(start - at - START, 0)
+            own_column = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + first
+            page = tl.load(own_column, mask=start < end, other=0)
+            first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
+            prefetch(key_words + first_block * BLOCK_WORDS, DKP * KEY_BITS // 8, start < end)
+            prefetch(value_words + first_block * BLOCK_WORDS, DKP * VALUE_BITS // 8, start < end)
+        while at < end:
+            stream_blocks_count = packed_of(num_blocks, sequence, queries)
+            first = tl.maximum(start - at - START, 0)
+            last = per_lane(tl.minimum(end - at - START, stream_blocks_count), ASM)
+            r = stream % row_tiles * BLOCK_R + local
+            pages = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK
+            stream_blocks = DecodeBlocks(
+                key_words, value_words, scales, key_means, pages, 0, stream % heads // row_tiles, blocks_b, 1
+            )
+            attend_share(
+                to, stream_blocks, DecodeMask(scratch, 0, 0), first, last,
+                DecodeRows(stream // row_tiles * rows, r, r < rows, local, store_rows, 1), worker + stream, 0,
+                scaling_log2, cap_log2, C,
+            )  # fmt: skip
+            at += counted(stream_blocks_count)
+            stream += 1
+            if (stream % heads == 0) & (at < end):
+                # Numbers of blocks are read again: they would take registers through the loop over blocks.
+                later = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
+                sequence, stream, at = stream_of(counted(later[0]), heads, at)
 
-        job = first_job
-        if job < 0:
-            job = claim(claims, without_share, jobs * streams)
-        while job < jobs * streams:
-            stream = job // jobs
-            part = job % jobs
-            head = stream // row_tiles
-            batch, kv_head = head // kv_heads, head % kv_heads
-            r = (stream % row_tiles) * BLOCK_R + local
+    # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has.
+    job = first_job
+    if job < 0:
+        job = claim(claims, without_share, total_jobs)
+    while job < total_jobs:
+        stream, part = job // jobs, job % jobs
+        head = stream // row_tiles
+        batch, kv_head = head // kv_heads, head % kv_heads
+        r = (stream % row_tiles) * BLOCK_R + local
+        query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * DK
+        scale = scratch + LINE * scale_at + head * rows + r
+        low = part * DENSE_TOKENS
+        slot = workers + streams + stream * dense_splits + part
+        if block_table is None:
             sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
             residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
-            low, packed_count = part * DENSE_TOKENS, blocks * TOKENS
-            query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * DK
-            scale = scratch + LINE * scale_at + head * rows + r
             dense = DenseTokens(
                 sink_keys + sink_at * DK, sink_values + sink_at * DV, residual_keys + residual_at * DK,
                 residual_values + residual_at * DV, sink_count, residual_count, residual_start, residual_capacity,
@@ -198,68 +237,23 @@ def decode_split(
             job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
             k_row, v_row, t, inside = dense_rows_of(low, dense, C)
             out, dense_total, dense_maximum = dense_job(
-                k_row, v_row, t, inside, packed_count, query, scale, dense, job_mask, (r % queries) * mask_s, queries,
-                r, rows, scaling_log2, cap_log2, C,
+                k_row, v_row, t, inside, blocks * TOKENS, query, scale, dense, job_mask, (r % queries) * mask_s,
+                queries, r, rows, scaling_log2, cap_log2, C,
             )  # fmt: skip
-            slot = workers + streams + stream * dense_splits + part
             store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
-            job = claim(claims, without_share, jobs * streams)
-    else:
-        FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
-        heads = kv_heads * row_tiles
-
-        start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, num_blocks, queries, heads, BLOCK_B)
-        if ASM >= AMPERE:
-            # Fetch the share's first block while queries are read.
-            sequence = stream // heads
-            starts_packed = (start < end) & (start - at < packed_of(num_blocks, sequence, queries))
-            page = tl.load(
-                block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + (start - at), mask=starts_packed, other=0
-            )
-            first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
-            prefetch(key_words + first_block * BLOCK_WORDS, DKP * KEY_BITS // 8, starts_packed)
-            prefetch(value_words + first_block * BLOCK_WORDS, DKP * VALUE_BITS // 8, starts_packed)
-
-        while at < end:
-            sequence = stream // heads
-            kv_head = stream % heads // row_tiles
-            g = stream % row_tiles * BLOCK_R + local
-            row_mask = g < rows
-            head_row = kv_head * (rows * queries)
-            r = g * queries + sequence  # [BR] rows of the head
-            token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, queries)
-            pages = block_table + sequence.to(tl.int64) * width
-            held = packed_of(num_blocks, sequence, queries)
-            blocks = tl.where(new == 1, held, 0)
-            items = stream_items(new, past, held)
-            first = tl.maximum(start - at, 0)
-            last = tl.minimum(end - at, items)
-
-            # Unpipelined: its buffers would cost the packed part occupancy.
-            for job in tl.range(tl.maximum(first - blocks, 0), last - blocks, num_stages=1):
-                t = job * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
-                length = past - blocks * TOKENS + 1
+        else:
+            held, own_jobs, token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
+            if part < own_jobs:
+                t = low + tl.arange(0, DENSE_TOKENS)
+                length = past - held * TOKENS + 1
                 k_row, v_row = dense_rows(
-                    page_rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
-                    blocks, past, length, token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
+                    page_rows, block_table + batch.to(tl.int64) * width,
+                    NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
+                    held, past, length, token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
                 )  # fmt: skip
-                query = scratch_fp16 + (2 * LINE) * plain_at + (head_row + r) * DK
-                scale = scratch + LINE * scale_at + head_row + r
                 out, dense_total, dense_maximum = dense_job(
-                    k_row, v_row, t, t < length, 0, query, scale, None, None, None, 1, g, rows, scaling_log2,
+                    k_row, v_row, t, t < length, 0, query, scale, None, None, None, 1, r, rows, scaling_log2,
                     cap_log2, C,
                 )  # fmt: skip
-                slot = workers + streams + stream * dense_splits + job
                 store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
-
-            if first < blocks:
-                blocks_of = DecodeBlocks(
-                    key_words, value_words, scales, key_means, pages + FIRST_BLOCK, 0, kv_head, blocks_b, 1
-                )
-                attend_share(
-                    to, blocks_of, DecodeMask(scratch, 0, 0), first, per_lane(tl.minimum(last, blocks), ASM),
-                    DecodeRows(head_row, r, row_mask, local, store_rows, 1), worker + stream, 0, scaling_log2,
-                    cap_log2, C,
-                )  # fmt: skip
-            at += items
-            stream += 1
+        job = claim(claims, without_share, total_jobs)

@@ -26,12 +26,11 @@ from ..common.schedule import (
     dense_rows,
     first_block_column,
     first_jobs,
-    lengths,
     packed_of,
     packed_share,
-    share,
     sharing,
-    stream_items,
+    stream_of,
+    work_of,
 )
 from ..common.softmax import log2_sum
 from ..common.unpack import PROBABILITY_BITS, small_unit
@@ -53,25 +52,24 @@ from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, l
 
 @triton.jit
 def operands(
-    scratch_fp16, row0, row_step, first, rows, g, t, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
-    QUARTERS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Load each row tile of a stream by `load_rows`: rows from `first` of `rows` on, r at `row0 + row_step * r`."""
+    rows0, first, rows, g, t, STRIDE: tl.constexpr, WIDTH: tl.constexpr, QUARTERS: tl.constexpr, TILES: tl.constexpr
+):
+    """Load each row tile of a stream by `load_rows`: rows from `first` of `rows` on; `rows0` points to row 0."""
     q = ()
     for tile in tl.static_range(TILES):
         r = first + 8 * tile + g
-        q += (load_rows(scratch_fp16 + (row0 + r * row_step) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
+        q += (load_rows(rows0 + r * STRIDE, t, r < rows, WIDTH, QUARTERS),)
     return q
 
 
 @triton.jit
-def logit_factors(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
+def logit_factors(scale, first, rows, t, unit, TILES: tl.constexpr):
     """Load the factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
     factors = ()
     for tile in tl.static_range(TILES):
         for e in tl.static_range(2):
             r = first + 8 * tile + 2 * t + e
-            factor = load32(scale + row0 + r * row_step, r < rows).to(tl.float32, bitcast=True)
+            factor = load32(scale + r, r < rows).to(tl.float32, bitcast=True)
             factors += (tl.where(r < rows, factor, 1.0) * unit,)
     return factors
 
@@ -152,208 +150,165 @@ def decode_split_fragments(
     KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
     VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
     KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
+    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(SINKS, RING, ROWS)
+    heads = kv_heads * row_tiles
+    every = tl.arange(0, 1 if block_table is None else BLOCK_B)
     if block_table is None:
         blocks = tl.load(num_blocks)
-
+        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(tl.load(num_sinks) + tl.load(num_residual))
         total = counted(blocks) * streams
-        sharers = sharing(workers, total, dense_jobs(tl.load(num_sinks) + tl.load(num_residual)) * streams)
-        start, end = packed_share(worker, sharers, total)
-        per_stream = tl.maximum(counted(blocks), 1)
-        for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
-            first = tl.maximum(start - stream * per_stream - START, 0)
-            last = tl.minimum(end - stream * per_stream - START, blocks)
-            head = stream // row_tiles
-            batch = head // kv_heads
-            kv_head = head % kv_heads
-            first_row = (stream % row_tiles) * (8 * TILES)
-            factor = logit_factors(
-                scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES
-            )
-            gain = ones(TILES) if BOUNDS else factor
-            q = operands(
-                scratch_fp16 + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES
-            )
-            sums, maximum = initial(TILES)
-            acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
+    else:
+        work = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
+        total, jobs = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0)
+    total_jobs = jobs * streams
+    sharers = sharing(workers, total, total_jobs)
+    start, end = packed_share(worker, sharers, total)
+
+    # Packed blocks: the worker's share, stream by stream.
+    if block_table is None:
+        stream = start // per_stream
+        batch, at = stream // heads, stream * per_stream
+    else:
+        batch, stream, at = stream_of(counted(work[0]), heads, start)
+    while at < end:
+        if block_table is not None:
+            blocks = packed_of(num_blocks, batch, queries)
+        first = tl.maximum(start - at - START, 0)
+        last = tl.minimum(end - at - START, blocks)
+        head = stream // row_tiles
+        kv_head = head % kv_heads
+        first_row = (stream % row_tiles) * (8 * TILES)
+        factor = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
+        gain = ones(TILES) if BOUNDS else factor
+        q = operands(
+            scratch_fp16 + ROTATED + head * rows * DKP, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES
+        )
+        sums, maximum = initial(TILES)
+        acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
+        if block_table is None:
             block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             mask_row = mask + batch.to(tl.int64) * mask_b
             sinks = tl.load(num_sinks) if MASK else 0
-            for step in tl.range(2 * first, 2 * last):
-                block = step // 2
-                half = step % 2
-                at = block0 + block
-                allowed = ()
-                if MASK:
-                    for plane in tl.static_range(4):
-                        for tile in tl.static_range(TILES):
-                            for i in tl.static_range(4):
-                                token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
-                                r = first_row + 8 * tile + 2 * t + i % 2
-                                seen = mask_row + (sinks + token).to(tl.int64) * mask_t + (r % queries) * mask_s
-                                allowed += (load_flag(seen, r < rows),)
-                acc, sums, maximum = attend_packed(
-                    acc, sums, maximum, q, factor, cap_log2,
-                    Half(
-                        key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
-                        value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                        scales + at * TOKENS + half * 16,
-                        key_means + at * DKP,
-                    ),
-                    allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, BOUNDS, TILES),
-                )  # fmt: skip
-            store_partial(
-                Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
-                small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
+        else:
+            pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
+        for step in tl.range(2 * first, 2 * last):
+            block = step // 2
+            half = step % 2
+            allowed = ()
+            if MASK:
+                for plane in tl.static_range(4):
+                    for tile in tl.static_range(TILES):
+                        for i in tl.static_range(4):
+                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
+                            r = first_row + 8 * tile + 2 * t + i % 2
+                            seen = mask_row + (sinks + token).to(tl.int64) * mask_t + (r % queries) * mask_s
+                            allowed += (load_flag(seen, r < rows),)
+            if block_table is None:
+                home = block0 + block
+                place = Half(
+                    key_words + home * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
+                    value_words + home * (4 * DVP * VALUE_BITS) + half * 8,
+                    scales + home * TOKENS + half * 16,
+                    key_means + home * DKP,
+                )
+            else:
+                home = tl.load(pages + block).to(tl.int64) * blocks_b + kv_head
+                place = Half(
+                    key_words + home * BLOCK_WORDS + half * (8 * KEY_WIDTH),
+                    value_words + home * BLOCK_WORDS + half * 8,
+                    scales + home * BLOCK_WORDS + half * 16,
+                    key_means + home * (2 * BLOCK_WORDS),
+                )
+            acc, sums, maximum = attend_packed(
+                acc, sums, maximum, q, factor, cap_log2, place, allowed, g, t,
+                PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, BOUNDS, TILES),
             )  # fmt: skip
+        store_partial(
+            Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
+            small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
+        )  # fmt: skip
+        at += counted(blocks)
+        stream += 1
+        if block_table is None:
+            batch = stream // heads
+        elif (stream % heads == 0) & (at < end):
+            later = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
+            batch, stream, at = stream_of(counted(later[0]), heads, at)
 
-        # Load again: the loop above has no register to spare.
+    # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has. Load
+    # numbers of tokens again: the loop above has no register to spare.
+    if block_table is None:
         residual_count = tl.load(num_residual)
         sink_count = tl.load(num_sinks)
-        jobs = dense_jobs(sink_count + residual_count)
+        count = sink_count + residual_count
         residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-        claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-        job, without_share = first_jobs(worker, workers, total, sharing(workers, total, jobs * streams))
-        if job < 0:
-            job = claim(claims, without_share, jobs * streams)
-        while job < jobs * streams:
-            stream = job // jobs
-            part = job % jobs
-            head = stream // row_tiles
-            batch = head // kv_heads
-            kv_head = head % kv_heads
-            first_row = (stream % row_tiles) * (8 * TILES)
-            gain = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
-            plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * DK
-            q = ()
-            for tile in tl.static_range(TILES):
-                r = first_row + 8 * tile + g
-                pairs = ()
-                for chunk in tl.static_range((DK + 15) // 16):
-                    pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
-                q += (pairs,)
+    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
+    job, without_share = first_jobs(worker, workers, total, sharers)
+    if job < 0:
+        job = claim(claims, without_share, total_jobs)
+    while job < total_jobs:
+        stream, part = job // jobs, job % jobs
+        batch = stream // heads
+        if block_table is not None:
+            held, own_jobs, new_token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
+            count = tl.where(own_jobs > 0, past - held * TOKENS + 1, 0)
+        head = stream // row_tiles
+        kv_head = head % kv_heads
+        first_row = (stream % row_tiles) * (8 * TILES)
+        gain = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2, TILES)
+        plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * DK
+        q = ()
+        for tile in tl.static_range(TILES):
+            r = first_row + 8 * tile + g
+            pairs = ()
+            for chunk in tl.static_range((DK + 15) // 16):
+                pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
+            q += (pairs,)
+        if block_table is None:
             sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
             residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
             mask_row = mask + batch.to(tl.int64) * mask_b
-            key_rows, value_rows, inside, allowed = (), (), (), ()
-            for group in tl.static_range(2):
-                token = ()
-                for half in tl.static_range(2):
-                    j = part * DENSE_TOKENS + 16 * group + 8 * half + g
+        key_rows, value_rows, inside, allowed = (), (), (), ()
+        for group in tl.static_range(2):
+            token = ()
+            for half in tl.static_range(2):
+                j = part * DENSE_TOKENS + 16 * group + 8 * half + g
+                if block_table is None:
                     sink = j < sink_count
                     row = residual_start + j - sink_count  # the residual is a ring
                     row = tl.where(row >= residual_capacity, row - residual_capacity, row)
-                    key_rows += (
-                        tl.where(sink, sink_keys + (sink_at + j) * DK, residual_keys + (residual_at + row) * DK),
-                    )
-                    value_rows += (
-                        tl.where(sink, sink_values + (sink_at + j) * DV, residual_values + (residual_at + row) * DV),
-                    )
-                    inside += (j < sink_count + residual_count,)
-                    token += (j,)
-                for tile in tl.static_range(TILES):
-                    for i in tl.static_range(4):
-                        j = token[i // 2]
-                        r = first_row + 8 * tile + 2 * t + i % 2
-                        seen = inside[2 * group + i // 2] & (r < rows)
-                        if CAUSAL:
-                            seen = seen & (j - sink_count <= residual_count - queries + r % queries)
-                        if MASK:
-                            position = tl.where(j < sink_count, j, j + blocks * TOKENS)
-                            at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
-                            seen = load_flag(at, seen)
-                        allowed += (seen,)
-            sums, maximum = initial(TILES)
-            acc, sums, maximum = attend_dense(
-                zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-                key_rows, value_rows, inside, allowed, t, DK, DV, BOUNDS, TILES,
-            )  # fmt: skip
-            if BOUNDS:
-                gain = ones(TILES)
-            slot = workers + streams + stream * dense_splits + part
-            slots = Slots(lse, partial, tile_rows, g, t)
-            store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DV, DM, 1, TILES, True)
-            job = claim(claims, without_share, jobs * streams)
-    else:
-        FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
-        heads = kv_heads * row_tiles
-        start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, num_blocks, queries, heads, BLOCK_B)
-        while at < end:
-            sequence = stream // heads
-            kv_head = stream % heads // row_tiles
-            first_row = stream % row_tiles * (8 * TILES)
-            row0 = kv_head * (rows * queries) + sequence  # query r of the head is row `row0 + queries * r`
-            token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, queries)
-            pages = block_table + sequence.to(tl.int64) * width
-            held = packed_of(num_blocks, sequence, queries)
-            blocks = tl.where(new == 1, held, 0)
-            items = stream_items(new, past, held)
-            length = past - blocks * TOKENS + 1
-            first = tl.maximum(start - at, 0)
-            last = tl.minimum(end - at, items)
-
-            for job in tl.range(tl.maximum(first - blocks, 0), last - blocks):
-                gain = logit_factors(scale, row0, queries, first_row, rows, t, scaling_log2, TILES)
-                plain = scratch_fp16 + (2 * LINE) * plain_at
-                q = ()
-                for tile in tl.static_range(TILES):
-                    r = first_row + 8 * tile + g
-                    pairs = ()
-                    for chunk in tl.static_range((DK + 15) // 16):
-                        pairs += load_dense(plain + (row0 + r * queries) * DK, r < rows, t, chunk, DK, DK % 4 == 0)
-                    q += (pairs,)
-                key_rows, value_rows, inside, allowed = (), (), (), ()
-                for group in tl.static_range(2):
-                    for half in tl.static_range(2):
-                        j = job * DENSE_TOKENS + 16 * group + 8 * half + g
-                        k_row, v_row = dense_rows(
-                            page_rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
-                            blocks, past, length, token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
-                        )  # fmt: skip
-                        key_rows += (k_row,)
-                        value_rows += (v_row,)
-                        inside += (j < length,)
-                    for tile in tl.static_range(TILES):
-                        for i in tl.static_range(4):
-                            r = first_row + 8 * tile + 2 * t + i % 2
-                            allowed += (inside[2 * group + i // 2] & (r < rows),)
-                sums, maximum = initial(TILES)
-                acc, sums, maximum = attend_dense(
-                    zero_quads(((DK + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-                    key_rows, value_rows, inside, allowed, t, DK, DK, BOUNDS, TILES,
-                )  # fmt: skip
-                if BOUNDS:
-                    gain = ones(TILES)
-                slot = workers + streams + stream * dense_splits + job
-                slots = Slots(lse, partial, tile_rows, g, t)
-                store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DK, DM, 1, TILES, True)
-
-            if first < blocks:
-                factor = logit_factors(
-                    scale, row0, queries, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES
-                )
-                packed_gain = ones(TILES) if BOUNDS else factor
-                rotated = operands(
-                    scratch_fp16 + ROTATED, row0, queries, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES
-                )
-                packed_sums, packed_maximum = initial(TILES)
-                packed = zero_quads(value_tiles(DKP, VALUE_BITS) * TILES)
-                for step in tl.range(2 * first, 2 * tl.minimum(last, blocks)):
-                    half = step % 2
-                    page = tl.load(pages + FIRST_BLOCK + step // 2).to(tl.int64)
-                    block = page * blocks_b + kv_head
-                    packed, packed_sums, packed_maximum = attend_packed(
-                        packed, packed_sums, packed_maximum, rotated, factor, cap_log2,
-                        Half(
-                            key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
-                            value_words + block * BLOCK_WORDS + half * 8,
-                            scales + block * BLOCK_WORDS + half * 16,
-                            key_means + block * (2 * BLOCK_WORDS),
-                        ),
-                        (), g, t, PackedShape(DKP, DKP, KEY_BITS, VALUE_BITS, False, BOUNDS, TILES),
+                    k_row = tl.where(sink, sink_keys + (sink_at + j) * DK, residual_keys + (residual_at + row) * DK)
+                    v_row = tl.where(sink, sink_values + (sink_at + j) * DV, residual_values + (residual_at + row) * DV)
+                else:
+                    k_row, v_row = dense_rows(
+                        page_rows, block_table + batch.to(tl.int64) * width,
+                        NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
+                        held, past, count, new_token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
                     )  # fmt: skip
-                store_partial(
-                    Slots(lse, partial, tile_rows, g, t), worker + stream, packed, packed_sums, packed_maximum,
-                    packed_gain, PROBABILITY_BITS, small_unit(VALUE_BITS), DKP, DM, VALUE_QUARTERS, TILES, False,
-                )  # fmt: skip
-            at += items
-            stream += 1
+                key_rows += (k_row,)
+                value_rows += (v_row,)
+                inside += (j < count,)
+                token += (j,)
+            for tile in tl.static_range(TILES):
+                for i in tl.static_range(4):
+                    j = token[i // 2]
+                    r = first_row + 8 * tile + 2 * t + i % 2
+                    seen = inside[2 * group + i // 2] & (r < rows)
+                    if CAUSAL:
+                        seen = seen & (j - sink_count <= residual_count - queries + r % queries)
+                    if MASK:
+                        position = tl.where(j < sink_count, j, j + blocks * TOKENS)
+                        at_mask = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
+                        seen = load_flag(at_mask, seen)
+                    allowed += (seen,)
+        sums, maximum = initial(TILES)
+        acc, sums, maximum = attend_dense(
+            zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
+            key_rows, value_rows, inside, allowed, t, DK, DV, BOUNDS, TILES,
+        )  # fmt: skip
+        if BOUNDS:
+            gain = ones(TILES)
+        slot = workers + streams + stream * dense_splits + part
+        slots = Slots(lse, partial, tile_rows, g, t)
+        store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DV, DM, 1, TILES, True)
+        job = claim(claims, without_share, total_jobs)

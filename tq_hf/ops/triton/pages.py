@@ -107,8 +107,11 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 @blocks.once_per_layer
 def decode_launch(pages: LayerPages) -> DecodeLaunch:
     """The decode kernels on these pages, made once."""
-    rotation = blocks.rotations(pages.config, pages.layout, pages.tensors.rows.device, torch.float16)
-    return DecodeLaunch(pages.tensors, rotation)
+    rotation, encoder = (
+        blocks.rotations(pages.config, pages.layout, pages.tensors.rows.device, dtype)
+        for dtype in (torch.float16, torch.float32)
+    )
+    return DecodeLaunch(pages.tensors, rotation, encoder)
 
 
 @explains_failures
@@ -148,9 +151,8 @@ def paged_step(
         decode_launch(pages)(
             tokens.query, sequences, None, options, scratch, out, (tokens.key, tokens.value), fill=fill
         )
-        if store:
-            encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
         if store and not single:
+            encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
             append_new_rows(tokens, pages.tensors, sequences)
     return out
 
