@@ -151,7 +151,7 @@ def test_compiles_for(arch: int | str, storage: str, preset: str) -> None:
     if isinstance(arch, int) and arch < 100:
         assert inner_loop(compiled)["STL"] == 0
     if arch == 75 and storage == "pages":
-        assert resources(compiled).stack <= 8 and resources(compiled).shared == 0
+        assert resources(compiled).stack <= 8 and resources(compiled).shared <= 4
 
 
 @pytest.mark.parametrize(
