@@ -11,6 +11,8 @@ Raises:
 import transformers
 from packaging.version import Version
 
+from ..compat import naming_versions
+
 OLDEST = "5.19.0"
 """First version of transformers with a cache that can hold packed pages."""
 
@@ -20,7 +22,8 @@ if Version(transformers.__version__) < Version(OLDEST):
         "installed: `pip install -U transformers`. `TurboQuantCache` works with both."
     )
 
-from .entry import TurboQuantBatching, continuous_batching  # noqa: E402
-from .manager import TurboQuantBatchingManager  # noqa: E402
+with naming_versions():
+    from .entry import TurboQuantBatching, continuous_batching
+    from .manager import TurboQuantBatchingManager
 
 __all__ = ["TurboQuantBatching", "TurboQuantBatchingManager", "continuous_batching"]
