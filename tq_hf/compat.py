@@ -55,8 +55,9 @@ required from the newest tested transformers on: older versions do without."""
 
 def attributes_of(owner: Any) -> set[str]:
     """Names of the attributes that the methods of a class set, or that it annotates."""
-    annotated = {name for each in owner.__mro__ for name in inspect.get_annotations(each)}
-    codes = [code for each in owner.__mro__ for method in vars(each).values() for code in codes_of(method)]
+    kinds = getattr(owner, "__mro__", ())
+    annotated = {name for each in kinds for name in inspect.get_annotations(each)}
+    codes = [code for each in kinds for method in vars(each).values() for code in codes_of(method)]
     return annotated.union(*map(_stored, codes))
 
 

@@ -239,7 +239,7 @@ class Fence:
             name, parts = f".{name}", set()
         else:
             return False
-        for way in ways:
+        for way in ways if parts or name != "__init__" else ():
             way = SERVER if ".cli." in place(owner) else BATCHES if "continuous_batching" in place(owner) else way
             self.found[way][owner][name] |= parts
         return True
