@@ -25,6 +25,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModel, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import tq_hf
 from tq_hf import compat
@@ -64,6 +66,12 @@ FRAMES = {
     "arguments_of_generate": [(GenerationMixin, "generate(assistant_model,streamer,synced_gpus)")],
 }
 """What functions of `tq_hf.compat` read from the frames of their callers."""
+REGISTERED: dict[str, Any] = {
+    "turboquant_attention": sdpa_attention_forward,
+    "turboquant_paged_attention": sdpa_attention_forward,
+    "turboquant_mask": sdpa_mask,
+}
+"""Functions of ours that transformers calls in place of its own."""
 OF_MODELS = {
     *("num_attention_heads", "num_hidden_layers", "vocab_size", "v_head_dim", "head_dim", "hidden_size", "to_dict"),
     *("device_mesh", "eos_token_id", "pad_token_id"),
@@ -73,17 +81,20 @@ DUCKS: dict[str, list[Any]] = {"RequestStates": [Cache]}
 """What a class of ours stands in for, by its name."""
 NESTED: list[type] = []
 """Classes that functions of ours make."""
-NEWER = {
+STEP: Any = object
+"""Type of the arguments of a step of the engine."""
+NEWER = (
     "StaticLayer.crop",
     "StaticSlidingWindowLayer.crop",
     "ContinuousBatchingManager._run_generation_loop",
     "Cache.get_conv_state",
     "Cache.get_recurrent_state",
     "Cache.is_recording_past",
-}
+    "utils.drain_queue",
+)
 """Names, or their parameters, that the oldest supported version lacks."""
 OTHERS = {
-    *("_fields", "_replace", "_getframe", "_states", "_abc_impl", "acquire", "release", "close"),
+    *("_fields", "_replace", "_getframe", "_states", "_abc_impl", "_backward_cls", "acquire", "release", "close"),
     *("_C", "_dynamo", "_inductor"),  # modules of torch, whose names are noted
     "_cuda_getCurrentRawStream",  # only in builds with CUDA
 }
@@ -105,10 +116,12 @@ if Version(transformers.__version__) >= Version("5.19"):
 
     from tq_hf.batching import requests as our_requests
 
+    STEP = input_outputs.PagedAttentionArgs
     IOS = [input_outputs.ContinuousBatchingIOs, input_outputs.ContinuousBatchingAsyncIOs]
     DUCKS["_WithOptions"] = [api.ContinuousBatchingManager]
     NESTED.append(our_requests.scheduler_class("fifo"))  # type: ignore[arg-type]
     ALLOCATORS = [cache_allocators.FullAttentionCacheAllocator, cache_allocators.SlidingAttentionCacheAllocator]
+    STEP = input_outputs.PagedAttentionArgs
     IOS = [input_outputs.ContinuousBatchingIOs, input_outputs.ContinuousBatchingAsyncIOs]
     ENGINE = by_name(
         {
@@ -163,13 +176,14 @@ def is_documented(owner: Any) -> bool:
     return hasattr(transformers, owner.__name__) or address == "transformers.utils.logging"
 
 
-def parameters(function: Any) -> set[str]:
-    """Names by which a function takes arguments."""
+def parameters(function: Any) -> list[str]:
+    """Names by which a function takes arguments, in their order."""
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return set()
-    return {each.name for each in found if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)} - {"self", "cls"}
+        return []
+    named = [each.name for each in found if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    return [name for name in named if name not in ("self", "cls")]
 
 
 PLAIN = {name for kind in (dict, list, str, set, int, type, torch.Tensor, torch.nn.Module) for name in dir(kind)}
@@ -182,11 +196,13 @@ class Source:
         self.module, self.known = module, vars(module)
         self.tree = ast.parse(Path(module.__file__ or "").read_text())
         self.classes = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
-        self.keywords = {
-            id(node.func): [each.arg for each in node.keywords if each.arg]
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Call)
-        }
+        self.arguments: dict[int, list[int | str]] = {}
+        """Positions and names of the arguments of each call, by the id of its function's node."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                named = [each.arg for each in node.keywords if each.arg]
+                starred = [isinstance(each, ast.Starred) for each in node.args] + [True]
+                self.arguments[id(node.func)] = [*range(starred.index(True)), *named]
         others = {str(getattr(kind, "__module__", "")) for kind in self.known.values()}
         serves = any(each.startswith("transformers.cli") for each in others)
         rooms = {"batching": BATCHES, "graph_decoding": GRAPHS, "tools": SERVER if serves else CACHE}
@@ -233,8 +249,9 @@ class Fence:
     def need(self, ways: Iterator[str] | list[str], owner: Any, name: str, parts: Any = ()) -> bool:
         """Note a name of a class or a module, if there is one. Returns whether there is."""
         if hasattr(owner, name):
-            function = getattr(owner, name)
-            parts = {part for part in parts if part[0] == "." or part in parameters(function)}
+            known = parameters(getattr(owner, name)) if place(owner).startswith("transformers") else []
+            parts = {known[part] if part in range(len(known)) else part for part in parts}
+            parts = {part for part in parts if part in known or str(part).startswith(".")}
         elif isinstance(owner, type) and name in attributes_of(owner):
             name, parts = f".{name}", set()
         else:
@@ -265,7 +282,7 @@ class Fence:
             for node in ast.walk(tree):
                 if not isinstance(node, ast.Attribute):
                     continue
-                parts = source.keywords.get(id(node), ())
+                parts = source.arguments.get(id(node), ())
                 if ast.unparse(node.value) == "super()":
                     need(node.attr, parts)
                 elif ast.unparse(node.value) in ("self", "cls") and not any(node.attr in vars(one) for one in ours):
@@ -302,7 +319,7 @@ class Fence:
             for each in node.names:
                 self.need(ways, importlib.import_module(str(node.module)), each.name)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
-            self._attribute(source, node.value, node.attr, ways, types, source.keywords.get(id(node), ()))
+            self._attribute(source, node.value, node.attr, ways, types, source.arguments.get(id(node), ()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in ("getattr", "hasattr") and len(node.args) > 1:
                 said = node.args[1]
@@ -310,13 +327,20 @@ class Fence:
                 if isinstance(name, str):
                     self._attribute(source, node.args[0], name, ways, types, ())
             called = source.known.get(node.func.id)
-            keywords = source.keywords[id(node.func)]
-            if called is not None and is_foreign(called) and keywords and called.__module__.startswith("transformers"):
-                self.need(ways, sys.modules[called.__module__], called.__name__, keywords)
+            given = source.arguments[id(node.func)]
+            if called is not None and is_foreign(called) and given and called.__module__.startswith("transformers"):
+                if any(isinstance(each, str) for each in given) or not is_documented(called):
+                    self.need(ways, sys.modules[called.__module__], called.__name__, given)
             if isinstance(called, type) and called.__module__.startswith("tq_hf"):
                 for base in [each for each in called.__mro__ if is_foreign(each)][:1]:
-                    if forwarded := set(keywords) - parameters(called):
+                    if forwarded := {each for each in given if isinstance(each, str)}.difference(parameters(called)):
                         self.need(ways, base, "__init__", forwarded)
+        if isinstance(node, ast.FunctionDef) and node.name in REGISTERED:
+            function, read = REGISTERED[node.name], parameters(source.known[node.name])
+            read += [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value]
+            self.need(ways, sys.modules[function.__module__], function.__name__, read)
+        if isinstance(node, ast.Constant) and source.way == BATCHES and node.value in inspect.get_annotations(STEP):
+            self.need(ways, STEP, node.value)
         for child in ast.iter_child_nodes(node):
             self._walk(source, child, ways, types)
 
@@ -357,7 +381,7 @@ def record(fence: Fence) -> dict[str, dict[str, str]]:
     return {
         way: {
             place(owner): " ".join(
-                "+" * (f"{owner.__name__}.{name}" in NEWER) + name + f"({','.join(sorted(parts))})" * bool(parts)
+                "+" * (f"{owner.__name__}.{name}".endswith(NEWER)) + name + f"({','.join(sorted(parts))})" * bool(parts)
                 for name, parts in sorted(names.items())
             )
             for owner, names in sorted(owners.items(), key=lambda pair: place(pair[0]))
