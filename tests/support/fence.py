@@ -86,7 +86,6 @@ STEP: Any = object
 NEWER = (
     "StaticLayer.crop",
     "StaticSlidingWindowLayer.crop",
-    "ContinuousBatchingManager._run_generation_loop",
     "Cache.get_conv_state",
     "Cache.get_recurrent_state",
     "Cache.is_recording_past",
