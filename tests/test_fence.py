@@ -136,6 +136,16 @@ def test_a_class_or_module_that_has_gone_is_named_by_its_way(way: str, starts: d
     compat.check_required_names.cache_clear()
 
 
+def test_wrappers_of_other_packages_are_no_loss(monkeypatch: pytest.MonkeyPatch, starts: dict[str, Callable]) -> None:
+    own = transformers.GenerationMixin._prefill
+    monkeypatch.setattr(
+        transformers.GenerationMixin, "_prefill", lambda self, *args, **kwargs: own(self, *args, **kwargs)
+    )
+    compat.check_required_names.cache_clear()
+    starts[fence.CACHE]()
+    compat.check_required_names.cache_clear()
+
+
 GONE = """
 import transformers.masking_utils
 del transformers.masking_utils.eager_mask

@@ -78,7 +78,6 @@ class TurboQuantCache(DynamicCache):
     Raises:
         ValueError: The preset or an option does not exist or is outside its range, an argument has the wrong type, or
             the config has no attention heads.
-        ImportError: The installed transformers or torch lacks a name that this cache needs.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
-from inspect import signature, unwrap
+from inspect import Parameter, signature, unwrap
 from pathlib import Path
 from pkgutil import resolve_name
 from threading import get_ident
@@ -45,12 +45,10 @@ requires its own Triton, and newer versions may work."""
 
 
 REQUIRED_NAMES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("required_names.json").read_text())
-"""Names of transformers and torch that each way needs, by the class or module that has them. `tests/support/fence.py`
-derives them from this package: names that its classes override, private names, and what is read or set by name.
-
-An item is a name, a name with the parameters that are used (`update(key_states)`) or the attributes that its code reads
-(`_prefill(.is_compileable)`), or an attribute that methods of the class set (`.keys`). An item that begins with `+` is
-required from the newest tested transformers on: older versions do without."""
+"""Names of transformers and torch that each way needs, by the class or module that has them: what our classes override,
+set or read, as `tests/support/fence.py` derives it. An item is a name, a name with the parameters that are used
+(`update(key_states)`) or the attributes that its code reads (`_prefill(.is_compileable)`), or an attribute that methods
+of the class set (`.keys`). Versions before the newest tested one may lack an item that begins with `+`."""
 
 
 def attributes_of(owner: Any) -> set[str]:
@@ -82,8 +80,7 @@ def codes_of(method: Any) -> list[CodeType]:
 
 def missing_names(feature: str) -> list[str]:
     """List the names of `REQUIRED_NAMES[feature]` that the installed transformers lacks, or that lack a parameter."""
-    missing, installed = [], Version(transformers.__version__)
-    newest = installed >= Version(".".join(map(str, TESTED["transformers"][1])))
+    missing, newest = [], Version(transformers.__version__).release >= TESTED["transformers"][1]
     for place, items in REQUIRED_NAMES[feature].items():
         try:
             owner = resolve_name(place)
@@ -101,23 +98,19 @@ def missing_names(feature: str) -> list[str]:
 
 def _lacks(owner: Any, name: str, parts: str) -> set[str]:
     """Return what a class or a module lacks of a name and its parameters."""
-    if not hasattr(owner, name):
-        return {name}
-    if not parts:
-        return set()
+    if not hasattr(owner, name) or not parts:
+        return set() if hasattr(owner, name) else {name}
+    parameters = {each: of.kind for each, of in signature(getattr(owner, name)).parameters.items() if each != "self"}
+    if {*parameters.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
+        return set()  # a wrapper, which passes on what it is given
     read = {f".{each}" for code in codes_of(inspect.getattr_static(owner, name)) for each in code.co_names}
-    known = read.union(signature(getattr(owner, name)).parameters)
-    return {f"{name}({part})" for part in set(parts.split(",")) - known}
+    return {f"{name}({part})" for part in set(parts.split(",")) - read.union(parameters)}
 
 
 @lru_cache
 def check_required_names(feature: str, instead: str) -> None:
-    """Raise `ImportError` if the installed transformers lacks names that `feature` needs. The message lists them.
-
-    Args:
-        feature: A key of `REQUIRED_NAMES`.
-        instead: A sentence about an alternative, for the message.
-    """
+    """Raise `ImportError` if the installed transformers lacks names that `feature` needs. The message lists them, and
+    ends with the sentence `instead` about an alternative."""
     if missing := missing_names(feature):
         raise ImportError(f"{feature} {_lacking(', '.join(missing))} {instead}")
 
@@ -135,10 +128,10 @@ def naming_versions() -> Iterator[None]:
 
 
 def _lacking(names: str) -> str:
-    oldest, newest = (".".join(map(str, bound)) for bound in TESTED["transformers"])
     return (
-        f"was tested with transformers {oldest} to {newest}. Version {transformers.__version__} is installed and lacks "
-        f'{names} (torch is {torch.__version__}). Install transformers {newest}: `pip install "transformers=={newest}.*"`.'
+        f"was tested with transformers {tested('transformers')}. Version {transformers.__version__} is installed and "
+        f"lacks {names} (torch is {torch.__version__}). Install another: `pip install "
+        f'"transformers=={".".join(map(str, TESTED["transformers"][1]))}.*"`.'
     )
 
 
@@ -148,14 +141,18 @@ with naming_versions():
     from transformers.utils.import_utils import is_tracing as is_tracing
 
 
+def tested(name: str) -> str:
+    """Tested versions of a package, as "5.17 to 5.24"."""
+    return " to ".join(".".join(map(str, bound)) for bound in TESTED[name])
+
+
 def untested(installed: dict[str, str]) -> list[str]:
     """List the packages outside of the tested versions, one clause each, from the installed version of each package."""
     clauses = []
     for name, (oldest, newest) in TESTED.items():
         number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
         if number is not None and not oldest <= (int(number[1]), int(number[2])) <= newest:
-            tested = " to ".join(".".join(map(str, bound)) for bound in (oldest, newest))
-            clauses.append(f"{name} {installed[name]} (tested: {tested})")
+            clauses.append(f"{name} {installed[name]} (tested: {tested(name)})")
     return clauses
 
 
@@ -333,15 +330,13 @@ def has_forward_hooks(module: Any) -> bool:
     return bool(getattr(module, "_forward_hooks", None))
 
 
-_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes of a tensor that are views of its elements."""
 METADATA: set[Any] = {
     getattr(torch.Tensor, name)
     for name in "dim is_floating_point is_conj is_neg stride storage_offset untyped_storage _is_view".split()
 } | {
     attribute.__get__
     for name, attribute in vars(torch._C.TensorBase).items()
-    if hasattr(attribute, "__set__") and name not in _VIEWS
+    if hasattr(attribute, "__set__") and name not in {"data", "T", "mT", "H", "mH", "real", "imag"}  # views of elements
 }
 """Methods and attributes of a tensor that do not read its elements (torch 2.9 to 2.15)."""
 

@@ -13,12 +13,9 @@ from packaging.version import Version
 
 from ..compat import naming_versions
 
-OLDEST = "5.19.0"
-"""First version of transformers with a cache that can hold packed pages."""
-
-if Version(transformers.__version__) < Version(OLDEST):
+if Version(transformers.__version__) < Version("5.19"):
     raise ImportError(
-        f"Continuous batching on packed pages needs transformers {OLDEST} or newer, and {transformers.__version__} is "
+        f"Continuous batching on packed pages needs transformers 5.19 or newer, and {transformers.__version__} is "
         "installed: `pip install -U transformers`. `TurboQuantCache` works with both."
     )
 
