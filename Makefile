@@ -22,7 +22,9 @@ OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py \
 	$(addprefix cache/test_compiled.py::test_,prompts_are_read_in_chunks_without_a_graph_each other_families_compile \
 	the_first_call_of_a_growing_cache_is_not_traced_into_the_store) saving layers \
-	$(addprefix tools/test_,cli.py estimate.py model_configs.py published_heads.py) kernels/test_frontend.py test_ways.py)
+	$(addprefix tools/test_,cli.py estimate.py model_configs.py published_heads.py) kernels/test_frontend.py test_ways.py test_fence.py)
+# By itself: it asks for an older transformers (tests/cache/test_eviction.py).
+PRUNING := kvpress==0.5.5
 # By itself: a torch that comes with CUDA asks for a Triton of its own.
 OLDEST_TRITON := "triton==3.5.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
@@ -55,6 +57,7 @@ endef
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call install,".[dev]",torch$(COMMA) transformers$(COMMA) and the tools of development)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PRUNING)
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(call install,".[real]",torch$(COMMA) transformers$(COMMA) and what they need)
@@ -105,13 +108,13 @@ test-oldest: $(OLDEST_STAMP)
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) \
 		-m "$(QUICK)" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
 
-# The ways that users use, on the newest transformers, torch and Triton there are: what `pip install` brings today.
+# The ways that users use, and the names that they stand on, on what `pip install` brings today.
 test-next:
 	test -x $(NEXT)/bin/python || $(PYTHON) -m venv $(NEXT)
 	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(PIP_ARGS) -e ".[dev]"
 	$(NEXT)/bin/python -m pip list --disable-pip-version-check | grep -E "^(torch|transformers|triton) "
 	$(PARALLEL) $(NEXT)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) -m "$(QUICK)" \
-		-o cache_dir=.pytest_cache/next tests/test_ways.py
+		-o cache_dir=.pytest_cache/next tests/test_ways.py tests/test_fence.py
 
 # The kernels by themselves: in Triton's interpreter, and compiled for every GPU they are written for. (The frontend's
 # tests are for the oldest Triton: under the newest, all that they compile is compiled here, too.)

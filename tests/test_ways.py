@@ -1,7 +1,7 @@
 """The ways that users use, each once. `make test-next` runs them on the newest transformers, torch and Triton.
 
 A recipe that keeps every token exact answers as transformers' own cache does. A packed recipe answers the same in every
-way. A name of transformers that has gone is named by `test_names_of_transformers_are_there`.
+way. A name of transformers that has gone is named by `tests/test_fence.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import tq_hf
 from tests.support.tiny_models import build, dense_attention
-from tq_hf import TurboQuantCache, compat
+from tq_hf import TurboQuantCache
 from tq_hf.compat import CACHE_NAME, as_input
 
 FAMILIES = ["llama", "gemma3", "gpt_oss"]
@@ -139,37 +139,3 @@ def test_the_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
     run("serve", saved_model("llama", tmp_path), "--device", "cpu", "--cache-tokens", 8192)
     assert answered["usage"]["completion_tokens"] == 8
-
-
-@pytest.mark.parametrize("way", compat.REQUIRED_NAMES)
-def test_names_of_transformers_are_there(way: str) -> None:
-    if way in ("continuous batching", "tq-hf serve") and Version(transformers.__version__) < Version("5.19"):
-        pytest.skip("another design")
-    assert compat.missing_names(way) == []
-
-
-@pytest.mark.parametrize(
-    "name, missing",
-    [
-        ("transformers:GenerationMixin._no_longer", "transformers:GenerationMixin._no_longer"),
-        ("transformers.no_longer:Anything", "transformers.no_longer:Anything"),
-        ("transformers:GenerationMixin._prefill", "transformers:GenerationMixin._prefill(renamed=)"),
-    ],
-)
-@pytest.mark.parametrize("way", ["graph_decoding", pytest.param("continuous batching", marks=batches)])
-def test_a_way_whose_ground_has_moved_says_so(
-    name: str, missing: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(compat.REQUIRED_NAMES, way, {name: "input_ids renamed"})
-    compat.check_required_names.cache_clear()
-    model = model_of("llama")
-    with pytest.raises(ImportError) as caught:
-        if way == "graph_decoding":
-            cache = packed(model, max_cache_len=ROOM)
-            model.generate(**prompt(), **GREEDY, **as_input(cache), custom_generate=tq_hf.graph_decoding)
-        else:
-            tq_hf.TurboQuantBatching(model)
-    compat.check_required_names.cache_clear()
-    sentence = str(caught.value)
-    assert f"Version {transformers.__version__} is installed and lacks {missing}" in sentence
-    assert "`generate()`" in sentence and "pip install" in sentence

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from tq_kernels.layout import BlockLayout
 
-from .attention import register
-from .balance import Balance
-from .cache import TurboQuantCache
-from .compat import report_untested
-from .config import PRESETS, TurboQuantConfig
-from .graph_decoding import graph_decoding
-from .layers.compressed import TurboQuantLayer
-from .memory import MemoryFootprint
+from .compat import naming_versions, report_untested
+
+with naming_versions():
+    from .attention import register
+    from .balance import Balance
+    from .cache import TurboQuantCache
+    from .config import PRESETS, TurboQuantConfig
+    from .graph_decoding import graph_decoding
+    from .layers.compressed import TurboQuantLayer
+    from .memory import MemoryFootprint
 
 if TYPE_CHECKING:
     from .batching import TurboQuantBatching, continuous_batching

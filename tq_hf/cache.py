@@ -25,6 +25,7 @@ from transformers.utils import logging
 from .balance import Balance
 from .compat import (
     asked_by_prefill,
+    check_required_names,
     has_attention_heads,
     is_capturing,
     outside_inference_mode,
@@ -96,6 +97,7 @@ class TurboQuantCache(DynamicCache):
                 "that was passed for cross-attention, and would lose its preset and options. Pass `EncoderDecoderCache("
                 "TurboQuantCache(model.config), DynamicCache(config=model.config))`."
             )
+        check_required_names("TurboQuantCache", "Or use `DynamicCache`.")
         _check_arguments(model_config, model, max_cache_len, offloading)
         if isinstance(balance, TurboQuantCache):
             balance = Balance.from_cache(balance.layers)

@@ -3,28 +3,30 @@ tested versions, inference mode and autocast. `tq_kernels.common.device` does th
 
 from __future__ import annotations
 
+import dis
 import gc
+import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
-from inspect import signature
+from inspect import Parameter, signature, unwrap
+from pathlib import Path
 from pkgutil import resolve_name
 from threading import get_ident
-from types import FrameType, SimpleNamespace
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from torch.fx._symbolic_trace import _Patcher
+from packaging.version import Version
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import candidate_generator
 from transformers.utils import logging
-from transformers.utils.import_utils import is_tracing as is_tracing
 
 logger = logging.get_logger(__name__)
 
@@ -42,109 +44,106 @@ TESTED: dict[str, tuple[Number, Number]] = {
 requires its own Triton, and newer versions may work."""
 
 
-_GENERATION = "transformers:GenerationMixin."
-_CACHE = "transformers.cache_utils:"
-_ENGINE = "transformers.generation.continuous_batching."
-_MANAGER = f"{_ENGINE}continuous_api:ContinuousBatchingManager."
-_PROCESSOR = f"{_ENGINE}continuous_api:ContinuousBatchProcessor."
-_RUNNER = f"{_ENGINE}model_runner:ModelRunner."
-_SERVER = "transformers.cli."
+REQUIRED_NAMES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("required_names.json").read_text())
+"""Names of transformers and torch that each way needs, by the class or module that has them: what our classes override,
+set or read, as `tests/support/fence.py` derives it. An item is a name, a name with the parameters that are used
+(`update(key_states)`) or the attributes that its code reads (`_prefill(.is_compileable)`), or an attribute that methods
+of the class set (`.keys`). Versions before the newest tested one may lack an item that begins with `+`."""
 
-REQUIRED_NAMES: dict[str, dict[str, str]] = {
-    "TurboQuantCache": {
-        f"{_CACHE}DynamicLayer.lazy_initialization": "key_states value_states",
-        f"{_CACHE}DynamicSlidingWindowLayer.update": "key_states value_states",
-        f"{_CACHE}StaticLayer.lazy_initialization": "key_states value_states",
-        f"{_CACHE}StaticSlidingWindowLayer.get_mask_sizes": "query_length",
-        f"{_CACHE}Cache.update": "key_states value_states layer_idx",
-        f"{_CACHE}Cache.get_mask_sizes": "query_length layer_idx",
-        f"{_CACHE}LinearAttentionCacheLayerMixin.update_conv_state": "",
-        "transformers:PreTrainedConfig.get_text_config": "decoder",
-        "transformers:PreTrainedModel._can_set_attn_implementation": "",
-        "transformers.integrations.sdpa_attention:sdpa_attention_forward": "module query key value scaling",
-        "transformers.masking_utils:sdpa_mask": "batch_size q_length kv_length q_offset kv_offset mask_function",
-        "transformers.utils.import_utils:is_tracing": "",
-        f"{_GENERATION}_valid_auto_compile_criteria": "model_kwargs generation_config",
-        f"{_GENERATION}_prefill": "input_ids generation_config model_kwargs",
-    },
-    "graph_decoding": {
-        f"{_GENERATION}_prefill": "input_ids generation_config model_kwargs",
-        f"{_GENERATION}_prepare_position_ids_for_generation": "inputs_tensor model_kwargs",
-        f"{_GENERATION}_update_model_kwargs_for_generation": "outputs model_kwargs is_encoder_decoder",
-        f"{_GENERATION}_valid_auto_compile_criteria": "model_kwargs generation_config",
-        f"{_GENERATION}_optimize_model_for_decode": "",
-        f"{_GENERATION}prepare_inputs_for_generation": "input_ids next_sequence_length",
-        "transformers:PreTrainedModel.get_compiled_call": "compile_config",
-        "transformers.generation.stopping_criteria:EosTokenCriteria": "eos_token_id",
-        "transformers.generation.candidate_generator:_prepare_attention_mask": "model_kwargs new_length",
-        "transformers.generation.candidate_generator:_prepare_position_ids": "model_kwargs new_length",
-        "transformers.generation.candidate_generator:_prepare_token_type_ids": "model_kwargs new_length",
-    },
-    "continuous batching": {
-        f"{_ENGINE}cache:PagedAttentionCache.search_prefix_match": "request_id prompt_ids",
-        f"{_ENGINE}cache:PagedAttentionCache.count_new_complete_blocks": "state request_len",
-        f"{_ENGINE}cache:PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors": "",
-        f"{_ENGINE}cache:group_layers_by_attn_type": "config",
-        f"{_ENGINE}cache_allocators:FullAttentionCacheAllocator.register_cache_tensor": "",
-        f"{_ENGINE}cache_allocators:SlidingAttentionCacheAllocator.register_cache_tensor": "",
-        f"{_ENGINE}cache_allocators:CachePool.allocate_sector": "",
-        f"{_MANAGER}_create_batch_processor": "",
-        f"{_MANAGER}_generation_loop_body": "batch_processor bootstrapping",
-        f"{_MANAGER}_generation_step": "",
-        f"{_MANAGER}_handle_critical_error": "error batch_processor",
-        f"{_MANAGER}switch_to_cb_friendly_attn": "model",
-        f"{_PROCESSOR}__init__": "cache config generation_config logit_processor scheduler distributed_helper",
-        f"{_PROCESSOR}_handle_request_error": "error state",
-        f"{_PROCESSOR}_generation_step": "model",
-        f"{_PROCESSOR}prepare_next_batch": "",
-        f"{_RUNNER}compute_batch": "model batch_data",
-        f"{_RUNNER}run_one_warmup": "model",
-        f"{_RUNNER}_capture_graph": "forward_fn compute_stream",
-        f"{_ENGINE}offloading_manager:OffloadingManager._offload_to_cpu": "",
-        f"{_ENGINE}scheduler:FIFOScheduler._get_waiting_candidates": "",
-        f"{_ENGINE}scheduler:FIFOScheduler._process_candidates": "candidates token_budget",
-        f"{_ENGINE}requests:RequestState": "request_id initial_tokens",
-        "transformers:ContinuousMixin.init_continuous_batching": "generation_config continuous_batching_config",
-        "transformers:ContinuousMixin.generate_batch": "inputs generation_config",
-    },
-    "tq-hf serve": {
-        f"{_SERVER}serve:Serve.__init__": "continuous_batching non_blocking cb_num_blocks",
-        f"{_SERVER}serve:Serve.start_server": "",
-        f"{_SERVER}serving.utils:CBGenerateManager.init_cb": "model gen_config",
-        f"{_SERVER}serving.utils:Modality.LLM": "",
-    },
-}
-"""Private or changing names of transformers that each feature needs, with the parameters that are used."""
+
+def attributes_of(owner: Any) -> set[str]:
+    """Names of the attributes that the methods of a class set, or that it annotates."""
+    kinds = getattr(owner, "__mro__", ())
+    annotated = {name for each in kinds for name in inspect.get_annotations(each)}
+    codes = [code for each in kinds for method in vars(each).values() for code in codes_of(method)]
+    return annotated.union(*map(_stored, codes))
+
+
+def _stored(code: CodeType) -> set[str]:
+    """Names of the attributes that a function sets. (`dis.get_instructions` takes 20 times as long.)"""
+    names, high = set(), 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        if operation == dis.opmap["STORE_ATTR"]:
+            names.add(code.co_names[high | low])
+        high = (high | low) << 8 if operation == dis.EXTENDED_ARG else 0
+    return names
+
+
+def codes_of(method: Any) -> list[CodeType]:
+    """Codes of a function, method or property, beneath its decorators. None if it is not in Python."""
+    if isinstance(method, property):
+        return [*codes_of(method.fget), *codes_of(method.fset)]
+    function = getattr(method, "__func__", method)
+    code = getattr(unwrap(function), "__code__", None) if callable(function) else None
+    return [] if code is None else [code]
 
 
 def missing_names(feature: str) -> list[str]:
     """List the names of `REQUIRED_NAMES[feature]` that the installed transformers lacks, or that lack a parameter."""
-    missing = []
-    for name, parameters in REQUIRED_NAMES[feature].items():
+    missing, newest = [], Version(transformers.__version__).release >= TESTED["transformers"][1]
+    for place, items in REQUIRED_NAMES[feature].items():
         try:
-            installed = signature(resolve_name(name)).parameters if parameters else resolve_name(name)
+            owner = resolve_name(place)
         except (ImportError, AttributeError):
-            missing.append(name)
-        else:
-            missing += [f"{name}({parameter}=)" for parameter in parameters.split() if parameter not in installed]
+            missing.append(place)
+            continue
+        wanted = [item.removeprefix("+") for item in items.split() if newest or item[0] != "+"]
+        attributes = attributes_of(owner) if any(item[0] == "." for item in wanted) else set()
+        for item in wanted:
+            name, _, parts = item.rstrip(")").partition("(")
+            lacks = {name[1:]} - attributes if name[0] == "." else _lacks(owner, name, parts)
+            missing += [f"{place}.{each}" for each in sorted(lacks)]
     return missing
+
+
+def _lacks(owner: Any, name: str, parts: str) -> set[str]:
+    """Return what a class or a module lacks of a name and its parameters."""
+    if not hasattr(owner, name) or not parts:
+        return set() if hasattr(owner, name) else {name}
+    parameters = {each: of.kind for each, of in signature(getattr(owner, name)).parameters.items() if each != "self"}
+    if {*parameters.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
+        return set()  # a wrapper, which passes on what it is given
+    read = {f".{each}" for code in codes_of(inspect.getattr_static(owner, name)) for each in code.co_names}
+    return {f"{name}({part})" for part in set(parts.split(",")) - read.union(parameters)}
 
 
 @lru_cache
 def check_required_names(feature: str, instead: str) -> None:
-    """Raise `ImportError` if the installed transformers lacks names that `feature` needs. The message lists them.
-
-    Args:
-        feature: A key of `REQUIRED_NAMES`.
-        instead: A sentence about an alternative, for the message.
-    """
+    """Raise `ImportError` if the installed transformers lacks names that `feature` needs. The message lists them, and
+    ends with the sentence `instead` about an alternative."""
     if missing := missing_names(feature):
-        oldest, newest = (".".join(map(str, bound)) for bound in TESTED["transformers"])
-        raise ImportError(
-            f"{feature} was tested with transformers {oldest} to {newest}. Version {transformers.__version__} is "
-            f"installed and lacks {', '.join(missing)}. {instead} Or install transformers {newest}: "
-            f'`pip install "transformers=={newest}.*"`.'
-        )
+        raise ImportError(f"{feature} {_lacking(', '.join(missing))} {instead}")
+
+
+@contextmanager
+def naming_versions() -> Iterator[None]:
+    """Context of imports. An error about a name that transformers or torch lacks also names the versions."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        of = error.name if isinstance(error, ImportError) else getattr(error.obj, "__module__", None) or str(error.obj)
+        if not str(of).removeprefix("<module '").startswith(("torch", "transformers")):
+            raise
+        raise ImportError(f"tq_hf {_lacking(f'a name: {error}')}") from error
+
+
+def _lacking(names: str) -> str:
+    return (
+        f"was tested with transformers {tested('transformers')}. Version {transformers.__version__} is installed and "
+        f"lacks {names} (torch is {torch.__version__}). Install another: `pip install "
+        f'"transformers=={".".join(map(str, TESTED["transformers"][1]))}.*"`.'
+    )
+
+
+with naming_versions():
+    from torch.fx._symbolic_trace import _Patcher
+    from transformers.generation import candidate_generator
+    from transformers.utils.import_utils import is_tracing as is_tracing
+
+
+def tested(name: str) -> str:
+    """Tested versions of a package, as "5.17 to 5.24"."""
+    return " to ".join(".".join(map(str, bound)) for bound in TESTED[name])
 
 
 def untested(installed: dict[str, str]) -> list[str]:
@@ -153,8 +152,7 @@ def untested(installed: dict[str, str]) -> list[str]:
     for name, (oldest, newest) in TESTED.items():
         number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
         if number is not None and not oldest <= (int(number[1]), int(number[2])) <= newest:
-            tested = " to ".join(".".join(map(str, bound)) for bound in (oldest, newest))
-            clauses.append(f"{name} {installed[name]} (tested: {tested})")
+            clauses.append(f"{name} {installed[name]} (tested: {tested(name)})")
     return clauses
 
 
@@ -332,15 +330,13 @@ def has_forward_hooks(module: Any) -> bool:
     return bool(getattr(module, "_forward_hooks", None))
 
 
-_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes of a tensor that are views of its elements."""
 METADATA: set[Any] = {
     getattr(torch.Tensor, name)
     for name in "dim is_floating_point is_conj is_neg stride storage_offset untyped_storage _is_view".split()
 } | {
     attribute.__get__
     for name, attribute in vars(torch._C.TensorBase).items()
-    if hasattr(attribute, "__set__") and name not in _VIEWS
+    if hasattr(attribute, "__set__") and name not in {"data", "T", "mT", "H", "mH", "real", "imag"}  # views of elements
 }
 """Methods and attributes of a tensor that do not read its elements (torch 2.9 to 2.15)."""
 

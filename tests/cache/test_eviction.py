@@ -1,13 +1,20 @@
-"""Code that prunes a cache by assigning keys and values to its layers, as kvpress does. Its contract is copied here:
-kvpress 0.5.5 asks for a transformers below 5.3, older than any that this package supports."""
+"""Code that prunes a cache by assigning keys and values to its layers: the presses of kvpress, and their ways.
+
+kvpress 0.5.5 asks for a transformers below 5.3, older than any that this package supports, and is installed without its
+dependencies. Its hooks read two arguments that models no longer give them; here they are given.
+"""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import importlib
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.helpers import assert_same, assert_unchanged, llama_config, relative_error, snapshot, states
 from tests.support.tiny_models import VOCAB, build
@@ -17,79 +24,59 @@ from tq_hf.layers.dense import PreallocatedLayer, PreallocatedSlidingLayer
 from tq_hf.ops import dispatch
 
 PROMPT, KEPT, QUESTION = 700, 420, 20
+RATIO = 1 - KEPT / PROMPT
 
 
-class Press:
-    """Prunes what layers hold after a prompt; later caches keep the rows that the first one kept."""
+def by_score(kvpress):
+    """A press that keeps in later caches the rows that it kept in the first one."""
+    scores = {}
 
-    def __init__(self, kind):
-        self.kind, self.choices = kind, {}
+    class KeepsTheSameRows(kvpress.KnormPress):
+        def score(self, module, *args):
+            return scores.setdefault(module.layer_idx, super().score(module, *args))
 
-    def __call__(self, module, keys, values):
-        return getattr(self, self.kind)(module, keys, values)
-
-    def chosen(self, module, indices):
-        return self.choices.setdefault(module.layer_idx, indices)
-
-    def score(self, module, keys, values):
-        """A score by token and head, of which the best are kept (kvpress's `KnormPress`)."""
-        best = self.chosen(module, (-keys.norm(dim=-1)).topk(KEPT, dim=-1).indices)[..., None]
-        return tuple(x.gather(2, best.expand(-1, -1, -1, x.shape[-1])).contiguous() for x in (keys, values))
-
-    def thinning(self, module, keys, values):
-        """The quietest channels of the keys become 0, in place (`ThinKPress`)."""
-        quietest = self.chosen(module, keys.square().mean(2, keepdim=True).topk(4, dim=-1, largest=False).indices)
-        return keys.scatter_(-1, quietest.expand(-1, -1, keys.shape[2], -1), 0), values
-
-    def per_head(self, module, keys, values):
-        """Heads keep different numbers of tokens: all stay in the cache, and attention masks some (`AdaKVPress`)."""
-        tokens = keys.shape[2]
-        worst = keys.norm(dim=-1).flatten().topk(keys.shape[1] * (tokens - KEPT)).indices
-        worst = self.chosen(module, worst)
-        module.masked_key_indices = (torch.zeros_like(worst), worst // tokens, worst % tokens)
-        return keys, values
+    return KeepsTheSameRows(RATIO)
 
 
-@contextmanager
-def pressed(model, press):
-    """kvpress's hook: what a layer holds after the prompt is read, pruned and assigned."""
+PRESSES = {
+    "score": by_score,
+    "thinning": lambda kvpress: kvpress.ThinKPress(0.1),
+    "per_head": lambda kvpress: kvpress.AdaKVPress(by_score(kvpress)),
+}
 
-    def hook(module, args, kwargs, output):
-        layer = kwargs[CACHE_NAME].layers[module.layer_idx]
-        keys, values = press(module, layer.keys, layer.values)
-        layer.keys = keys
-        layer.values = values
-        assert getattr(layer, "prompt", None) is None  # later hooks read what is held now
-        assert layer.keys.shape == keys.shape and layer.values.shape == values.shape
 
-    modules = [] if press is None else [block.self_attn for block in model.model.layers]
-    hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
-    yield
-    for registered in hooks:
-        registered.remove()
+@pytest.fixture(scope="module")
+def package():
+    """kvpress. What it patches when it is imported, all attention functions, is restored."""
+    functions = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("cachetools", "datasets", "fire"):  # of presses that are not used here
+            if importlib.util.find_spec(name) is None:
+                unused = dict(LRUCache=dict, cached=lambda *_, **__: lambda function: function, load_dataset=None)
+                patch.setitem(sys.modules, name, SimpleNamespace(**unused))
+        kvpress = pytest.importorskip("kvpress", reason="`pip install --no-deps kvpress`")
+    ALL_ATTENTION_FUNCTIONS._local_mapping = functions
+    return kvpress
 
 
 @pytest.fixture
-def masking(monkeypatch):
-    """kvpress's patch of attention functions: before a step the keys masked by head become such that no query sees
-    them."""
+def kvpress(package, monkeypatch):
+    """kvpress, whose hooks find the arguments that they read."""
+    read = package.BasePress.forward_hook
 
-    def patched(function):
-        def attention(module, query, key, value, *args, **kwargs):
-            indices = getattr(module, "masked_key_indices", None)
-            if query.shape[2] == key.shape[2]:
-                module.masked_key_indices = None
-            elif indices is not None:
-                queries = query.reshape(query.shape[0], key.shape[1], -1, key.shape[3])
-                away = torch.linalg.pinv(queries.double()).sum(-1).to(key.dtype) * -1e4
-                key[indices] = away[indices[:2]]
-            return function(module, query, key, value, *args, **kwargs)
+    def hook(press, module, args, kwargs, output):
+        names = {"past_key_values": kwargs[CACHE_NAME], "cache_position": kwargs["position_ids"][0]}
+        return read(press, module, args, kwargs | names, output)
 
-        return attention
+    monkeypatch.setattr(package.BasePress, "forward_hook", hook)
+    return package
 
-    functions = AttentionInterface._global_mapping
-    for name in ("sdpa", "turboquant"):
-        monkeypatch.setitem(functions, name, patched(functions[name]))
+
+@pytest.fixture
+def masking(kvpress, monkeypatch):
+    """kvpress's patch of attention functions, which masks keys of single heads."""
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    kvpress.attention_patch.patch_attention_functions()
 
 
 def ids(tokens: int = PROMPT + QUESTION + 3) -> torch.Tensor:
@@ -99,7 +86,7 @@ def ids(tokens: int = PROMPT + QUESTION + 3) -> torch.Tensor:
 @torch.no_grad()
 def prefill(model, cache, press=None):
     """A prompt, pruned. Returns the rows that each layer holds."""
-    with pressed(model, press):
+    with nullcontext() if press is None else press(model):
         model.model(ids()[:, :PROMPT], **as_input(cache))
     rows = [(layer.keys, layer.values) for layer in cache.layers]
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [keys.shape[2] for keys, _ in rows]
@@ -117,15 +104,24 @@ def answer(model, cache):
     return torch.cat(logits, 1).double().log_softmax(-1)
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_kvpress_by_itself_fails_with_every_cache(ours, package):
+    """README says so. Once it runs, README may say that it does, and the names need not be given here."""
+    model = build("llama")
+    cache = TurboQuantCache(model.config) if ours else DynamicCache(config=model.config)
+    with pytest.raises(KeyError, match="past_key_values|cache_position"):
+        prefill(model, cache, PRESSES["score"](package))
+
+
 def divergence(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return (expected.exp() * (expected - actual)).sum(-1).mean().item()
 
 
 @pytest.mark.parametrize("limit", [None, 800])
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("kind", ["score", "thinning", "per_head"])
-def test_a_press_prunes_as_on_a_dynamic_cache(kind, attention, limit, masking):
-    model, press = build("llama"), Press(kind)
+@pytest.mark.parametrize("kind", PRESSES)
+def test_a_press_prunes_as_on_a_dynamic_cache(kind, attention, limit, kvpress, masking):
+    model, press = build("llama"), PRESSES[kind](kvpress)
     expected, divergences = [], []
     for pruning in (None, press):
         cache = DynamicCache(config=model.config)
@@ -149,9 +145,9 @@ def test_a_press_prunes_as_on_a_dynamic_cache(kind, attention, limit, masking):
 
 @pytest.mark.parametrize("limit, options", [(None, {}), (800, {}), (800, {"custom_generate": graph_decoding})])
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-def test_generation_goes_on_after_a_pruned_prompt_as_on_a_dynamic_cache(attention, limit, options):
+def test_generation_goes_on_after_a_pruned_prompt_as_on_a_dynamic_cache(attention, limit, options, kvpress):
     """Dense rows are equal, so must the tokens be, and what transformers makes of the length for their positions."""
-    model, press, generated = build("llama"), Press("score"), []
+    model, press, generated = build("llama"), PRESSES["score"](kvpress), []
     for ours in (False, True):
         cache = DynamicCache(config=model.config)
         if ours:
@@ -166,20 +162,21 @@ def test_generation_goes_on_after_a_pruned_prompt_as_on_a_dynamic_cache(attentio
 
 
 @pytest.mark.parametrize("limit", [None, 800])
-def test_a_hook_reads_the_prompt_as_it_came_and_nothing_holds_it_afterwards(limit):
+def test_a_hook_reads_the_prompt_as_it_came_and_nothing_holds_it_afterwards(limit, kvpress):
     model, read = build("llama"), {}
 
-    def press(module, keys, values):
-        read.setdefault(module.layer_idx, []).append((keys.clone(), values.clone()))
-        keys.zero_()
-        return read[module.layer_idx][-1]
+    class Zeros(kvpress.BasePress):
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            read.setdefault(module.layer_idx, []).append((keys.clone(), values.clone()))
+            keys.zero_()
+            return read[module.layer_idx][-1]
 
     for attention in ("sdpa", "turboquant"):
         cache = DynamicCache(config=model.config)
         if attention == "turboquant":
             model.set_attn_implementation(attention)
             cache = TurboQuantCache(model.config, max_cache_len=limit)
-        prefill(model, cache, press)
+        prefill(model, cache, Zeros())
     for right, ours in read.values():
         assert_same(ours, right)
     for layer, block in zip(cache.layers, model.model.layers, strict=True):
@@ -379,12 +376,12 @@ def test_states_are_not_assigned_to_an_empty_layer():
     assert layer.keys is None
 
 
-def test_keys_masked_by_head_that_attention_did_not_get_are_refused():
+def test_keys_masked_by_head_that_attention_did_not_get_are_refused(kvpress):
     """kvpress patches the attention functions that are registered when it is imported."""
     model = build("llama")
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config)
-    prefill(model, cache, Press("per_head"))
+    prefill(model, cache, PRESSES["per_head"](kvpress))
     with pytest.raises(ValueError, match='kvpress patches "turboquant" if tq_hf is imported before it'):
         answer(model, cache)
 

@@ -11,16 +11,16 @@ Raises:
 import transformers
 from packaging.version import Version
 
-OLDEST = "5.19.0"
-"""First version of transformers with a cache that can hold packed pages."""
+from ..compat import naming_versions
 
-if Version(transformers.__version__) < Version(OLDEST):
+if Version(transformers.__version__) < Version("5.19"):
     raise ImportError(
-        f"Continuous batching on packed pages needs transformers {OLDEST} or newer, and {transformers.__version__} is "
+        f"Continuous batching on packed pages needs transformers 5.19 or newer, and {transformers.__version__} is "
         "installed: `pip install -U transformers`. `TurboQuantCache` works with both."
     )
 
-from .entry import TurboQuantBatching, continuous_batching  # noqa: E402
-from .manager import TurboQuantBatchingManager  # noqa: E402
+with naming_versions():
+    from .entry import TurboQuantBatching, continuous_batching
+    from .manager import TurboQuantBatchingManager
 
 __all__ = ["TurboQuantBatching", "TurboQuantBatchingManager", "continuous_batching"]

@@ -404,10 +404,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self.switch_to_cb_friendly_attn(self.model)
             super().start()
 
-    def _run_generation_loop(self, use_inference_mode: bool) -> None:
+    def _run_generation_loop(self, *args: Any, **options: Any) -> None:  # none before transformers 5.24
         runner = self._runner
         try:
-            super()._run_generation_loop(use_inference_mode)
+            super()._run_generation_loop(*args, **options)
         finally:  # not in `stop`, which may return before requests are answered
             if runner is not None and not self._keeps_pages:
                 runner.cancel(0)
