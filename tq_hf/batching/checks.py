@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import os
-from collections.abc import Iterator
 from copy import copy
 from functools import cache
 from inspect import getsource, signature
-from textwrap import dedent
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +23,7 @@ from ..layers.dense import GrowingLayer, SlidingLayer
 from ..layers.expansion import agrees, up_projection
 from ..ops.dispatch import widest_paged_head
 from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, page_owners, paged_layers
+from .options import whole_number
 
 logger = logging.get_logger(__name__)
 
@@ -110,11 +108,6 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
             f"{name} takes no positions (`position_ids`), so it reads the requests of a batch as one text. {INSTEAD}"
         )
     _check_heads(model, name)
-    if place := _class_without_kwargs(model):
-        raise ValueError(
-            f"{name} does not hand the arguments of a call on to attention ({place} drops them), so its layers would "
-            f"not find their pages. {INSTEAD}"
-        )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(
@@ -253,27 +246,6 @@ def check_expansion(model: Any) -> None:
             )
 
 
-def _class_without_kwargs(model: Any) -> str | None:
-    """Name a class whose `forward` drops `**kwargs` on the way to attention (as StableLM's layers do).
-
-    The engine's arguments arrive in `**kwargs`. The source of `forward` is searched for calls of `self.<name>` without
-    them. Returns `None` if no class drops them, or if there is no source.
-    """
-    modules, decoder = dict(model.named_modules()), set(model.get_decoder().modules())
-    linear = {each.module for each in linear_modules(model)}
-    paths = [path for path, module in modules.items() if module in decoder and (module in linear or _attends(module))]
-    ways = {(type(modules[above]), name) for path in paths for above, name in _steps_to(path)}
-    return next((kind.__name__ for kind, name in sorted(ways, key=str) if _drops_arguments(kind, name)), None)
-
-
-def _steps_to(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of each module above `path`, and the name of its child on the way to `path`."""
-    while path:
-        above, _, name = path.rpartition(".")
-        yield above, name
-        path = above
-
-
 def _attends(module: Any) -> bool:
     """Whether a module calls an attention function for a layer of the cache."""
     kind: Any = type(module)
@@ -290,19 +262,9 @@ def _passes_shared_states(model: Any) -> bool:
 def _source(kind: Any) -> str:
     """Source of `forward`, or an empty string."""
     try:
-        return dedent(getsource(kind.forward))
+        return getsource(kind.forward)
     except (AttributeError, OSError, TypeError):
         return ""
-
-
-def _drops_arguments(kind: type, name: str) -> bool:
-    """Whether `forward` calls `self.<name>`, and never with a `**` argument. False if the source cannot be parsed."""
-    try:
-        tree = ast.parse(_source(kind))
-    except SyntaxError:  # a comment or a string in the source begins at the margin, so `dedent` removed nothing
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"]
-    return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
 
 
 EXTENDED = ("linear", "yarn")
@@ -340,7 +302,7 @@ def check_positions(prompt: int, config: Any) -> None:
             + (
                 f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
                 if follows
-                else ". Shorten it; or raise `max_position_embeddings` of the model's config, if the model can read more."
+                else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
             )
         )
 
@@ -382,6 +344,9 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
         )
     if config.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
         raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")
+    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        if (value := getattr(config, name)) is not None:
+            whole_number(name, value, 1)
     options = copy(config)  # a new config would apply deprecated options twice
     options.page_size = BLOCK_TOKENS
     if config.num_blocks is not None:

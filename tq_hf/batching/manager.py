@@ -408,7 +408,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return freed
 
     def is_running(self) -> bool:
-        """Whether the thread runs. It is asked itself: Python 3.11 takes a thread for ended whose `join` was interrupted."""
+        """Whether the thread runs. Python 3.11 takes a thread for ended whose `join` was interrupted."""
         return super().is_running() or not self._ended.is_set()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
