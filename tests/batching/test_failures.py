@@ -223,17 +223,15 @@ def test_an_engine_whose_thread_is_taken_for_ended_still_serves_its_model(
     assert not running(batching.model)
 
 
-@pytest.mark.parametrize("when", [0.0, None], ids=["at once", "after all"])
 def test_answers_go_on_after_a_stop_that_does_not_wait_and_keeps_nothing(
-    when: float | None, batching: TurboQuantBatching, steps: Steps
+    batching: TurboQuantBatching, steps: Steps
 ) -> None:
     """Each later step failed, with a line in the log."""
     manager = batching.init_continuous_batching(greedy(6), options())
     manager.start()
     name = manager.add_request([1, 2, 3])
     assert steps.reached.wait(60)
-    threading.Timer(0.05, steps.go_on.set).start() if when is None else None
-    manager.stop(block=when is None, timeout=when)
+    manager.stop(block=False)
     steps.go_on.set()
     result = manager.get_result(name, timeout=60)
     assert result.error is None and len(result.generated_tokens) == 6

@@ -21,8 +21,8 @@ from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
 from ..layers.expansion import agrees, up_projection
-from ..ops.dispatch import widest_paged_head
-from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, page_owners, paged_layers
+from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
+from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, packed_layout, page_owners, paged_layers
 from .options import whole_number
 
 logger = logging.get_logger(__name__)
@@ -314,6 +314,39 @@ def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
         return most
     left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
     return left if most is None else min(most, left)
+
+
+def choose_graphs(model: Any, config: TurboQuantConfig, options: ContinuousBatchingConfig, dense: list[int]) -> None:
+    """Set what the user left open of CUDA graphs and asynchronous batching, to what kernels support.
+
+    Raises:
+        ValueError: The options ask for graphs of steps with prompts, which cannot be captured.
+    """
+    if model.device.type != "cuda":
+        return
+    decoder = model.config.get_text_config()
+    states = torch.empty(0, dtype=model.dtype, device=model.device)
+    layout, latents = packed_layout(config, decoder), holds_latents(decoder)
+    kernels = not dense and (supports_paged_latents if latents else supports_paged_decode)(states, layout)
+    if dense:
+        logger.warning_once(
+            f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
+            "these layers, request by request, and steps are not captured in CUDA graphs."
+        )
+    elif latents and not kernels:
+        logger.warning_once("No kernel reads pages of these latents (MLA): torch does, and steps are not captured.")
+    if options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
+        raise ValueError(
+            f"`use_cuda_graph` is {options.use_cuda_graph!r}, and steps with prompts of heads of {layout.key_dim} "
+            "channels cannot be captured: torch computes their attention, and reads lengths on the host. Leave it out, "
+            "or say `(False, True)`."
+        )
+    if options.use_cuda_graph is None:
+        # Steps with prompts come in all sizes, and each size would need a graph. Without kernels, lengths are read on
+        # the host, which no graph can capture.
+        options.use_cuda_graph = (False, kernels)
+    if options.use_async_batching is None:
+        options.use_async_batching = True
 
 
 def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:

@@ -77,7 +77,7 @@ FIELDS |= {name: Rule("neutral", note) for note, names in NEUTRAL.items() for na
 """Fields of `GenerationConfig` that are applied or change no answer. All others are refused."""
 OF_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 """Refused fields that change sampled answers only."""
-UNCHANGED: dict[str, float] = dict.fromkeys(
+UNCHANGED = dict.fromkeys(
     "num_beams num_beam_groups guidance_scale encoder_repetition_penalty typical_p".split(), 1
 ) | dict.fromkeys(
     "diversity_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size penalty_alpha epsilon_cutoff eta_cutoff "

@@ -376,9 +376,9 @@ class AnswerRouter(OutputRouter):
         TurboQuantRequest.of(state, None)
         failed = [state]
         for name in answer_ids(state.request_id, 1 + state.num_children)[1:]:
-            more = dict(initial_tokens=state.initial_tokens, logit_processor_kwargs=state.logit_processor_kwargs)
-            failed.append(child := RequestState(name, **more))
+            child = RequestState(name, state.initial_tokens, logit_processor_kwargs=state.logit_processor_kwargs)
             TurboQuantRequest.of(child, None)
+            failed.append(child)
         for each in failed:
             each.status, each.error = RequestStatus.FAILED, text_of(error)
             self.deliver(each.to_generation_output())
