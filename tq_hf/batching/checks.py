@@ -12,6 +12,7 @@ import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..balance import POSITIONS
@@ -267,6 +268,9 @@ def _source(kind: Any) -> str:
         return ""
 
 
+CPU_REQUESTS, CPU_TOKENS = 16, 8192
+"""Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
+share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
 EXTENDED = ("linear", "yarn")
 """Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
 FOLLOWING = ("dynamic", "longrope")
@@ -316,8 +320,19 @@ def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
     return left if most is None else min(most, left)
 
 
-def choose_graphs(model: Any, config: TurboQuantConfig, options: ContinuousBatchingConfig, dense: list[int]) -> None:
-    """Set what the user left open of CUDA graphs and asynchronous batching, to what kernels support.
+def default_requests(model: Any, config: ContinuousBatchingConfig) -> WorkloadHints | None:
+    """Requests that a pool on a CPU has room for if its size is not given."""
+    if model.device.type != "cpu" or (config.num_blocks, config.max_memory_percent) != (None, None):
+        return None
+    positions = number_of_positions(model.config.get_text_config()) or CPU_TOKENS
+    return WorkloadHints(min(CPU_TOKENS, positions), 0, CPU_REQUESTS)
+
+
+def choose_graphs(
+    model: Any, config: TurboQuantConfig, options: ContinuousBatchingConfig, dense: list[int], processes: bool
+) -> None:
+    """Set what the user left open of CUDA graphs, asynchronous batching and memory, to what kernels support.
+    `processes`: whether all requests have processors of logits by default.
 
     Raises:
         ValueError: The options ask for graphs of steps with prompts, which cannot be captured.
@@ -347,6 +362,8 @@ def choose_graphs(model: Any, config: TurboQuantConfig, options: ContinuousBatch
         options.use_cuda_graph = (False, kernels)
     if options.use_async_batching is None:
         options.use_async_batching = True
+    if processes and options.max_memory_percent is None:
+        options.max_memory_percent = 0.8  # as transformers leaves for processors
 
 
 def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 import threading
@@ -28,12 +27,12 @@ from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
-from .checks import check_expansion, check_model, choose_graphs, number_of_positions, paged_options
+from .checks import check_expansion, check_model, choose_graphs, default_requests, paged_options
 from .geometry import TableShape
 from .linear import LinearLayers
 from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions, split_answer_id
-from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
+from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
 from .runner import compile_config_of
 
 logger = logging.get_logger(__name__)
@@ -41,9 +40,6 @@ logger = logging.get_logger(__name__)
 UNKNOWN_LENGTH = 32_768
 """Number of tokens that a block table covers if neither hints nor the model set a limit. Steps with longer requests use
 lists instead of a block table."""
-CPU_REQUESTS, CPU_TOKENS = 16, 8192
-"""Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
-share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
 
 serving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The manager that serves a model, by model, from `start` until the thread ends."""
@@ -100,33 +96,27 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
         self._cancelled: set[str] = set()
         """Ids of cancelled requests, cleared when the engine is idle."""
-        self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
+        self._computing, self._keeps_pages = False, False
+        self._graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         # Requests of a batch are known, and none comes later that could wait for them.
-        short = model.device.type == "cpu" and requested.max_batch_tokens is None and not hints.num_requests
-        short = short and requested.scheduler_type != "prefill_first"
-        self._scheduler = scheduler_class(SHORT_STEPS if short else requested.scheduler_type)
+        ours = requested.max_batch_tokens is None and not hints.num_requests and model.device.type == "cpu"
+        name = requested.scheduler_type
+        self._scheduler = scheduler_class(SHORT_STEPS if ours and name != "prefill_first" else name)
         self._ended = threading.Event()
         self._ended.set()
         self.requests = hints if known else None
         """Requests that limit the size of the pool; `None` if memory or the user's options set the size."""
-        self._default_requests = None
-        if model.device.type == "cpu" and requested.num_blocks is requested.max_memory_percent is None:
-            length = min(CPU_TOKENS, number_of_positions(model.config.get_text_config()) or CPU_TOKENS)
-            self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
-        self._keeps_pages = False
+        self._default_requests = default_requests(model, requested)
         self._last_model: tuple[Any, ...] | None = None
         """Identity of the model at the end of the last session. Pages kept from it depend on them."""
         self._linear = LinearLayers(model)
-        choose_graphs(model, config, options, dense)
+        choose_graphs(model, config, options, dense, default.do_sample or default.has_history)
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
         # Do not compile steps with prompts (as with flash attention): their graph would break at every layer.
         options.default_compile_level = 0
-        processes = model.device.type == "cuda" and (default.do_sample or default.has_history)
-        if processes and options.max_memory_percent is None:
-            options.max_memory_percent = 0.8  # as transformers leaves for processors
         with self._restoring_on_failure(), layer_types_known(LINEAR + WITHOUT_CACHE):
             # transformers would create processors for all requests from the generation config.
             super().__init__(model, GenerationConfig(eos_token_id=-1), options, workload_hints)
@@ -163,7 +153,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Whether the model is unchanged since the end of the last session. Pages and graphs depend on its weights.
         Edits of single numbers through `.data`, which torch does not count, are not noticed."""
         if self._last_model is not None:
-            if self._identity() != self._last_model:
+            if self.model.device != self._last_model[0] or self._identity() != self._last_model:
                 return False
             self._last_model = None  # check once per session
         return True
@@ -295,8 +285,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     @property
     def error(self) -> str | None:
         """Text of the error that ended the engine; `None` without one."""
-        fatal = self.background_thread_status.fatal_error
-        return None if fatal is None else one_line(fatal)
+        return one_line(fatal) if (fatal := self.background_thread_status.fatal_error) is not None else None
 
     def _refusal(self) -> RuntimeError:
         """Why an engine that stops, or has failed, takes no requests."""
@@ -310,16 +299,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Register a function that the running event loop calls with the outputs of an answer. An exception of it drops
         its own output only."""
-        loop = asyncio.get_running_loop()
-
-        def guarded(output: Any) -> None:
-            try:
-                callback(output)
-            except Exception as error:
-                message = f"The result handler of request {request_id} failed, and its output is lost."
-                loop.call_exception_handler({"message": message, "exception": error})
-
-        super().register_result_handler(request_id, guarded)
+        super().register_result_handler(request_id, guarded(request_id, callback))
 
     def fitting_requests(self, tokens: int) -> int:
         """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -303,6 +304,20 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             super().add_waiting_request(state)
 
     return CheckedScheduler
+
+
+def guarded(request_id: str, callback: Callable[[GenerationOutput], None]) -> Callable[[GenerationOutput], None]:
+    """Hand exceptions of a result handler to the running event loop, which then calls the handlers of others."""
+    loop = asyncio.get_running_loop()
+
+    def call(output: GenerationOutput) -> None:
+        try:
+            callback(output)
+        except Exception as error:
+            message = f"The result handler of request {request_id} failed, and its output is lost."
+            loop.call_exception_handler({"message": message, "exception": error})
+
+    return call
 
 
 class AnswerRouter(OutputRouter):
