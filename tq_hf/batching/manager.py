@@ -145,7 +145,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return all(0 < number <= own[name] for name, number in other.items())
 
     def _identity(self) -> tuple[Any, ...]:
-        """State of the model that pages and graphs depend on. A fingerprint samples weights: edits of all are counted."""
+        """State of the model that pages and graphs depend on. A fingerprint samples weights: edits are counted."""
         edits = [None if each.is_inference() else each._version for each in self.model.parameters()]
         return self.model.device, fingerprint.identify(self.model), edits
 
