@@ -23,7 +23,7 @@ from test_serve import folder, served  # noqa: F401 - fixtures
 
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.batching.processors import GREEDY, SAMPLED, gumbel_noise, key_of
-from tq_hf.batching.requests import ShortestFirst
+from tq_hf.batching.requests import ShortSteps
 from tq_hf.tools import sampling, serve
 from tq_hf.tools.fields import options_of_body
 
@@ -377,7 +377,7 @@ def test_a_client_that_goes_away_gives_its_pages_back(
         sent = asyncio.run(call(client.app))
         assert sent == [] or "stream" in options, "nobody to send to"
         scheduler = managers[0].batch_processor.scheduler
-        assert isinstance(scheduler, ShortestFirst)
+        assert isinstance(scheduler, ShortSteps)
         deadline = time.monotonic() + 60
         while scheduler.active_requests and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -17,7 +17,7 @@ from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
-from .options import check_refused, options_of, prompt_ids, with_defaults
+from .options import check_refused, options_of, prompt_ids, shown, with_defaults
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
@@ -35,15 +35,18 @@ class TurboQuantBatching(ContinuousMixin):
     ```
 
     Methods are those of transformers, such as `generate_batch` and `continuous_batching_context_manager`. Answers equal
-    those of `generate()` on a `TurboQuantCache` with the same channel scales, except that a shared prefix is read
-    packed. Pages hold full attention (packed), and sliding windows or the states of linear layers (dense). "Many
-    requests at once" in `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
+    those of `generate()` on a `TurboQuantCache` with the same channel scales, except that a shared prefix, and earlier
+    parts of a prompt that takes several steps, are read packed. Pages hold full attention (packed), and sliding windows
+    or the states of linear layers (dense). "Many requests at once" in `examples/README.md` has compile levels,
+    schedulers, the size of the pool, and `sleep`.
 
     Pages hold latents (MLA) packed. Kernels attend to them from single new tokens, and torch from prompts one by one.
 
     Not supported: beams, latents beside linear or sliding layers or an indexer, presets per layer, encoder-decoders,
     sliding windows beside linear layers. A model with sliding or linear layers shares no prefixes. A prompt longer than
-    the model's positions fails with a sentence as its `error`; an answer ends with the last position.
+    the model's positions fails with a sentence as its `error`; an answer ends with the last position. That is the last
+    one of the training where rotary embeddings are of the kind dynamic or longrope: beyond, requests would change each
+    other's answers.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT).
@@ -125,6 +128,8 @@ class TurboQuantBatching(ContinuousMixin):
                 "or by sampling."
             )
         generation_config = self._with_defaults(generation_config)
+        if (limit := kwargs.pop("max_new_tokens", None)) is not None:
+            generation_config.max_new_tokens = limit
         # transformers logs what a request is refused for, and returns no answers.
         vocabulary = self.model.config.get_text_config().vocab_size
         inputs = [prompt_ids(prompt, vocabulary) for prompt in inputs]
@@ -158,8 +163,15 @@ class TurboQuantBatching(ContinuousMixin):
             workload_hints: Lengths and number of requests, if known.
 
         Raises:
-            ValueError: Packed pages do not support the model, an option or the generation config.
+            ValueError: Packed pages do not support the model, an option or the generation config, or an argument has
+                another type.
         """
+        for name, kind, value in (
+            ("continuous_batching_config", ContinuousBatchingConfig, continuous_batching_config),
+            ("workload_hints", WorkloadHints, workload_hints),
+        ):
+            if not isinstance(value, kind | None):
+                raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
         generation_config = self._with_defaults(generation_config)
         check_refused(generation_config)
         if generation_config.eos_token_id is None:
@@ -168,6 +180,7 @@ class TurboQuantBatching(ContinuousMixin):
         if isinstance(manager, TurboQuantBatchingManager):
             same = manager.config == self.config and manager.generates_as(generation_config)
             if same and manager.holds(workload_hints) and manager.model_is_unchanged():
+                manager.generation_config = generation_config  # with another `max_new_tokens`
                 manager.switch_to_cb_friendly_attn(self.model)
                 self.model.eval()
                 return manager
