@@ -117,12 +117,13 @@ class TurboQuantCache(DynamicCache):
         """Indices of layers that encoded the first prompt; `None` after the check for states beyond fp16."""
         self._padding: Padding | None = None
         """Padding of the next call of several tokens, if masks were made for it and a layer lacks sinks."""
+        self._empty_from = len(layers := _layers(model_config, self.config, max_cache_len))
+        """Index of the first of the last layers that held no tokens at the last `crop`."""
         self._refuses_repeats = False
         """Whether to refuse a repeated update of one layer without a new mask; set by masks of an encoder-decoder."""
         self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
             model_config.get_text_config(decoder=True), "add_cross_attention", False
         )
-        layers = _layers(model_config, self.config, max_cache_len)
         self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -213,6 +214,11 @@ class TurboQuantCache(DynamicCache):
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
+        if layer_idx >= self._empty_from and int(self.layers[0].get_seq_length()) > key_states.shape[2]:
+            raise ValueError(
+                f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
+                "Call `cache.reset()`, and pass the whole prompt again."
+            )
         compressed = isinstance(layer, TurboQuantLayer)
         if not compressed:  # TurboQuantLayer casts its own inputs
             key_states, value_states = like_held(layer, key_states, value_states)
@@ -317,7 +323,7 @@ class TurboQuantCache(DynamicCache):
                 unchanged then.
         """
         self._require("crop")
-        crop(self.layers, tokens_to_remove, self.last_update)
+        self._empty_from = crop(self.layers, tokens_to_remove, self.last_update)
         self.last_update = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -19,7 +19,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx._symbolic_trace import _Patcher
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import candidate_generator
@@ -197,9 +199,16 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 def cached_table(make: Callable[P, R]) -> Callable[P, R]:
     """Cache the results of `make`, one per set of hashable arguments. `torch.compile` takes them as constants.
 
-    Dynamo warns about a plain `lru_cache`, ignores it and computes the table again in each graph.
+    Dynamo warns about a plain `lru_cache`, ignores it and computes the table again in each graph. A table outlives the
+    modes of its first caller (a default device, fake tensors), so they do not reach `make`, which names every dtype and
+    device itself (`_disable_current_modes`: torch 2.9 to 2.15).
     """
-    cached = lru_cache(outside_inference_mode(make))
+
+    @lru_cache
+    @outside_inference_mode
+    def cached(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return make(*args, **kwargs)
 
     @torch.compiler.assume_constant_result
     @wraps(make)
