@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from copy import deepcopy
 from functools import partial
 from types import NoneType
 from typing import Any, Literal
@@ -27,13 +26,12 @@ from .compat import (
     asked_by_prefill,
     has_attention_heads,
     is_capturing,
-    outside_inference_mode,
     padding_mask_of_caller,
     takes_attention_functions,
 )
 from .config import TurboQuantConfig, config_of
 from .layers.advice import warn_beyond_fp16
-from .layers.base import FullAttentionLayer, like_held
+from .layers.base import Copyable, FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
 from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
 from .layers.handle import for_graphs
@@ -48,7 +46,7 @@ from .tensors.sinks import Padding
 logger = logging.get_logger(__name__)
 
 
-class TurboQuantCache(DynamicCache):
+class TurboQuantCache(Copyable, DynamicCache):
     """KV cache that stores full-attention layers in 2 to 4 bits (keys also in FP8). A drop-in for `generate()`.
 
     ```python
@@ -152,18 +150,6 @@ class TurboQuantCache(DynamicCache):
             "tuning, to replace this cache with its own: call a model with prefix tuning without `past_key_values`.)"
         )
 
-    def __copy__(self) -> TurboQuantCache:
-        copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
-
-    @outside_inference_mode
-    def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:
-        copied = self.__copy__()
-        memo[id(self)] = copied
-        vars(copied).update((name, deepcopy(value, memo)) for name, value in vars(self).items())
-        return copied
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if any(map(_is_filled, self.layers)):
             raise pickle.PicklingError(
@@ -214,7 +200,7 @@ class TurboQuantCache(DynamicCache):
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
-        if layer_idx >= self._empty_from and int(self.layers[0].get_seq_length()) > key_states.shape[2]:
+        if layer_idx >= self._empty_from and max(held_lengths(self.layers).values()) > key_states.shape[2]:
             raise ValueError(
                 f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
                 "Call `cache.reset()`, and pass the whole prompt again."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -99,6 +100,12 @@ class TurboQuantLayer(FullAttentionLayer):
         self._had_gradients = False
         self._edits = {"keys": 0, "values": 0, "all": 0}
         self.prompt: KeyValue | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise pickle.PicklingError(
+            "A layer of a TurboQuantCache cannot be pickled. Write the cache to a file with `cache.save(path, model)`, "
+            "and read it with `TurboQuantCache.load(path, model)`."
+        )
 
     @property
     def keys(self) -> torch.Tensor | None:
