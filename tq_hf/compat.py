@@ -22,6 +22,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx._symbolic_trace import _Patcher
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import candidate_generator
