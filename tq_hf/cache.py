@@ -27,6 +27,7 @@ from .compat import (
     has_attention_heads,
     is_capturing,
     padding_mask_of_caller,
+    switch_of_caller,
     takes_attention_functions,
 )
 from .config import TurboQuantConfig, config_of
@@ -251,6 +252,25 @@ class TurboQuantCache(Copyable, DynamicCache):
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Update eagerly: several tokens, a growing layer or the first update of a layer cannot be compiled."""
         return for_graphs(self.update(*args, **kwargs))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens of a layer; for a preallocated cache a tensor on its device.
+
+        Models that drop a cache where their rotary embedding changes (Phi-3) ask for the number. An empty cache has no
+        states of the other embedding, and is kept.
+        """
+        length = super().get_seq_length(layer_idx)
+        if not torch.compiler.is_dynamo_compiling() and (switch := switch_of_caller()) is not None:
+            name, tokens = switch
+            if not int(length):
+                return tokens + 1
+            if int(length) <= tokens:
+                logger.warning_once(
+                    f"{name} drops this TurboQuantCache at {tokens:,} tokens, where its rotary embedding changes. It "
+                    "computes all tokens again, with a cache that is not compressed. Before the first call, set "
+                    "`model.config.original_max_position_embeddings = 10**9` to keep this cache with its states."
+                )
+        return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""

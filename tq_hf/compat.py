@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
-from inspect import signature
+from inspect import signature, unwrap
 from pkgutil import resolve_name
 from threading import get_ident
 from types import FrameType, SimpleNamespace
@@ -523,6 +523,27 @@ def asked_by_prefill() -> bool:
             names.append(frame.f_code.co_name)
         frame = frame.f_back
     return names == ["_valid_auto_compile_criteria", "_prefill"]
+
+
+_SWITCH = "original_max_position_embeddings"
+
+
+def switches_rope(model: Any) -> int | None:
+    """Number of tokens beyond which `generate()` of this model makes a new cache and computes all tokens again, as its
+    rotary embedding changes; `None` without such a number. Phi-3, Phi-4 and PhiMoE compare it in
+    `prepare_inputs_for_generation` (transformers 5.17 to 5.24)."""
+    asks = unwrap(type(model).prepare_inputs_for_generation)
+    return getattr(model.config, _SWITCH, None) if _SWITCH in asks.__code__.co_names else None
+
+
+def switch_of_caller() -> tuple[str, int] | None:
+    """Class and number of tokens of `switches_rope`, if its `prepare_inputs_for_generation` asks for the length of a
+    cache. A cache of at most this number of tokens is dropped."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "prepare_inputs_for_generation" or _SWITCH not in frame.f_code.co_names:
+        return None
+    model = frame.f_locals["self"]
+    return type(model).__name__, getattr(model.config, _SWITCH)
 
 
 def padding_mask_of_caller() -> torch.Tensor | None:
