@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.tiny_models import VOCAB, build
-from tq_hf import TurboQuantBatching, TurboQuantCache
+from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
 IDS = torch.randint(3, VOCAB, (1, 310), generator=torch.Generator().manual_seed(0))
@@ -80,5 +80,6 @@ def test_models_with_quantized_weights_run_and_are_saved(tmp_path, name, options
 def test_batches_refuse_latents_of_quantized_weights():
     model = quantized("deepseek_v3")
     model.set_attn_implementation("turboquant")
+    batching = pytest.importorskip("tq_hf.batching", exc_type=ImportError)
     with pytest.raises(ValueError, match="not its latents times the weight of `kv_b_proj`"):
-        TurboQuantBatching(model).generate_batch([IDS[0].tolist()], max_new_tokens=2, progress_bar=False)
+        batching.TurboQuantBatching(model).generate_batch([IDS[0].tolist()], max_new_tokens=2, progress_bar=False)
