@@ -98,7 +98,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.expands = False
         self._assigned: dict[str, torch.Tensor] | None = None
         self._had_gradients = False
-        self._edits = {"keys": 0, "values": 0, "all": 0}
+        self._edits = {"keys": 0, "values": 0, "all": 0, "codes": 0}
         self.prompt: KeyValue | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -163,8 +163,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self._edits[name] += 1
         both = dict(zip(("keys", "values"), self._copies(), strict=True)) | (self._assigned or {}) | {name: states}
         self._assigned = None
-        assert self.store is not None
-        self.store.assign(**both)
+        self._replace(both)
         if self.prompt is not None:
             self.prompt = both["keys"], both["values"]
 
@@ -185,7 +184,14 @@ class TurboQuantLayer(FullAttentionLayer):
             self._assigned = assigned
         else:
             self.prompt = None
-            self.store.assign(**assigned)
+            self._replace(assigned)
+
+    def _replace(self, states: dict[str, torch.Tensor]) -> None:
+        assert self.store is not None
+        if self.store.assign(**states):
+            self._edits["codes"] += 1
+            if self._edits["codes"] == advice.OFTEN:
+                advice.warn_about_encoding_again()
 
     def _assign_half(self, assigned: dict[str, torch.Tensor]) -> None:
         """Replace keys alone, or values alone, if they are of the same number of tokens."""

@@ -36,7 +36,16 @@ from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
-from ..tensors.residual import PendingToken, copied_ring, copy_rows, new_rows, ring_parts, write_rows, write_token
+from ..tensors.residual import (
+    CutBlocks,
+    PendingToken,
+    copied_ring,
+    copy_rows,
+    new_rows,
+    ring_parts,
+    write_rows,
+    write_token,
+)
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits
@@ -82,6 +91,7 @@ class LayerStore:
         tokens, `[B, S]` bool, `None` if unknown."""
         self._fixed = None if device_counts is None else tensors
         """Tensors of a preallocated store between calls."""
+        self._cuts = CutBlocks()
         self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
         """Least number of residual rows with which a block is due."""
 
@@ -89,7 +99,7 @@ class LayerStore:
         self.settle(wait=False)
         counts = self.counts if self.device_counts is None else None
         room = self.max_cache_len, self.device_counts, self.step_tokens
-        return type(self), (self.tensors, counts, self.scales_are_fixed, *room)
+        return type(self), (self.tensors, counts, self.scales_are_fixed, *room), {"_cuts": self._cuts}
 
     @classmethod
     @outside_inference_mode
@@ -452,6 +462,7 @@ class LayerStore:
         surviving tokens to the residual, dequantized."""
         sinks, blocks, _, encoded = counts = self.settle()
         length = max(0, counts.tokens - tokens)
+        self._cuts.crop(length - sinks)
         if self.tensors.order is not None:
             self.tensors = self.tensors.with_order(self.tensors.order.cropped(length))
         if (rows := length - sinks - blocks * BLOCK_TOKENS) >= 0:
@@ -461,17 +472,21 @@ class LayerStore:
             blocks, rows = divmod(max(0, length - sinks), BLOCK_TOKENS)
             if rows:
                 slot = blocks * BLOCK_TOKENS % self.tensors.ring_rows
-                dense = (ring[:, :, slot : slot + BLOCK_TOKENS] for ring in self.tensors.ring)
-                dispatch.dequantize(self.config, self.blocks.slice(blocks, blocks + 1), *dense)
+                keys, values = (ring[:, :, slot : slot + BLOCK_TOKENS] for ring in self.tensors.ring)
+                dispatch.dequantize(self.config, self.blocks.slice(blocks, blocks + 1), keys, values)
+                self._cuts.cut(blocks, rows, (keys, values))
             self.counts = Counts(min(sinks, length), blocks, rows)
         self._keep_in_place()
 
     @outside_inference_mode
-    def assign(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def assign(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Hold these tokens and no others, encoded as a first prompt with the channel scales there are.
 
-        Packed blocks keep their codes, bit for bit, where keys or values of a head are those held in their place. If
-        all are, and rows are only missing at the end, this is a `crop`.
+        Packed blocks keep their codes, bit for bit, where keys or values of a head are those held in their place, or in
+        another to which whole blocks lead. If all are, and rows are only missing at the end, this is a `crop`.
+
+        Returns:
+            Whether blocks that stay packed were encoded again.
 
         Raises:
             ValueError: They do not fit the store, or exceed it. Nothing is changed then.
@@ -485,14 +500,17 @@ class LayerStore:
         if all(torch.equal(new, old[:, :, :tokens]) for new, old in zip(states, shown, strict=True)):
             self.crop(counts.tokens - tokens)
             self._release_room()
-            return
+            return False
         order = order if tokens == counts.tokens else None  # pruned rows are those of a new prompt
         states = states if order is None else order.swapped_states(states)
         keys, values = states
         sinks = min(tokens, self.config.sink_tokens)
         compared = min(counts.blocks + counts.pending, (tokens - sinks) // BLOCK_TOKENS)
-        packed = slice(sinks, sinks + compared * BLOCK_TOKENS)
-        same = same_blocks(*((keys[:, :, packed], values[:, :, packed]) for keys, values in (states, held)))
+        ends = sinks + compared * BLOCK_TOKENS, counts.sinks + (counts.blocks + counts.pending) * BLOCK_TOKENS
+        places, same = same_blocks(
+            (keys[:, :, sinks : ends[0]], values[:, :, sinks : ends[0]]),
+            (held[0][:, :, counts.sinks : ends[1]], held[1][:, :, counts.sinks : ends[1]]),
+        )
         stays, blocks = same.flatten(0, 2).all(0).tolist(), self.config.num_blocks(tokens)
         while blocks < compared and stays[blocks]:
             blocks += 1  # packed, though a prompt of this length would leave it dense: a crop cut the rows after it off
@@ -505,16 +523,18 @@ class LayerStore:
             if not is_same:
                 store._encode(states, start, (sinks + start * BLOCK_TOKENS, sinks + stop * BLOCK_TOKENS))
             if (end := min(stop, compared)) > start:
-                keep_codes(store.blocks.slice(start, end), self.blocks.slice(start, end), same[..., start:end])
+                keep_codes(store.blocks.slice(start, end), self.blocks, places[start:end], same[..., start:end])
         dense = sinks + blocks * BLOCK_TOKENS
         for buffer, part in zip(store.tensors.sinks, states, strict=True):
             buffer[:, :, :sinks] = part[:, :, :sinks]
         write_rows(store.tensors.ring, blocks * BLOCK_TOKENS, (keys[:, :, dense:], values[:, :, dense:]))
         store.tensors, store.counts = store.tensors.with_order(order), Counts(sinks, blocks, tokens - dense)
+        self._cuts.clear()
         if self.device_counts is None:
             self.tensors, self.counts = store.tensors, store.counts
         else:
             self.restore(*store.export())
+        return not all(stays[: min(blocks, compared)])
 
     def _release_room(self) -> None:
         """Free room beyond what growing leaves, after tokens were removed. A preallocated layer keeps its room."""
@@ -533,7 +553,7 @@ class LayerStore:
         counts, tensors = self.settle(wait=False), self.tensors.map(function)
         room = self.max_cache_len, self.device_counts, self.step_tokens
         store = LayerStore(tensors, counts, self.scales_are_fixed, *room)
-        store.num_held = self.num_held
+        store.num_held, store._cuts = self.num_held, self._cuts.map(function)
         return store
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
@@ -541,6 +561,7 @@ class LayerStore:
         assert beam_idx.shape == (self.tensors.batch_size,)
         self.settle(wait=False)
         dispatch.reorder(self.tensors, beam_idx)
+        self._cuts = self._cuts.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
         if (order := self.tensors.order) is not None:
             self.tensors = self.tensors.with_order(order.map(lambda x: x.index_select(0, beam_idx.to(x.device))))
 
@@ -549,6 +570,7 @@ class LayerStore:
         if self._fixed is None:
             return None
         self._deferred = self.pending.states = None
+        self._cuts.clear()
         if not self.scales_are_fixed:
             for factor in self.blocks.channel_scales:
                 factor.fill_(1)
@@ -556,11 +578,18 @@ class LayerStore:
         self._keep_in_place()
         return self
 
+    def tensors_of_step(self) -> list[torch.Tensor]:
+        """Every tensor of a decode step."""
+        self.settle(wait=False)
+        order = [] if self.tensors.order is None else [self.tensors.order.index]
+        return [*self.tensors.arguments(), *order, *(self.device_counts or ())]
+
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor held, by the kind `memory_footprint` reports."""
         self.settle(wait=False)
         kinds = self.tensors.by_kind()
         kinds["metadata"] += list(self.device_counts or ())
+        kinds["residual"] += [tensor for cut in self._cuts.values() for tensor in cut]
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:

@@ -278,17 +278,26 @@ class View(NamedTuple):
         return parts
 
 
-def same_blocks(states: KeyValue, others: KeyValue) -> torch.Tensor:
-    """Whether whole blocks of rows `[B, Hkv, n * 128, D]` are equal, `[2, B, Hkv, n]` bool: of keys, and of values."""
-    equal = [(a == b).unflatten(2, (-1, BLOCK_TOKENS)).flatten(3).all(3) for a, b in zip(states, others, strict=True)]
-    return torch.stack(equal)
+def same_blocks(states: KeyValue, others: KeyValue) -> tuple[list[int], torch.Tensor]:
+    """Find the whole blocks of rows `[B, Hkv, n * 128, D]` among others, of as many blocks or more.
+
+    Returns:
+        Place of each block among the others: where a block begins with the same row of a head, or its own place.
+        Whether the two blocks are equal, `[2, B, Hkv, n]` bool: in keys, and in values.
+    """
+    starts, other_starts = (keys[0, 0, ::BLOCK_TOKENS] for keys, _ in (states, others))
+    rows = torch.stack([(start == other_starts).all(1) for start in starts]).tolist() if len(starts) else []
+    places = [i if row[i] or True not in row else row.index(True) for i, row in enumerate(rows)]
+    blocks = ([x.unflatten(2, (-1, BLOCK_TOKENS)) for x in each] for each in (states, others))
+    equal = [(a == b[:, :, places]).flatten(3).all(3) for a, b in zip(*blocks, strict=True)]
+    return places, torch.stack(equal)
 
 
-def keep_codes(blocks: PackedBlocks, held: PackedBlocks, same: torch.Tensor) -> None:
-    """Take n blocks of `held`: keys where `same[0]`, `[B, Hkv, n]` bool, values where `same[1]`."""
+def keep_codes(blocks: PackedBlocks, held: PackedBlocks, places: list[int], same: torch.Tensor) -> None:
+    """Take n blocks of `held` at `places`: keys where `same[0]`, `[B, Hkv, n]` bool, values where `same[1]`."""
     keys, values = same[..., None]
     for name, tensor in blocks.tensors().items():
-        old = held.tensors()[name]
+        old = held.tensors()[name][:, :, places]
         if name == "scales":
             half = keys.int() * 0xFFFF - values.int() * 0x10000  # bits: keys are in the low half
             tensor.copy_((old & half) | (tensor & ~half))
