@@ -358,7 +358,7 @@ def _exact(value: Any) -> Any:
 def tensors_of(layer: Any) -> list[torch.Tensor]:
     """All tensors of a layer that a step reads."""
     if isinstance(layer, TurboQuantLayer):
-        return [] if layer.store is None else layer.store.tensors_of_step()
+        return [] if layer.store is None else [*layer.store.tensors.all(), *(layer.store.device_counts or ())]
     if isinstance(layer, LinearAttentionLayer):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return [state for state in states if state is not None]

@@ -17,6 +17,7 @@ from ..compat import attention_implementation, cached_table, outside_inference_m
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores import graph_ops
+from ..stores.assigned import assign
 from ..stores.checks import widened
 from ..stores.sizes import STEP_TOKENS
 from ..stores.store import LayerStore
@@ -188,7 +189,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def _replace(self, states: dict[str, torch.Tensor]) -> None:
         assert self.store is not None
-        if self.store.assign(**states):
+        if assign(self.store, **states):
             self._edits["codes"] += 1
             if self._edits["codes"] == advice.OFTEN:
                 advice.warn_about_encoding_again()

@@ -24,8 +24,8 @@ eager step reads `length` once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import groupby
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
-from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
+from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.residual import (
     CutBlocks,
     PendingToken,
@@ -98,8 +98,10 @@ class LayerStore:
     def __reduce__(self) -> tuple[Any, ...]:
         self.settle(wait=False)
         counts = self.counts if self.device_counts is None else None
-        room = self.max_cache_len, self.device_counts, self.step_tokens
-        return type(self), (self.tensors, counts, self.scales_are_fixed, *room), {"_cuts": self._cuts}
+        return type(self), (self.tensors, counts, *self._options()), {"_cuts": self._cuts}
+
+    def _options(self) -> tuple[Any, ...]:
+        return self.scales_are_fixed, self.max_cache_len, self.device_counts, self.step_tokens
 
     @classmethod
     @outside_inference_mode
@@ -184,12 +186,9 @@ class LayerStore:
             attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
         """
         if self._deferred is not None:
-            (states, order, real), before = self._deferred, (self.tensors, self.counts, self._deferred)
-            try:
+            states, order, real = self._deferred
+            with self._undone_if_it_fails():
                 self._append_long(states, order, attended if real is None else real, queries)
-            except BaseException:
-                self._undo(before)
-                raise
 
     def set_scales(self, channel_scales: ChannelScales) -> None:
         """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty.
@@ -216,8 +215,7 @@ class LayerStore:
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
-        tensors = self.tensors
-        row = tensors.row
+        row = self.tensors.row
         if (
             keys.shape == row.keys
             and values.shape == row.values
@@ -229,7 +227,7 @@ class LayerStore:
             sinks, _, rows, encoded = self.counts
             if (
                 sinks == self.config.sink_tokens
-                and 0 < rows - encoded * BLOCK_TOKENS < tensors.ring_rows
+                and 0 < rows - encoded * BLOCK_TOKENS < self.tensors.ring_rows
                 and self._deferred is None
                 and not torch.is_grad_enabled()
             ):  # never in a graph: see `TurboQuantCache.update`
@@ -271,8 +269,7 @@ class LayerStore:
             self.counts = held  # also if the call fails: it may have written to these rows
         else:
             check_room(tokens, past, room)
-        before = self.tensors, self.counts, self._deferred
-        try:
+        with self._undone_if_it_fails():
             self.counts = held
             if room is not None and held.residual:
                 # The returned view reads the old rows after the new ones are in place.
@@ -281,15 +278,18 @@ class LayerStore:
             if tokens > SHORT_CALL or (tokens > 1 and past == 0):
                 return self._append_prompt((keys, values), past, defer, padding)
             return self._append_tokens((keys, values), past, padding)
-        except BaseException:
-            self._undo(before)
-            raise
 
-    def _undo(self, before: tuple[Any, Any, Any]) -> None:
-        """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
-        self.tensors, self.counts, self._deferred = before
-        if self.device_counts is not None:
-            reference.write_counts(self.device_counts, self.counts)
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        """Context of a call. If it fails, the store holds what it held, but for rows and blocks beyond the counts."""
+        before = self.tensors, self.counts, self._deferred
+        try:
+            yield
+        except BaseException:
+            self.tensors, self.counts, self._deferred = before
+            if self.device_counts is not None:
+                reference.write_counts(self.device_counts, self.counts)
+            raise
 
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
@@ -406,8 +406,7 @@ class LayerStore:
             self._encode_rows(complete, blocks, begun)
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
-        tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
-        self.tensors = tensors if order is tensors.order else tensors.with_order(order)
+        self.tensors = self.tensors.with_ring(ring).with_order(order)
         self.counts, self._deferred = counts, None
         self._keep_in_place(is_counted=True)
 
@@ -479,80 +478,10 @@ class LayerStore:
         self._keep_in_place()
 
     @outside_inference_mode
-    def assign(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Hold these tokens and no others, encoded as a first prompt with the channel scales there are.
-
-        Packed blocks keep their codes, bit for bit, where keys or values of a head are those held in their place, or in
-        another to which whole blocks lead. If all are, and rows are only missing at the end, this is a `crop`.
-
-        Returns:
-            Whether blocks that stay packed were encoded again.
-
-        Raises:
-            ValueError: They do not fit the store, or exceed it. Nothing is changed then.
-        """
-        check_fits(keys, values, self.tensors.row)
-        if self.max_cache_len is not None:
-            check_room(keys.shape[2], 0, self.max_cache_len)
-        states, held, tokens = (keys, values), dispatch.dense(self.view()), keys.shape[2]
-        order, counts = self.tensors.order, self.counts
-        shown = held if order is None else order.swapped_states(held)
-        if all(torch.equal(new, old[:, :, :tokens]) for new, old in zip(states, shown, strict=True)):
-            self.crop(counts.tokens - tokens)
-            self._release_room()
-            return False
-        order = order if tokens == counts.tokens else None  # pruned rows are those of a new prompt
-        states = states if order is None else order.swapped_states(states)
-        keys, values = states
-        sinks = min(tokens, self.config.sink_tokens)
-        compared = min(counts.blocks + counts.pending, (tokens - sinks) // BLOCK_TOKENS)
-        ends = sinks + compared * BLOCK_TOKENS, counts.sinks + (counts.blocks + counts.pending) * BLOCK_TOKENS
-        places, same = same_blocks(
-            (keys[:, :, sinks : ends[0]], values[:, :, sinks : ends[0]]),
-            (held[0][:, :, counts.sinks : ends[1]], held[1][:, :, counts.sinks : ends[1]]),
-        )
-        stays, blocks = same.flatten(0, 2).all(0).tolist(), self.config.num_blocks(tokens)
-        while blocks < compared and stays[blocks]:
-            blocks += 1  # packed, though a prompt of this length would leave it dense: a crop cut the rows after it off
-        store = LayerStore.allocate(self.config, keys, values)
-        store.set_scales(self.blocks.channel_scales)
-        store._make_room(0, blocks)
-        for is_same, group in groupby(range(blocks), lambda block: block < compared and stays[block]):
-            run = list(group)
-            start, stop = run[0], run[-1] + 1
-            if not is_same:
-                store._encode(states, start, (sinks + start * BLOCK_TOKENS, sinks + stop * BLOCK_TOKENS))
-            if (end := min(stop, compared)) > start:
-                keep_codes(store.blocks.slice(start, end), self.blocks, places[start:end], same[..., start:end])
-        dense = sinks + blocks * BLOCK_TOKENS
-        for buffer, part in zip(store.tensors.sinks, states, strict=True):
-            buffer[:, :, :sinks] = part[:, :, :sinks]
-        write_rows(store.tensors.ring, blocks * BLOCK_TOKENS, (keys[:, :, dense:], values[:, :, dense:]))
-        store.tensors, store.counts = store.tensors.with_order(order), Counts(sinks, blocks, tokens - dense)
-        self._cuts.clear()
-        if self.device_counts is None:
-            self.tensors, self.counts = store.tensors, store.counts
-        else:
-            self.restore(*store.export())
-        return not all(stays[: min(blocks, compared)])
-
-    def _release_room(self) -> None:
-        """Free room beyond what growing leaves, after tokens were removed. A preallocated layer keeps its room."""
-        if self.max_cache_len is None:
-            _, blocks, rows, encoded = self.counts
-            packed, first = blocks + encoded, blocks * BLOCK_TOKENS
-            if self.blocks.capacity > int(packed * GROWTH) + 1:
-                self.tensors = self.tensors.with_blocks(self.blocks.resized(packed, packed))
-            capacity = residual_capacity(self.config, rows, None)
-            if self.tensors.ring_rows > capacity:
-                self.tensors = self.tensors.with_ring(copied_ring(self.tensors.ring, first, rows, capacity))
-
-    @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
         """A store of the results of `function` on every tensor but counts (batch selection, device moves)."""
         counts, tensors = self.settle(wait=False), self.tensors.map(function)
-        room = self.max_cache_len, self.device_counts, self.step_tokens
-        store = LayerStore(tensors, counts, self.scales_are_fixed, *room)
+        store = LayerStore(tensors, counts, *self._options())
         store.num_held, store._cuts = self.num_held, self._cuts.map(function)
         return store
 
@@ -577,12 +506,6 @@ class LayerStore:
         self.tensors, self.counts = self._fixed.with_order(None), NOTHING
         self._keep_in_place()
         return self
-
-    def tensors_of_step(self) -> list[torch.Tensor]:
-        """Every tensor of a decode step."""
-        self.settle(wait=False)
-        order = [] if self.tensors.order is None else [self.tensors.order.index]
-        return [*self.tensors.arguments(), *order, *(self.device_counts or ())]
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor held, by the kind `memory_footprint` reports."""

@@ -149,13 +149,20 @@ class LayerTensors:
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""
-        blocks, order = self.blocks, [] if self.order is None else [self.order.index]
+        blocks, order = self.blocks, self._index()
         return {
             "packed": [blocks.key_words, blocks.value_words],
             "metadata": [blocks.scales, blocks.key_means, *blocks.channel_scales, *order],
             "residual": list(self.ring),
             "sinks": list(self.sinks),
         }
+
+    def _index(self) -> list[torch.Tensor]:
+        return [] if self.order is None else [self.order.index]
+
+    def all(self) -> list[torch.Tensor]:
+        """Every tensor in one list."""
+        return self.arguments() + self._index()
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
@@ -276,33 +283,6 @@ class View(NamedTuple):
         if self.new is not None:
             parts.append((after + rows, self.new))
         return parts
-
-
-def same_blocks(states: KeyValue, others: KeyValue) -> tuple[list[int], torch.Tensor]:
-    """Find the whole blocks of rows `[B, Hkv, n * 128, D]` among others, of as many blocks or more.
-
-    Returns:
-        Place of each block among the others: where a block begins with the same row of a head, or its own place.
-        Whether the two blocks are equal, `[2, B, Hkv, n]` bool: in keys, and in values.
-    """
-    starts, other_starts = (keys[0, 0, ::BLOCK_TOKENS] for keys, _ in (states, others))
-    rows = torch.stack([(start == other_starts).all(1) for start in starts]).tolist() if len(starts) else []
-    places = [i if row[i] or True not in row else row.index(True) for i, row in enumerate(rows)]
-    blocks = ([x.unflatten(2, (-1, BLOCK_TOKENS)) for x in each] for each in (states, others))
-    equal = [(a == b[:, :, places]).flatten(3).all(3) for a, b in zip(*blocks, strict=True)]
-    return places, torch.stack(equal)
-
-
-def keep_codes(blocks: PackedBlocks, held: PackedBlocks, places: list[int], same: torch.Tensor) -> None:
-    """Take n blocks of `held` at `places`: keys where `same[0]`, `[B, Hkv, n]` bool, values where `same[1]`."""
-    keys, values = same[..., None]
-    for name, tensor in blocks.tensors().items():
-        old = held.tensors()[name][:, :, places]
-        if name == "scales":
-            half = keys.int() * 0xFFFF - values.int() * 0x10000  # bits: keys are in the low half
-            tensor.copy_((old & half) | (tensor & ~half))
-        else:
-            tensor.copy_(torch.where(values if name == "value_words" else keys, old, tensor))
 
 
 def check_room(tokens: int, held: int, max_cache_len: int) -> None:
