@@ -26,8 +26,8 @@ from .compat import (
     asked_by_prefill,
     has_attention_heads,
     is_capturing,
+    model_about_to_switch,
     padding_mask_of_caller,
-    switch_of_caller,
     takes_attention_functions,
 )
 from .config import TurboQuantConfig, config_of
@@ -260,15 +260,15 @@ class TurboQuantCache(Copyable, DynamicCache):
         states of the other embedding, and is kept.
         """
         length = super().get_seq_length(layer_idx)
-        if not torch.compiler.is_dynamo_compiling() and (switch := switch_of_caller()) is not None:
-            name, tokens = switch
+        if not torch.compiler.is_dynamo_compiling() and (model := model_about_to_switch()) is not None:
+            tokens = model.config.original_max_position_embeddings
             if not int(length):
                 return tokens + 1
             if int(length) <= tokens:
                 logger.warning_once(
-                    f"{name} drops this TurboQuantCache at {tokens:,} tokens, where its rotary embedding changes. It "
-                    "computes all tokens again, with a cache that is not compressed. Before the first call, set "
-                    "`model.config.original_max_position_embeddings = 10**9` to keep this cache with its states."
+                    f"{type(model).__name__} drops this TurboQuantCache at {tokens:,} tokens, where its rotary "
+                    "embedding changes, and computes all again with a cache that is not compressed. To keep this "
+                    "cache with its states, set `model.config.original_max_position_embeddings = 10**9` beforehand."
                 )
         return length
 

@@ -57,8 +57,7 @@ def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | N
     Tokens of a call that an exception ended (see `tokens_ahead`) are always removed. Layers without them lose fewer
     tokens by their number.
 
-    Returns:
-        Index of the first of the last layers that held no tokens.
+    Returns the index of the first of the last layers that held no tokens.
 
     Raises:
         ValueError: `tokens_to_remove` is not a number or is positive, or a layer cannot remove its tokens. All layers

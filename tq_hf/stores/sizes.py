@@ -9,7 +9,7 @@ import torch
 from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import PackedBlocks
 
-from ..compat import FakeTensor, cached_table
+from ..compat import FakeTensor, outside_modes
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, LayerTensors, check_room
 from ..tensors.residual import new_rows, ring_capacity
@@ -29,7 +29,8 @@ def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | 
     return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS + step_tokens - 1, room)))
 
 
-@cached_table
+@lru_cache
+@outside_modes
 def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], device: torch.device) -> PackedBlocks:
     """Tensors without elements, shared by equal layers until their first block is due."""
     batch, heads, *dims = sizes

@@ -24,8 +24,7 @@ eager step reads `length` once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -187,8 +186,12 @@ class LayerStore:
         """
         if self._deferred is not None:
             states, order, real = self._deferred
-            with self._undone_if_it_fails():
+            before = self.tensors, self.counts, self._deferred
+            try:
                 self._append_long(states, order, attended if real is None else real, queries)
+            except BaseException:
+                self._undo(before)
+                raise
 
     def set_scales(self, channel_scales: ChannelScales) -> None:
         """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty.
@@ -269,7 +272,8 @@ class LayerStore:
             self.counts = held  # also if the call fails: it may have written to these rows
         else:
             check_room(tokens, past, room)
-        with self._undone_if_it_fails():
+        before = self.tensors, self.counts, self._deferred
+        try:
             self.counts = held
             if room is not None and held.residual:
                 # The returned view reads the old rows after the new ones are in place.
@@ -278,18 +282,15 @@ class LayerStore:
             if tokens > SHORT_CALL or (tokens > 1 and past == 0):
                 return self._append_prompt((keys, values), past, defer, padding)
             return self._append_tokens((keys, values), past, padding)
-
-    @contextmanager
-    def _undone_if_it_fails(self) -> Iterator[None]:
-        """Context of a call. If it fails, the store holds what it held, but for rows and blocks beyond the counts."""
-        before = self.tensors, self.counts, self._deferred
-        try:
-            yield
         except BaseException:
-            self.tensors, self.counts, self._deferred = before
-            if self.device_counts is not None:
-                reference.write_counts(self.device_counts, self.counts)
+            self._undo(before)
             raise
+
+    def _undo(self, before: tuple[Any, Any, Any]) -> None:
+        """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
+        self.tensors, self.counts, self._deferred = before
+        if self.device_counts is not None:
+            reference.write_counts(self.device_counts, self.counts)
 
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
@@ -406,7 +407,8 @@ class LayerStore:
             self._encode_rows(complete, blocks, begun)
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
-        self.tensors = self.tensors.with_ring(ring).with_order(order)
+        tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
+        self.tensors = tensors if order is tensors.order else tensors.with_order(order)
         self.counts, self._deferred = counts, None
         self._keep_in_place(is_counted=True)
 

@@ -12,7 +12,7 @@ from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, PackedBlocks
 
 from ...codec.rotation import rotation_matrix
-from ...compat import cached_table, is_capturing
+from ...compat import is_capturing, outside_modes
 from ...config import TurboQuantConfig
 from ...tensors.layer import DeviceCounts, LayerTensors, View
 from ...tensors.pages import LayerPages
@@ -134,7 +134,8 @@ def supports_attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | N
     return supports_prefix(query, view.tensors.blocks.layout) and supports_mask(mask, options)
 
 
-@cached_table
+@lru_cache
+@outside_modes
 def rotations(
     config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
