@@ -117,9 +117,9 @@ class TurboQuantLayer(FullAttentionLayer):
         Assigning both keys and values replaces all tokens (kvpress prunes in this way). Sinks, blocks and residual are
         filled as from a prompt, with the present channel scales; positions are the caller's. Blocks of 128 rows keep
         their codes if their content is unchanged, also where multiples of 128 rows before them are gone:
-        `keys[:, :, :n]` is a `crop`. Other rows from packed blocks are quantized again each time. For rows shuffled once
-        at 4 bits the error of keys grew from 5.5% to 8.4%, that of values from 9.0% to 9.5%. Forward hooks of a module
-        with "turboquant" attention read the exact first prompt.
+        `keys[:, :, :n]` is a `crop`. Other rows from packed blocks are quantized again each time. For rows shuffled
+        once at 4 bits the error of keys grew from 5.5% to 8.4%, that of values from 9.0% to 9.5%. Forward hooks of a
+        module with "turboquant" attention read the exact first prompt.
 
         Raises:
             ValueError: An assigned tensor does not fit. The layer is unchanged then.
