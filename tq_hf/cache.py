@@ -204,7 +204,7 @@ class TurboQuantCache(Copyable, DynamicCache):
         if layer_idx >= self._empty_from and max(held_lengths(self.layers).values()) > key_states.shape[2]:
             raise ValueError(
                 f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
-                "Call `cache.reset()`, and pass the whole prompt again."
+                "Make a new cache, and pass the whole prompt again."
             )
         compressed = isinstance(layer, TurboQuantLayer)
         if not compressed:  # TurboQuantLayer casts its own inputs

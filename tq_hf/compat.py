@@ -536,11 +536,8 @@ def padding_mask_of_caller() -> torch.Tensor | None:
 
 
 def arguments_of_generate() -> dict[str, Any]:
-    """Return the local variables of `generate()`, for a `custom_generate` loop.
-
-    `generate()` drops `tokenizer`; the frame of its `torch.no_grad` has it (transformers 5.17 to 5.24, torch 2.9 to
-    2.15).
-    """
+    """Return the local variables of `generate()`, for a `custom_generate` loop, and its `tokenizer`, which is in the
+    frame of its `torch.no_grad` (transformers 5.17 to 5.24, torch 2.9 to 2.15)."""
     frame = sys._getframe(2)
     kwargs = None if frame.f_back is None else frame.f_back.f_locals.get("kwargs")
     return {"tokenizer": kwargs.get("tokenizer") if isinstance(kwargs, dict) else None, **frame.f_locals}

@@ -37,7 +37,7 @@ def describe(layer: Any, index: int) -> State:
     with _named(index):
         if _has_state(layer) and not layer.is_initialized:
             raise ValueError(
-                "holds no tokens although others do. If an exception ended the first call, call `cache.reset()` and "
+                "holds no tokens although others do. If an exception ended the first call, make a new cache and "
                 "run the model again. If this layer has no attention, or the model ends before it, make the cache from "
                 "a config of the layers there are (`num_hidden_layers`)."
             )
