@@ -69,6 +69,11 @@ def turboquant_attention(
             f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
+    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        raise ValueError(
+            f"The attention mask {list(attention_mask.shape)} is {attention_mask.dtype}; it must be bool, or floats to "
+            f"add to the logits. Call `mask.bool()` if it has 1 for each token to attend to. {TAKE_BACK}"
+        )
     if torch.compiler.is_dynamo_compiling() and pending and getattr(key, "_handle", None) is None:
         view, latents = None, pending.pop()
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from copy import deepcopy
 from functools import partial
 from types import NoneType
 from typing import Any, Literal
@@ -28,13 +27,13 @@ from .compat import (
     check_required_names,
     has_attention_heads,
     is_capturing,
-    outside_inference_mode,
+    model_about_to_switch,
     padding_mask_of_caller,
     takes_attention_functions,
 )
 from .config import TurboQuantConfig, config_of
 from .layers.advice import warn_beyond_fp16
-from .layers.base import FullAttentionLayer, like_held
+from .layers.base import Copyable, FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
 from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
 from .layers.handle import for_graphs
@@ -49,7 +48,7 @@ from .tensors.sinks import Padding
 logger = logging.get_logger(__name__)
 
 
-class TurboQuantCache(DynamicCache):
+class TurboQuantCache(Copyable, DynamicCache):
     """KV cache that stores full-attention layers in 2 to 4 bits (keys also in FP8). A drop-in for `generate()`.
 
     ```python
@@ -119,12 +118,13 @@ class TurboQuantCache(DynamicCache):
         """Indices of layers that encoded the first prompt; `None` after the check for states beyond fp16."""
         self._padding: Padding | None = None
         """Padding of the next call of several tokens, if masks were made for it and a layer lacks sinks."""
+        self._empty_from = len(layers := _layers(model_config, self.config, max_cache_len))
+        """Index of the first of the last layers that held no tokens at the last `crop`."""
         self._refuses_repeats = False
         """Whether to refuse a repeated update of one layer without a new mask; set by masks of an encoder-decoder."""
         self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
             model_config.get_text_config(decoder=True), "add_cross_attention", False
         )
-        layers = _layers(model_config, self.config, max_cache_len)
         self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -152,18 +152,6 @@ class TurboQuantCache(DynamicCache):
             "A TurboQuantCache has no `max_cache_len`; call `get_max_length()`. (PEFT reads `max_cache_len` in prefix "
             "tuning, to replace this cache with its own: call a model with prefix tuning without `past_key_values`.)"
         )
-
-    def __copy__(self) -> TurboQuantCache:
-        copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
-
-    @outside_inference_mode
-    def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:
-        copied = self.__copy__()
-        memo[id(self)] = copied
-        vars(copied).update((name, deepcopy(value, memo)) for name, value in vars(self).items())
-        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if any(map(_is_filled, self.layers)):
@@ -215,6 +203,11 @@ class TurboQuantCache(DynamicCache):
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
+        if layer_idx >= self._empty_from and max(held_lengths(self.layers).values()) > key_states.shape[2]:
+            raise ValueError(
+                f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
+                "Make a new cache, and pass the whole prompt again."
+            )
         compressed = isinstance(layer, TurboQuantLayer)
         if not compressed:  # TurboQuantLayer casts its own inputs
             key_states, value_states = like_held(layer, key_states, value_states)
@@ -261,6 +254,25 @@ class TurboQuantCache(DynamicCache):
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Update eagerly: several tokens, a growing layer or the first update of a layer cannot be compiled."""
         return for_graphs(self.update(*args, **kwargs))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens of a layer; for a preallocated cache a tensor on its device.
+
+        Models that drop a cache where their rotary embedding changes (Phi-3) ask for the number. An empty cache has no
+        states of the other embedding, and is kept.
+        """
+        length = super().get_seq_length(layer_idx)
+        if not torch.compiler.is_dynamo_compiling() and (model := model_about_to_switch()) is not None:
+            tokens = model.config.original_max_position_embeddings
+            if not int(length):
+                return tokens + 1
+            if int(length) <= tokens:
+                logger.warning_once(
+                    f"{type(model).__name__} drops this TurboQuantCache at {tokens:,} tokens, where its rotary "
+                    "embedding changes, and computes all again with a cache that is not compressed. To keep this "
+                    "cache with its states, set `model.config.original_max_position_embeddings = 10**9` beforehand."
+                )
+        return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
@@ -319,7 +331,7 @@ class TurboQuantCache(DynamicCache):
                 unchanged then.
         """
         self._require("crop")
-        crop(self.layers, tokens_to_remove, self.last_update)
+        self._empty_from = crop(self.layers, tokens_to_remove, self.last_update)
         self.last_update = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -136,7 +136,10 @@ def _lacking(names: str) -> str:
 
 
 with naming_versions():
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch.fx._symbolic_trace import _Patcher
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from transformers.generation import candidate_generator
     from transformers.utils.import_utils import is_tracing as is_tracing
 
@@ -175,9 +178,7 @@ def report_untested() -> None:
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Run `function` outside of inference mode and without gradients, independent of the mode of the caller.
 
-    Under `torch.inference_mode` every new tensor is an inference tensor. Inference tensors cannot be written in place
-    outside of inference mode. A cache that was filled there must still serve a plain `generate()`, so its tensors are
-    allocated outside of inference mode.
+    Inference tensors cannot be written in place outside of inference mode, where a cache may be used later.
     """
     # The order matters: leaving inference mode turns gradients on.
     guarded = torch.inference_mode(False)(torch.no_grad()(function))
@@ -192,12 +193,25 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     return outside
 
 
+def outside_modes(make: Callable[P, R]) -> Callable[P, R]:
+    """Run `make` outside of modes (a default device, fake tensors), which what it makes outlives. `make` names every
+    dtype and device (`_disable_current_modes`: torch 2.9 to 2.15)."""
+
+    @outside_inference_mode
+    @wraps(make)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return make(*args, **kwargs)
+
+    return outside
+
+
 def cached_table(make: Callable[P, R]) -> Callable[P, R]:
     """Cache the results of `make`, one per set of hashable arguments. `torch.compile` takes them as constants.
 
     Dynamo warns about a plain `lru_cache`, ignores it and computes the table again in each graph.
     """
-    cached = lru_cache(outside_inference_mode(make))
+    cached = lru_cache(outside_modes(make))
 
     @torch.compiler.assume_constant_result
     @wraps(make)
@@ -210,10 +224,8 @@ def cached_table(make: Callable[P, R]) -> Callable[P, R]:
 def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
     """Return the dtype in which sdpa computes on the device of `states`, or `None` outside of autocast.
 
-    Under autocast a float32 model computes its matrix products in 16 bits. The rotary embedding still returns keys in
-    float32; values are in 16 bits. `DynamicCache` and the caches of this package store both in float32. sdpa then casts
-    queries, keys and values to 16 bits. This package names the dtypes of its own computations.
-    (`_is_any_autocast_enabled`: torch 2.9 to 2.15.)
+    Under autocast values are in 16 bits and keys, after the rotary embedding, in float32. Caches store both in float32,
+    and sdpa casts them (`_is_any_autocast_enabled`: torch 2.9 to 2.15).
     """
     # Check this first: reading the type of a device takes torch longer than the rest.
     if not torch._C._is_any_autocast_enabled():
@@ -238,11 +250,8 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
     """Context around the capture of a CUDA graph on `device` with memory of `pool`. Cleans up after a failed capture.
 
     After an operation that no graph can hold, `CUDAGraph::capture_end` raises before its cleanup (torch 2.9 to 2.12;
-    later versions clean up more). Without this context the current stream would stay that of the capture, the allocator
-    would return no cached memory, and random numbers would raise until another capture succeeds.
-
-    Meanwhile no garbage is collected: that might free the memory pool of an older engine, and torch aborts the process
-    if a pool is freed while another is allocated to.
+    later versions clean up more): the stream would stay that of the capture, and random numbers would raise. Meanwhile
+    no garbage is collected: torch aborts the process if a pool of memory is freed while another is allocated to.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -374,8 +383,8 @@ def attends_to_own_tokens(module: Any) -> bool:
     """Whether queries and keys of an attention module belong to the same tokens, unlike in cross-attention
     (transformers 5.17 to 5.24).
 
-    Cross-attention is not causal, or has `is_cross_attention` (GPTBigCode marks cross-attention as causal, too). Other
-    modules that are not causal attend to their own tokens if `forward` takes no other states (PaliGemma).
+    Cross-attention is not causal, or has `is_cross_attention` (GPTBigCode). Other modules that are not causal attend to
+    their own tokens if `forward` takes no other states (PaliGemma).
     """
     if getattr(module, "is_causal", False):
         return not getattr(module, "is_cross_attention", False)
@@ -385,8 +394,7 @@ def attends_to_own_tokens(module: Any) -> bool:
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     """`config._attn_implementation` (transformers 5.17 to 5.24).
 
-    Configs look up attributes in Python. That takes as long as a kernel launch, in every update of every layer. Outside
-    of compilation this function reads the attribute beneath the property.
+    Configs look up attributes in Python, which takes as long as a kernel launch: read what is beneath the property.
     """
     if not torch.compiler.is_dynamo_compiling() and config is not None:
         attributes: dict[str, Any] = object.__getattribute__(config, "__dict__")
@@ -396,8 +404,7 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
 
 
 def attention_of_parts(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
-    """List the config of every part of a model (text decoder, vision tower) with its attention, for
-    `restore_attention` (transformers 5.17 to 5.24)."""
+    """List the config of every part of a model with its attention, for `restore_attention`."""
     configs = [model.config, *(part.config for part in model.modules() if isinstance(part, PreTrainedModel))]
     for config in configs:  # the list grows by the parts of parts
         parts = (getattr(config, name, None) for name in config.sub_configs)
@@ -406,21 +413,16 @@ def attention_of_parts(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
 
 
 def restore_attention(parts: list[tuple[PreTrainedConfig, str | None]]) -> None:
-    """Set the attention of every part to the value in `parts` (transformers 5.17 to 5.24).
-
-    `set_attn_implementation` cannot do this: one name applies to all parts, and a dict cannot name parts of parts.
-    """
+    """Set the attention of every part (transformers 5.17 to 5.24), parts of parts as well, which
+    `set_attn_implementation` cannot name."""
     for config, attention in parts:
         config._attn_implementation_internal = attention
 
 
 @contextmanager
 def layer_types_known(kinds: Iterable[str]) -> Iterator[None]:
-    """Context in which transformers' continuous batching takes configs with layers of other kinds.
-
-    Its manager refuses them when it looks for kinds without block tables (`ATTN_TYPE_TO_ALLOCATOR`: transformers 5.18
-    to 5.24). Our kinds have block tables.
-    """
+    """Context in which transformers' continuous batching takes configs with layers of other kinds, which have block
+    tables (`ATTN_TYPE_TO_ALLOCATOR`: transformers 5.18 to 5.24)."""
     from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, FULL_ATTENTION
 
     added: Any = dict.fromkeys(set(kinds) - ATTN_TYPE_TO_ALLOCATOR.keys(), ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION])
@@ -439,8 +441,7 @@ _known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()
 def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
     """Whether models with a config of class `kind` call registered attention functions, with the masks of sdpa.
 
-    transformers checks this for its own names only. Models with attention of their own (Bloom, XGLM, TrOCR) accept any
-    other name and ignore it. Others need masks that only "eager" makes (BigBird-Pegasus, GIT).
+    Others have attention of their own (Bloom, XGLM), or need masks that only "eager" makes (BigBird-Pegasus, GIT).
     """
     known = _known.get(kind)
     if known is None:
@@ -457,10 +458,8 @@ def has_attention_heads(config: PreTrainedConfig) -> bool:
 
 
 def layer_configs(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
-    """Configs of the layers of a decoder, or only its own config if all layers are equal.
-
-    The config of a decoder with different layers (Gemma 4, Dots 3) raises for attributes that differ between layers.
-    """
+    """Configs of the layers of a decoder, or only its own config if all layers are equal. That of a decoder with
+    different layers (Gemma 4, Dots 3) raises for attributes that differ."""
     return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
@@ -470,10 +469,7 @@ def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
 
 
 def memory_per_gpu(handler: Any, gpus: int) -> dict[str, Any]:
-    """Argument by which the paged cache's memory `handler` counts the activations of a step per GPU (from 5.24 on).
-
-    Older versions count those of all `gpus`, so the pool gets fewer pages than would fit.
-    """
+    """Argument by which the paged cache's memory `handler` counts the activations of a step per GPU (from 5.24 on)."""
     return {"kv_tp_size": gpus} if "kv_tp_size" in signature(handler.__init__).parameters else {}
 
 
@@ -495,11 +491,8 @@ def _models() -> Iterator[type[PreTrainedModel]]:
 
 
 def asked_by_prefill() -> bool:
-    """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled.
-
-    The names of the calling functions decide. `_prefill` and the loop over steps both call
-    `_valid_auto_compile_criteria` (transformers 5.17 to 5.24).
-    """
+    """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled, as the
+    loop over steps does with the same `_valid_auto_compile_criteria` (transformers 5.17 to 5.24)."""
     if torch.compiler.is_dynamo_compiling():
         return False
     names: list[str] = []
@@ -511,12 +504,26 @@ def asked_by_prefill() -> bool:
     return names == ["_valid_auto_compile_criteria", "_prefill"]
 
 
-def padding_mask_of_caller() -> torch.Tensor | None:
-    """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one.
+_SWITCH = "original_max_position_embeddings"
 
-    A function that makes masks calls `get_mask_sizes` of a cache, and passes no mask. Its local variable
-    `attention_mask` is the mask (transformers 5.17 to 5.24).
-    """
+
+def switches_rope(model: Any) -> int | None:
+    """Return the number of tokens after which `generate()` computes all again in a cache of its own, because rotary
+    embeddings change; `None` without one. Phi-3, Phi-4 and PhiMoE compare it (transformers 5.17 to 5.24)."""
+    code = unwrap(type(model).prepare_inputs_for_generation).__code__
+    return getattr(model.config, _SWITCH, None) if _SWITCH in code.co_names else None
+
+
+def model_about_to_switch() -> Any:
+    """Return the model that asks for the number of tokens to compare it with `switches_rope`; `None` for others."""
+    frame = sys._getframe(2)
+    asks = frame.f_code.co_name == "prepare_inputs_for_generation" and _SWITCH in frame.f_code.co_names
+    return frame.f_locals["self"] if asks else None
+
+
+def padding_mask_of_caller() -> torch.Tensor | None:
+    """Padding mask `[B, T]` bool for which `get_mask_sizes` of a cache is asked; `None` without one. It is a local
+    variable, `attention_mask`, of the function that makes masks (transformers 5.17 to 5.24)."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "get_mask_sizes":  # of an encoder-decoder's cache, too
         frame = frame.f_back
@@ -525,11 +532,8 @@ def padding_mask_of_caller() -> torch.Tensor | None:
 
 
 def arguments_of_generate() -> dict[str, Any]:
-    """Return the local variables of `generate()`, for a `custom_generate` loop.
-
-    `generate()` does not pass on `streamer`, `assistant_model` and `synced_gpus`. It drops `tokenizer`, but the frame
-    of its `torch.no_grad` still has it (transformers 5.17 to 5.24, torch 2.9 to 2.15).
-    """
+    """Return the local variables of `generate()`, for a `custom_generate` loop, and its `tokenizer`, which is in the
+    frame of its `torch.no_grad` (transformers 5.17 to 5.24, torch 2.9 to 2.15)."""
     frame = sys._getframe(2)
     kwargs = None if frame.f_back is None else frame.f_back.f_locals.get("kwargs")
     return {"tokenizer": kwargs.get("tokenizer") if isinstance(kwargs, dict) else None, **frame.f_locals}
@@ -585,11 +589,6 @@ def mark_static_shape(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_static(tensor)
 
 
-foreach = SimpleNamespace(
-    add_=torch._foreach_add_,
-    sub=torch._foreach_sub,
-    clamp_max=torch._foreach_clamp_max,
-    clamp_min_=torch._foreach_clamp_min_,
-    minimum_=torch._foreach_minimum_,
-)
+_NAMES = ("add_", "sub", "clamp_max", "clamp_min_", "minimum_")
+foreach = SimpleNamespace(**{name: getattr(torch, f"_foreach_{name}") for name in _NAMES})
 """Operations on many small tensors in one launch (torch 2.9 to 2.15)."""

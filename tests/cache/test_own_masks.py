@@ -72,6 +72,25 @@ def test_a_mask_that_ends_before_the_tokens_is_refused(heads, kind, skipped):
         step(model, cache, mask_of(kind, heads, 1, HELD), 1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": ROOM}, {"skip_layers": (0, 1)}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers_is_refused_as_sdpa_refuses_it(name, options, dtype):
+    model = model_of(name, "turboquant")
+    cache = TurboQuantCache(model.config, **options)
+    with pytest.raises(ValueError, match=r"is torch.u?int\d+; it must be bool, or floats.*`mask.bool\(\)`"):
+        model(PROMPT, **as_input(cache), attention_mask=mask_of("bool", 1, HELD, HELD, 0).to(dtype))
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+    for queries in (1, 3):
+        with pytest.raises(ValueError, match=r"cache.crop\(0\)"):
+            step(model, cache, mask_of("bool", 1, queries, HELD + queries).to(dtype), queries)
+        cache.crop(0)
+        assert cache.get_seq_length() == HELD
+        cache.reset()
+
+
 @pytest.mark.parametrize(
     "heads, kind", [(4, "bool"), *(pytest.param(1, kind, marks=pytest.mark.slow) for kind in ("bool", "inf"))]
 )

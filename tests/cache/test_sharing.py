@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -45,3 +49,58 @@ def test_layers_that_share_keys_read_the_packed_store(preallocated, monkeypatch)
     cache = TurboQuantCache(model.config, residual_length=10**6, max_cache_len=preallocated)
     torch.testing.assert_close(logits(model, cache), expected, atol=1e-4, rtol=1e-4)
     assert not any(states._handle.touched for states in given[-1])
+
+
+def _of_layers(cache):
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
+
+
+def _of_tensors(cache):
+    copied = _of_layers(cache)
+    for layer in copied.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    return copied
+
+
+def _in_a_list(cache):
+    branch = DynamicCache()
+    branch.layers = copy.copy([copy.copy(layer) for layer in cache.layers])
+    return branch
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fork", [copy.copy, _of_layers, _of_tensors, _in_a_list])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0,)}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_a_shallow_copy_has_rows_of_its_own(name, options, fork):
+    """Branches of a prompt: layers of transformers' `DynamicCache` replace their tensors, these write in place."""
+    model, tokens = build(name), torch.randint(3, VOCAB, (1, 340), generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("turboquant")
+    if options.get("max_cache_len") and fork is _of_tensors and name == "gemma3":
+        pytest.skip("a preallocated window has keys of empty rows")
+    caches = [TurboQuantCache(model.config, **options) for _ in range(2)]
+    for cache in caches:
+        model(tokens[:, :300], **as_input(cache))
+    branch = fork(caches[0])
+    for step in tokens[:, 320:].split(1, dim=1):  # only the branch reads them
+        model(step, **as_input(branch))
+    found, expected = (
+        [model(step, **as_input(cache)).logits for step in tokens[:, 300:320].split(1, dim=1)] for cache in caches
+    )
+    assert caches[0].get_seq_length() == branch.get_seq_length() == 320
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=0)
+
+
+def test_a_layer_is_not_pickled_and_a_batch_is_not_expanded():
+    model = build("llama")
+    cache = TurboQuantCache(model.config)
+    model(torch.arange(3, 12)[None], **as_input(cache))
+    with pytest.raises(pickle.PicklingError, match=r"A layer of a TurboQuantCache.*`cache.save\(path, model\)`"):
+        torch.save(cache.layers, io.BytesIO())
+    layer = cache.layers[0]
+    with pytest.raises(ValueError, match=r"batch size 1.* batch size 4. Repeat .* `cache.batch_repeat_interleave`"):
+        layer.keys, layer.values = (x.expand(4, -1, -1, -1) for x in (layer.keys, layer.values))
+    assert layer.batch_size == 1

@@ -167,3 +167,43 @@ def test_layers_whose_keys_transformers_keeps_are_refused():
     with pytest.raises(ValueError, match=f"layer 1, a {BOTH}: .* none of its keys"):
         cache.crop(-2)
     assert lengths(cache) == [9, 9]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0, 1)}], ids=str)
+def test_layers_that_the_model_does_not_have_are_not_taken_for_interrupted(options):
+    """A model that was cut off, or whose last layers have no attention: `crop` does what `DynamicCache` does."""
+    model = build("llama", num_hidden_layers=4)
+    model.set_attn_implementation("turboquant")
+    model.model.layers = model.model.layers[:2]
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 5)
+    cache, answers = TurboQuantCache(model.config, "k8v4", **options), []
+    model(ids, **as_input(cache))
+    for tokens in (-20, 0, -3):
+        cache.crop(tokens)
+        model(ids[:, :1], **as_input(cache))
+    assert lengths(cache) == [180, 180, 0, 0]
+    for candidates in (None, 4):
+        cache = TurboQuantCache(model.config, "k8v4", **options)
+        generate = dict(max_new_tokens=12, do_sample=False, **as_input(cache), disable_compile=True)
+        answers.append(model.generate(ids, **generate, prompt_lookup_num_tokens=candidates))
+    assert torch.equal(*answers)
+
+
+@kinds
+def test_a_first_call_that_an_exception_ended_is_taken_back_or_named(options):
+    cache = TurboQuantCache(llama_config(3), **options)
+    for crop, held in ((0, [0, 0, 0]), (-20, [280, 280, 0])):
+        for layer in range(2):
+            cache.update(*states(layer, 2, tokens=300), layer)
+        cache.crop(crop)
+        assert lengths(cache) == held
+    for layer in range(2):
+        cache.update(*states(layer, 2, tokens=20), layer)
+    with pytest.raises(ValueError, match="Layer 2 held no tokens .* Make a new cache, and pass the whole"):
+        cache.update(*states(2, 2, tokens=20), 2)
+    if "skip_layers" not in options:  # transformers 5.17 keeps the rows of its layers
+        cache.reset()
+        for layer in range(3):
+            cache.update(*states(layer, 2, tokens=20), layer)
+        assert lengths(cache) == [20, 20, 20]

@@ -30,6 +30,7 @@ from tests.support.store_cases import SIZES, configs, gradients, rooms, shown
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch
 from tq_hf.stores import sizes
+from tq_hf.stores.assigned import assign
 from tq_hf.stores.store import LayerStore
 
 
@@ -143,7 +144,7 @@ def check_any_sequence_of_calls(room, bits, residual, sinks, prompt, calls):
             expected.crop(argument)
         elif call == "assign":  # rows cut off at the end
             keys, values = rows(dispatch.dense(store.view()), 0, max(0, expected.length - argument))
-            store.assign(keys, values)
+            assign(store, keys, values)
             expected.crop(argument)
         elif call in ("select", "reorder"):
             if call == "reorder":

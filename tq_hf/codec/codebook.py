@@ -17,9 +17,9 @@ from ..compat import cached_table
 @cached_table
 def _levels(bits: int) -> torch.Tensor:
     if bits == 8:
-        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn)
         return codes.float() * FP8_LEVEL_SCALE
-    table = torch.tensor(LEVEL_TABLES[bits]) / 64
+    table = torch.tensor(LEVEL_TABLES[bits], dtype=torch.float32, device="cpu") / 64
     return table if bits == 2 else torch.cat([-table.flip(0), table] if bits == 4 else [table, -table])
 
 
@@ -52,5 +52,5 @@ def codes_of_ceilings(device: torch.device) -> torch.Tensor:
     All boundaries are multiples of 1/128, so u is above a boundary exactly if ceil(128 u) / 128 is. The codes are those
     of `torch.bucketize(u, boundaries)`, which takes ten times as long on a CPU.
     """
-    ceilings = torch.arange(-CEILINGS, CEILINGS + 1) / 128
+    ceilings = torch.arange(-CEILINGS, CEILINGS + 1, dtype=torch.float32, device="cpu") / 128
     return torch.bucketize(ceilings, boundaries(ceilings.device), out_int32=True).to(device)

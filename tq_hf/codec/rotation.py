@@ -22,9 +22,9 @@ from ..compat import cached_table
 def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
     """Random signs, `[dim]` float32 of +1 and -1, the same on every device; all +1 if `seed` is `None`."""
     if seed is None:
-        return torch.ones(dim, device=device)
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(0, 2, (dim,), generator=generator) * 2.0 - 1.0).to(device)
+        return torch.ones(dim, dtype=torch.float32, device=device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return (torch.randint(0, 2, (dim,), generator=generator, device="cpu") * 2 - 1).to(device, torch.float32)
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
@@ -73,4 +73,4 @@ def rotate_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
 @cached_table
 def rotation_matrix(dim: int, seed: int | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """R as a dense matrix `[dim, dim]`, with `rotate(x) = x @ R.T`, for kernels that rotate with tensor cores."""
-    return rotate(torch.eye(dim), seed).T.contiguous().to(device=device, dtype=dtype)
+    return rotate(torch.eye(dim, dtype=torch.float32, device="cpu"), seed).T.contiguous().to(device=device, dtype=dtype)

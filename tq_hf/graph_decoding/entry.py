@@ -17,6 +17,7 @@ from ..compat import (
     compiles_steps,
     optimized_for_decode,
     prefill,
+    switches_rope,
 )
 from .assisted import AssistedLoop, check_room_for_drafts, drafts_of, expect_drafts
 from .loop import Loop, check_layers
@@ -79,7 +80,20 @@ def graph_decoding(
     if stop_strings is not None:
         stop = _stop_at(stop_strings, arguments["tokenizer"])
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, stop])
+    most, switch = stopping_criteria.max_length, switches_rope(model)
+    if switch is not None and most is not None and input_ids.shape[1] <= switch < most:
+        raise ValueError(
+            f"The rotary embedding of {type(model).__name__} changes at {switch:,} tokens, and `generate()` computes "
+            f"all tokens again there, which `graph_decoding` does not: this text may have {most:,} tokens. Leave out "
+            "`custom_generate`, pass fewer `max_new_tokens`, or keep the states that there are: set "
+            "`model.config.original_max_position_embeddings = 10**9`."
+        )
     outputs, model_kwargs = prefill(model, input_ids, generation_config, model_kwargs)
+    if model_kwargs[CACHE_NAME] is not cache:
+        raise ValueError(
+            f"{type(model).__name__} filled a {type(model_kwargs[CACHE_NAME]).__name__} of its own, not the cache that "
+            "was passed. Leave out `custom_generate`."
+        )
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
     del outputs
     call = (model, cache, input_ids, logits_processor, stopping_criteria, generation_config, arguments.get("streamer"))

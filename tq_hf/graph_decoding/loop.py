@@ -356,9 +356,9 @@ def _exact(value: Any) -> Any:
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:
-    """All tensors of a layer."""
+    """All tensors of a layer that a step reads."""
     if isinstance(layer, TurboQuantLayer):
-        return [tensor for kind in layer.by_kind().values() for tensor in kind]
+        return [] if layer.store is None else [*layer.store.tensors.all(), *(layer.store.device_counts or ())]
     if isinstance(layer, LinearAttentionLayer):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return [state for state in states if state is not None]

@@ -21,6 +21,8 @@ OVERFLOWS = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types whose activations exceed float16's range (65,504). vLLM refuses them in float16 ("numerical instability",
 `vllm/config/model.py`), and transformers' issue 36822 reports Gemma 3."""
 
+OFTEN = 4
+"""Number of times that a layer encodes assigned rows again before a warning."""
 SAMPLED_TOKENS = 128
 """Number of newest prompt tokens to check (fewer if fewer are dense)."""
 SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
@@ -71,6 +73,16 @@ def warn_about_dequantized_steps(layout: BlockLayout, is_turboquant: bool) -> No
     logger.warning_once(
         f"Every step dequantizes the whole cache for attention, and moves {times:.1f} times the bytes of a step "
         f"without compression. It is predicted to be slower at any length, and saves memory. {advice}."
+    )
+
+
+def warn_about_encoding_again() -> None:
+    """Warn that assigned rows of packed blocks are quantized again each time, and that their errors add up."""
+    logger.warning_once(
+        f"Keys and values were assigned to a layer {OFTEN} times with rows of packed blocks that had changed or moved. "
+        "Each time these rows are quantized again, and errors add up. Remove multiples of 128 rows at once: whole "
+        "blocks keep their codes. Or keep these rows exact: `TurboQuantCache(..., residual_length=n)` for a window of "
+        "n tokens."
     )
 
 

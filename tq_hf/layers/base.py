@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,20 @@ class Probe(NamedTuple):
     tokens: int
 
 
-class BatchedLayer(CacheLayerMixin):
+class Copyable:
+    """Object with rows that are written in place: a copy of it, shallow or deep, has rows of its own."""
+
+    def __copy__(self) -> Any:
+        return deepcopy(self)
+
+    @outside_inference_mode
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update((name, deepcopy(value, memo)) for name, value in vars(self).items())
+        return copied
+
+
+class BatchedLayer(Copyable, CacheLayerMixin):
     """A layer that changes its batch by one function on all its tensors."""
 
     @outside_inference_mode

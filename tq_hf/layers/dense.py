@@ -74,7 +74,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
         super().lazy_initialization(key_states, value_states)
         if key_states.is_meta:  # see `LayerStore.allocate`
-            self.cumulative_length = torch.tensor(0)
+            self.cumulative_length = torch.tensor(0, device="cpu")
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from tq_kernels.types import KeyValue
 
-from ..compat import METADATA, as_plain_tensors
+from ..compat import METADATA, as_plain_tensors, is_traceable_wrapper_subclass
 from .base import replaced
 
 RECORDED = {"linear", "view", "transpose", "split", "expand", "new_empty", "__getitem__", "copy_"}
@@ -60,11 +60,12 @@ class Expansion:
         self._results: list[Any] = []
 
     def records(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether to record an operation: none has run, and no argument is of another handle, or a tensor in a list."""
+        """Whether to record an operation: none has run, and no argument is of another handle, a tensor in a list, or a
+        quantized weight, a subclass of tensors that may compute nothing else."""
         if self._results or func.__name__ not in RECORDED:
             return False
         nested = (kwargs.values(), *(x for x in args if isinstance(x, (tuple, list))))
-        if any(isinstance(x, torch.Tensor) for several in nested for x in several):
+        if any(isinstance(x, torch.Tensor) for several in nested for x in several) or any(map(_is_quantized, args)):
             return False
         return all(getattr(x, "_handle", self.handle) is self.handle for x in args if isinstance(x, torch.Tensor))
 
@@ -142,12 +143,18 @@ def real(value: Any) -> Any:
     return replaced(value, ExpandedStates, lambda states: states._expansion.result(states._index))
 
 
+def _is_quantized(weight: Any) -> bool:
+    """Whether a tensor is made of others, with operations of its own (torchao)."""
+    return is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)
+
+
 def up_projection(module: torch.nn.Module) -> torch.Tensor | None:
-    """Weight of `module.kv_b_proj`, in tensor parallelism the rows of this process's heads; `None` if there is none."""
+    """Weight of `module.kv_b_proj`, in tensor parallelism the rows of this process's heads; `None` if there is none, or
+    a quantized one."""
     weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
     if isinstance(weight, DTensor):
         return weight.to_local()
-    return weight if isinstance(weight, torch.Tensor) else None
+    return weight if isinstance(weight, torch.Tensor) and not _is_quantized(weight) else None
 
 
 def is_up_projection(weight: torch.Tensor | None, module: torch.nn.Module) -> bool:

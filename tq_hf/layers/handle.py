@@ -160,13 +160,12 @@ class LazyStates(torch.Tensor):
                 if not _is_in_place(func):
                     return expansion.record(func, args, kwargs)
                 expansion.result(0)  # operations before this one read states that it changes
-        with as_plain_tensors():
-            # Metadata is that of the base, for compilers too.
-            if func not in METADATA:
-                if args and isinstance(args[0], LazyStates) and _is_in_place(func):
-                    args[0]._handle.written = True
-                args, kwargs = _real(args), _real(kwargs)
-            return func(*args, **kwargs)
+        if func in METADATA:  # that of the base, for compilers too
+            with as_plain_tensors():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], LazyStates) and _is_in_place(func):
+            args[0]._handle.written = True
+        return func(*_real(args), **_real(kwargs))  # other subclasses, as of quantized weights, have ways of their own
 
 
 def _is_in_place(func: Any) -> bool:

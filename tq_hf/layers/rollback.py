@@ -24,31 +24,40 @@ def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
     return {i: int(layer.get_seq_length()) for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
 
 
-def tokens_ahead(layers: Sequence[Any], lengths: dict[int, int], last: tuple[int, int] | None) -> dict[int, int]:
+def tokens_ahead(
+    layers: Sequence[Any], lengths: dict[int, int], last: tuple[int, int] | None, is_asked: bool = False
+) -> dict[int, int]:
     """Number of tokens of a call that an exception ended, by index of the first layers, which have them.
 
     Args:
         layers: The layers.
         lengths: Their `held_lengths`.
         last: Index of the layer updated last, and its number of new tokens; `None` after a crop. A call without an
-            exception updates the last layer last, or in a loop over layers (Dory) leaves no layer behind.
+            exception updates the last layer that holds tokens last, or in a loop over layers (Dory) leaves no layer
+            behind.
+        is_asked: Whether the caller asks to take back what an exception left. Only then is a first call, behind which
+            all layers are empty, taken for interrupted: the model may have no attention in these layers.
     """
     end, tokens = last or (len(layers), 0)
-    if end < max(lengths, default=0) and len(set(lengths.values())) > 1:
+    behind = [length for i, length in lengths.items() if i > end]
+    is_first = is_asked and all(length == tokens for i, length in lengths.items() if i <= end)
+    if (any(behind) or (behind and is_first)) and len(set(lengths.values())) > 1:
         return {i: tokens for i in lengths if i <= end}
     # An interrupted compiled step does not record `last`: look for first layers with one token more.
     least = min(lengths.values(), default=0)
     first = [i for i, length in lengths.items() if length == least + 1]
     rest = [i for i, length in lengths.items() if length == least]
-    is_prefix = len(first) + len(rest) == len(lengths) and max(first, default=0) < min(rest, default=0)
+    is_prefix = least > 0 and len(first) + len(rest) == len(lengths) and max(first, default=0) < min(rest, default=0)
     return dict.fromkeys(first, 1) if is_prefix and all(layer.is_compileable for layer in layers) else {}
 
 
-def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | None = None) -> None:
+def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | None = None) -> int:
     """Remove the last `-tokens_to_remove` tokens of each layer, or all if it has fewer.
 
     Tokens of a call that an exception ended (see `tokens_ahead`) are always removed. Layers without them lose fewer
     tokens by their number.
+
+    Returns the index of the first of the last layers that held no tokens.
 
     Raises:
         ValueError: `tokens_to_remove` is not a number or is positive, or a layer cannot remove its tokens. All layers
@@ -56,7 +65,8 @@ def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | N
     """
     tokens = -check_crop(tokens_to_remove)
     lengths = held_lengths(layers)
-    ahead = tokens_ahead(layers, lengths, last)
+    records = any(getattr(layer, "record_past", False) for layer in layers)  # assisted decoding crops 0 tokens, too
+    ahead = tokens_ahead(layers, lengths, last, is_asked=tokens == 0 and not records)
     left = max(ahead.values(), default=0)
     # Layers that are not ahead do not have the newest `left` tokens.
     removed = [tokens] * len(layers)
@@ -75,6 +85,7 @@ def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | N
         # Also called for 0 tokens: a layer that records its past frees the record here.
         if number or getattr(layer, "record_past", False):
             layer.crop(-number)
+    return 1 + max((i for i, length in lengths.items() if length), default=len(layers))
 
 
 def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:

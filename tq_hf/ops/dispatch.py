@@ -354,7 +354,7 @@ def append_token(
         start = (first + block * BLOCK_TOKENS) % capacity
         key_rows, value_rows = (ring[:, :, start : start + BLOCK_TOKENS] for ring in tensors.ring)
         encode(config, key_rows, value_rows, tensors.blocks, blocks + block)
-    counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32)
+    counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32, device="cpu")
     reference.write_counts(counts, Counts(sinks, blocks, rows, due))
 
 

@@ -44,7 +44,7 @@ def store_prompt(
 
 def write_counts(counts: DeviceCounts, held: Counts) -> None:
     """Write what a store holds to the device, between steps."""
-    counts.state.copy_(torch.tensor(held, dtype=torch.int32))
+    counts.state.copy_(torch.tensor(held, dtype=torch.int32, device="cpu"))
     counts.length.fill_(held.tokens)
     counts.step_counts[5, 0] = 0  # programs of the append kernel that are done
 

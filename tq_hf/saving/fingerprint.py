@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import align_module_device
 from torch.distributed.tensor import DTensor
 
-from ..compat import layer_configs
+from ..compat import is_traceable_wrapper_subclass, layer_configs
 
 CONFIG_FIELDS = (
     "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim layer_types "
@@ -165,13 +165,22 @@ def _samples(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         offloaded = any(parameter.is_meta for parameter in parameters.values())
         with align_module_device(module) if offloaded else nullcontext():
             for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(parameter, DTensor):
-                    parameter = parameter.to_local()
-                count = min(SAMPLES, parameter.numel())
-                flat = torch.arange(count, device=parameter.device) * max(1, parameter.numel() // SAMPLES)
-                # Index by position: flattening could copy the whole parameter.
-                values = parameter.detach()[torch.unravel_index(flat, parameter.shape)] if count else parameter
-                yield f"{prefix}.{name}".replace("_orig_mod.", ""), values.cpu().to(torch.float64)
+                for part, tensor in _parts(parameter.to_local() if isinstance(parameter, DTensor) else parameter):
+                    count = min(SAMPLES, tensor.numel())
+                    flat = torch.arange(count, device=tensor.device) * max(1, tensor.numel() // SAMPLES)
+                    # Index by position: flattening could copy the whole parameter.
+                    values = tensor.detach()[torch.unravel_index(flat, tensor.shape)] if count else tensor
+                    yield f"{prefix}.{name}{part}".replace("_orig_mod.", ""), values.cpu().to(torch.float64)
+
+
+def _parts(parameter: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a parameter is made of, by name: one, or those of a quantized one (torchao), which has no
+    elements of its own."""
+    if not is_traceable_wrapper_subclass(parameter):
+        yield name, parameter
+        return
+    for part in parameter.__tensor_flatten__()[0]:
+        yield from _parts(getattr(parameter, part), f"{name}.{part}")
 
 
 def _hash_weights(decoder: torch.nn.Module) -> str:

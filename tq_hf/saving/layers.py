@@ -36,7 +36,11 @@ def describe(layer: Any, index: int) -> State:
     """Describe a layer by JSON and by tensors with names."""
     with _named(index):
         if _has_state(layer) and not layer.is_initialized:
-            raise ValueError("holds no tokens although others do; save a cache that the whole model has filled.")
+            raise ValueError(
+                "holds no tokens although others do. If an exception ended the first call, make a new cache and "
+                "run the model again. If this layer has no attention, or the model ends before it, make the cache from "
+                "a config of the layers there are (`num_hidden_layers`)."
+            )
         description, tensors = (layer if _has_state(layer) else RecordedLayer(layer)).state()
     return {"class": type(layer).__name__} | description, tensors
 

@@ -45,8 +45,9 @@ def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyV
 def check_same(what: str, held: object, came: object) -> None:
     """Raise a `ValueError` unless new keys have the property `what` of those a cache holds."""
     if held != came:
+        repeat = "" if what != "batch size" else " Repeat the sequences held with `cache.batch_repeat_interleave`."
         raise ValueError(
-            f"This cache holds states with {what} {held}, but was given keys with {what} {came}. Use a new "
+            f"This cache holds states with {what} {held}, but was given keys with {what} {came}.{repeat} Use a new "
             "TurboQuantCache for another batch or model, or call `cache.reset()` first (after which a preallocated "
             "cache still has its batch size, dtype and device)."
         )

@@ -9,6 +9,7 @@ import torch
 from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import PackedBlocks
 
+from ..compat import FakeTensor, outside_modes
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, LayerTensors, check_room
 from ..tensors.residual import new_rows, ring_capacity
@@ -29,6 +30,7 @@ def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | 
 
 
 @lru_cache
+@outside_modes
 def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], device: torch.device) -> PackedBlocks:
     """Tensors without elements, shared by equal layers until their first block is due."""
     batch, heads, *dims = sizes
@@ -59,6 +61,11 @@ def new_tensors(
     config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int | None, prompt: bool
 ) -> LayerTensors:
     """Tensors of a new store; see `LayerStore.allocate`."""
+    if isinstance(keys, FakeTensor):
+        raise ValueError(
+            "Keys are fake tensors, which have no numbers for a TurboQuantCache to read. Leave `FakeTensorMode`; run "
+            'the model on the meta device (`model.to("meta")`), or with a `DynamicCache`.'
+        )
     none, num_blocks, ring_rows = _room(config, kind_of(keys), kind_of(values), max_cache_len)
     scales = none.channel_scales.map(torch.empty_like if prompt else torch.clone)
     words = [none.key_words, none.value_words, none.scales, none.key_means]

@@ -25,7 +25,6 @@ eager step reads `length` once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,8 +34,17 @@ from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
-from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, keep_codes, same_blocks
-from ..tensors.residual import PendingToken, copied_ring, copy_rows, new_rows, ring_parts, write_rows, write_token
+from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
+from ..tensors.residual import (
+    CutBlocks,
+    PendingToken,
+    copied_ring,
+    copy_rows,
+    new_rows,
+    ring_parts,
+    write_rows,
+    write_token,
+)
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits
@@ -82,14 +90,17 @@ class LayerStore:
         tokens, `[B, S]` bool, `None` if unknown."""
         self._fixed = None if device_counts is None else tensors
         """Tensors of a preallocated store between calls."""
+        self._cuts = CutBlocks()
         self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
         """Least number of residual rows with which a block is due."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.settle(wait=False)
         counts = self.counts if self.device_counts is None else None
-        room = self.max_cache_len, self.device_counts, self.step_tokens
-        return type(self), (self.tensors, counts, self.scales_are_fixed, *room)
+        return type(self), (self.tensors, counts, *self._options()), {"_cuts": self._cuts}
+
+    def _options(self) -> tuple[Any, ...]:
+        return self.scales_are_fixed, self.max_cache_len, self.device_counts, self.step_tokens
 
     @classmethod
     @outside_inference_mode
@@ -174,7 +185,8 @@ class LayerStore:
             attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
         """
         if self._deferred is not None:
-            (states, order, real), before = self._deferred, (self.tensors, self.counts, self._deferred)
+            states, order, real = self._deferred
+            before = self.tensors, self.counts, self._deferred
             try:
                 self._append_long(states, order, attended if real is None else real, queries)
             except BaseException:
@@ -206,8 +218,7 @@ class LayerStore:
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
-        tensors = self.tensors
-        row = tensors.row
+        row = self.tensors.row
         if (
             keys.shape == row.keys
             and values.shape == row.values
@@ -219,7 +230,7 @@ class LayerStore:
             sinks, _, rows, encoded = self.counts
             if (
                 sinks == self.config.sink_tokens
-                and 0 < rows - encoded * BLOCK_TOKENS < tensors.ring_rows
+                and 0 < rows - encoded * BLOCK_TOKENS < self.tensors.ring_rows
                 and self._deferred is None
                 and not torch.is_grad_enabled()
             ):  # never in a graph: see `TurboQuantCache.update`
@@ -452,6 +463,7 @@ class LayerStore:
         surviving tokens to the residual, dequantized."""
         sinks, blocks, _, encoded = counts = self.settle()
         length = max(0, counts.tokens - tokens)
+        self._cuts.crop(length - sinks)
         if self.tensors.order is not None:
             self.tensors = self.tensors.with_order(self.tensors.order.cropped(length))
         if (rows := length - sinks - blocks * BLOCK_TOKENS) >= 0:
@@ -461,79 +473,18 @@ class LayerStore:
             blocks, rows = divmod(max(0, length - sinks), BLOCK_TOKENS)
             if rows:
                 slot = blocks * BLOCK_TOKENS % self.tensors.ring_rows
-                dense = (ring[:, :, slot : slot + BLOCK_TOKENS] for ring in self.tensors.ring)
-                dispatch.dequantize(self.config, self.blocks.slice(blocks, blocks + 1), *dense)
+                keys, values = (ring[:, :, slot : slot + BLOCK_TOKENS] for ring in self.tensors.ring)
+                dispatch.dequantize(self.config, self.blocks.slice(blocks, blocks + 1), keys, values)
+                self._cuts.cut(blocks, rows, (keys, values))
             self.counts = Counts(min(sinks, length), blocks, rows)
         self._keep_in_place()
-
-    @outside_inference_mode
-    def assign(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold these tokens and no others, encoded as a first prompt with the channel scales there are.
-
-        Packed blocks keep their codes, bit for bit, where keys or values of a head are those held in their place. If
-        all are, and rows are only missing at the end, this is a `crop`.
-
-        Raises:
-            ValueError: They do not fit the store, or exceed it. Nothing is changed then.
-        """
-        check_fits(keys, values, self.tensors.row)
-        if self.max_cache_len is not None:
-            check_room(keys.shape[2], 0, self.max_cache_len)
-        states, held, tokens = (keys, values), dispatch.dense(self.view()), keys.shape[2]
-        order, counts = self.tensors.order, self.counts
-        shown = held if order is None else order.swapped_states(held)
-        if all(torch.equal(new, old[:, :, :tokens]) for new, old in zip(states, shown, strict=True)):
-            self.crop(counts.tokens - tokens)
-            self._release_room()
-            return
-        order = order if tokens == counts.tokens else None  # pruned rows are those of a new prompt
-        states = states if order is None else order.swapped_states(states)
-        keys, values = states
-        sinks = min(tokens, self.config.sink_tokens)
-        compared = min(counts.blocks + counts.pending, (tokens - sinks) // BLOCK_TOKENS)
-        packed = slice(sinks, sinks + compared * BLOCK_TOKENS)
-        same = same_blocks(*((keys[:, :, packed], values[:, :, packed]) for keys, values in (states, held)))
-        stays, blocks = same.flatten(0, 2).all(0).tolist(), self.config.num_blocks(tokens)
-        while blocks < compared and stays[blocks]:
-            blocks += 1  # packed, though a prompt of this length would leave it dense: a crop cut the rows after it off
-        store = LayerStore.allocate(self.config, keys, values)
-        store.set_scales(self.blocks.channel_scales)
-        store._make_room(0, blocks)
-        for is_same, group in groupby(range(blocks), lambda block: block < compared and stays[block]):
-            run = list(group)
-            start, stop = run[0], run[-1] + 1
-            if not is_same:
-                store._encode(states, start, (sinks + start * BLOCK_TOKENS, sinks + stop * BLOCK_TOKENS))
-            if (end := min(stop, compared)) > start:
-                keep_codes(store.blocks.slice(start, end), self.blocks.slice(start, end), same[..., start:end])
-        dense = sinks + blocks * BLOCK_TOKENS
-        for buffer, part in zip(store.tensors.sinks, states, strict=True):
-            buffer[:, :, :sinks] = part[:, :, :sinks]
-        write_rows(store.tensors.ring, blocks * BLOCK_TOKENS, (keys[:, :, dense:], values[:, :, dense:]))
-        store.tensors, store.counts = store.tensors.with_order(order), Counts(sinks, blocks, tokens - dense)
-        if self.device_counts is None:
-            self.tensors, self.counts = store.tensors, store.counts
-        else:
-            self.restore(*store.export())
-
-    def _release_room(self) -> None:
-        """Free room beyond what growing leaves, after tokens were removed. A preallocated layer keeps its room."""
-        if self.max_cache_len is None:
-            _, blocks, rows, encoded = self.counts
-            packed, first = blocks + encoded, blocks * BLOCK_TOKENS
-            if self.blocks.capacity > int(packed * GROWTH) + 1:
-                self.tensors = self.tensors.with_blocks(self.blocks.resized(packed, packed))
-            capacity = residual_capacity(self.config, rows, None)
-            if self.tensors.ring_rows > capacity:
-                self.tensors = self.tensors.with_ring(copied_ring(self.tensors.ring, first, rows, capacity))
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
         """A store of the results of `function` on every tensor but counts (batch selection, device moves)."""
         counts, tensors = self.settle(wait=False), self.tensors.map(function)
-        room = self.max_cache_len, self.device_counts, self.step_tokens
-        store = LayerStore(tensors, counts, self.scales_are_fixed, *room)
-        store.num_held = self.num_held
+        store = LayerStore(tensors, counts, *self._options())
+        store.num_held, store._cuts = self.num_held, self._cuts.map(function)
         return store
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
@@ -541,6 +492,7 @@ class LayerStore:
         assert beam_idx.shape == (self.tensors.batch_size,)
         self.settle(wait=False)
         dispatch.reorder(self.tensors, beam_idx)
+        self._cuts = self._cuts.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
         if (order := self.tensors.order) is not None:
             self.tensors = self.tensors.with_order(order.map(lambda x: x.index_select(0, beam_idx.to(x.device))))
 
@@ -549,6 +501,7 @@ class LayerStore:
         if self._fixed is None:
             return None
         self._deferred = self.pending.states = None
+        self._cuts.clear()
         if not self.scales_are_fixed:
             for factor in self.blocks.channel_scales:
                 factor.fill_(1)
@@ -561,6 +514,7 @@ class LayerStore:
         self.settle(wait=False)
         kinds = self.tensors.by_kind()
         kinds["metadata"] += list(self.device_counts or ())
+        kinds["residual"] += [tensor for cut in self._cuts.values() for tensor in cut]
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:

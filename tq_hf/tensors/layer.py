@@ -149,13 +149,20 @@ class LayerTensors:
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""
-        blocks, order = self.blocks, [] if self.order is None else [self.order.index]
+        blocks, order = self.blocks, self._index()
         return {
             "packed": [blocks.key_words, blocks.value_words],
             "metadata": [blocks.scales, blocks.key_means, *blocks.channel_scales, *order],
             "residual": list(self.ring),
             "sinks": list(self.sinks),
         }
+
+    def _index(self) -> list[torch.Tensor]:
+        return [] if self.order is None else [self.order.index]
+
+    def all(self) -> list[torch.Tensor]:
+        """Every tensor in one list."""
+        return self.arguments() + self._index()
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
@@ -276,24 +283,6 @@ class View(NamedTuple):
         if self.new is not None:
             parts.append((after + rows, self.new))
         return parts
-
-
-def same_blocks(states: KeyValue, others: KeyValue) -> torch.Tensor:
-    """Whether whole blocks of rows `[B, Hkv, n * 128, D]` are equal, `[2, B, Hkv, n]` bool: of keys, and of values."""
-    equal = [(a == b).unflatten(2, (-1, BLOCK_TOKENS)).flatten(3).all(3) for a, b in zip(states, others, strict=True)]
-    return torch.stack(equal)
-
-
-def keep_codes(blocks: PackedBlocks, held: PackedBlocks, same: torch.Tensor) -> None:
-    """Take n blocks of `held`: keys where `same[0]`, `[B, Hkv, n]` bool, values where `same[1]`."""
-    keys, values = same[..., None]
-    for name, tensor in blocks.tensors().items():
-        old = held.tensors()[name]
-        if name == "scales":
-            half = keys.int() * 0xFFFF - values.int() * 0x10000  # bits: keys are in the low half
-            tensor.copy_((old & half) | (tensor & ~half))
-        else:
-            tensor.copy_(torch.where(values if name == "value_words" else keys, old, tensor))
 
 
 def check_room(tokens: int, held: int, max_cache_len: int) -> None:

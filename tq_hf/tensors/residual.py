@@ -10,8 +10,9 @@ for one row would cost the host as much as the kernel's. All other readers and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import KeyValue
 
@@ -77,6 +78,38 @@ def ring_parts(ring: KeyValue, first: int, count: int) -> Iterator[tuple[int, Ke
     keys, values = ring
     for slots, rows in _slots(ring, first, count):
         yield rows.start, (keys[:, :, slots], values[:, :, slots])
+
+
+CUTS = 2
+"""Number of blocks whose rows `CutBlocks` keeps."""
+
+
+class CutBlocks(dict[int, KeyValue]):
+    """First rows of the packed blocks that a `crop` cut last, by block, dequantized: `[B, Hkv, n, D]`.
+
+    These rows are encoded again, with later tokens. Another crop that cuts the block takes them from here, so that its
+    errors do not add up when a cache is rewound many times.
+    """
+
+    def crop(self, rows: int) -> None:
+        """Keep none of the rows after the first `rows` of all blocks."""
+        for block, held in list(self.items()):
+            if (left := rows - block * BLOCK_TOKENS) > 0:
+                self[block] = held[0][:, :, :left], held[1][:, :, :left]
+            else:
+                del self[block]
+
+    def cut(self, block: int, rows: int, states: KeyValue) -> None:
+        """Replace the rows of a block in `states` that were cut before, and keep the first `rows`."""
+        for out, held in zip(states, self.pop(block, ()), strict=False):
+            out[:, :, : held.shape[2]] = held
+        self[block] = states[0][:, :, :rows].clone(), states[1][:, :, :rows].clone()
+        if len(self) > CUTS:
+            del self[next(iter(self))]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> CutBlocks:
+        """The results of `function` on every tensor."""
+        return CutBlocks({block: (function(keys), function(values)) for block, (keys, values) in self.items()})
 
 
 @outside_inference_mode

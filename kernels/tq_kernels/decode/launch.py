@@ -43,7 +43,7 @@ MOST_STEPS = 4096
 def _integers(size: int, device: torch.device) -> torch.Tensor:
     """Table of 0 ... `size` on the device, 16 bytes apart, which is Triton's alignment."""
     # Copy from the host, which waits for the end: another stream might read a table filled on the device too early.
-    return torch.arange(size, dtype=torch.int32).repeat_interleave(4).to(device)
+    return torch.arange(size, dtype=torch.int32, device="cpu").repeat_interleave(4).to(device)
 
 
 @lru_cache(maxsize=65536)

@@ -54,7 +54,7 @@ def table(bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
     For levels in float32 an element is complex128, in bfloat16 float64. On MPS `[..., 4]` in `dtype`, the same bytes.
     """
-    index = torch.arange(0x7778 if bits == 2 else 0x10000)
+    index = torch.arange(0x7778 if bits == 2 else 0x10000, device="cpu")
     of_code, columns = levels(bits, index.device), []
     for i in range(4):
         code, negative = index >> 4 * i & 7, index >> _SIGN_BITS[i] & 1
@@ -206,7 +206,7 @@ def _of_heads(factor: torch.Tensor) -> torch.Tensor:
 @cached_table
 def _planes(device: torch.device) -> torch.Tensor:
     """One-hot plane of each row, `[4, 1, 4, 1]`."""
-    return torch.eye(PLANES, device=device).view(PLANES, 1, PLANES, 1)
+    return torch.eye(PLANES, dtype=torch.float32, device=device).view(PLANES, 1, PLANES, 1)
 
 
 @dataclass

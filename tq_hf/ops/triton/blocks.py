@@ -12,7 +12,7 @@ from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, PackedBlocks
 
 from ...codec.rotation import rotation_matrix
-from ...compat import is_capturing, outside_inference_mode
+from ...compat import is_capturing, outside_modes
 from ...config import TurboQuantConfig
 from ...tensors.layer import DeviceCounts, LayerTensors, View
 from ...tensors.pages import LayerPages
@@ -135,7 +135,7 @@ def supports_attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | N
 
 
 @lru_cache
-@outside_inference_mode
+@outside_modes
 def rotations(
     config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
