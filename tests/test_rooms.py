@@ -108,7 +108,7 @@ BUDGETS = {
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
 PRODUCT, TESTS = 28_318, 33_009
-"""Lines in all, of both packages and of `tests/`: these two only fall, but for what a planned capability was granted."""
+"""Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted."""
 FILES = 125  # latents; ops/latent_pages.py; layers/expansion.py; batching/{batch_processor,linear,options,...}.py
 
 

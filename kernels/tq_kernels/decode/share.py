@@ -133,8 +133,8 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         scale_at = blocks.scales + block0 * TOKENS + n
         words = load_scales(scale_at + first * TOKENS, first < last)
     else:
-        # Pages are read two blocks ahead, because words are copied and scales read one block ahead. The parts of a block
-        # lie one behind the other: one address takes fewer instructions than four.
+        # Pages are read two blocks ahead, because words are copied and scales read one block ahead. The parts of a
+        # block lie one behind the other: one address takes fewer instructions than four.
         block0 = blocks.key_words + blocks.kv_head * C.BLOCK_WORDS
         page_words = (blocks.stride_b * C.BLOCK_WORDS).to(tl.int64)
         at = block0 + tl.load(blocks.block_table + first).to(tl.int64) * page_words
