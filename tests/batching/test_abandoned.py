@@ -24,12 +24,12 @@ class Paused:
         self.reached, self.go_on, self.layers = threading.Event(), threading.Event(), 0
         real = paged_cache.paged_step
 
-        def step(query: Any, *args: Any, **more: Any) -> Any:
-            if len(query) > 200:
+        def step(new: Any, *args: Any, **more: Any) -> Any:
+            if len(new.query) > 200:
                 self.layers += 1
                 self.reached.set()
                 assert self.go_on.wait(60)
-            return real(query, *args, **more)
+            return real(new, *args, **more)
 
         monkeypatch.setattr(paged_cache, "paged_step", step)
 

@@ -12,7 +12,7 @@ test_in_the_interpreter = child(__file__)
 def test_kernels_find_pages_between_which_dense_blocks_lie(monkeypatch) -> None:
     kernel_steps, step = [], triton_pages.paged_step
     monkeypatch.setattr(
-        triton_pages, "paged_step", lambda *args, **more: kernel_steps.append(args[3]) or step(*args, **more)
+        triton_pages, "paged_step", lambda *args, **more: kernel_steps.append(args[1]) or step(*args, **more)
     )
     model, inputs = model_of(num_hidden_layers=3), prompts([3, 132])
     with Session(model, "4bit_nc", overrides=dict(balance=False, skip_layers=(1,))) as session:

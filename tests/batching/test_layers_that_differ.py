@@ -49,7 +49,7 @@ def test_kernels_read_and_write_pages_of_512_channels(monkeypatch: pytest.Monkey
     kernel_steps, step = [], triton_pages.paged_step
 
     def noted(*args: Any, **options: Any) -> torch.Tensor:
-        kernel_steps.append((args[0].shape[-1], options["attend_prompts"] is not None))
+        kernel_steps.append((args[0].query.shape[-1], options["attend_prompts"] is not None))
         return step(*args, **options)
 
     monkeypatch.setattr(triton_pages, "paged_step", noted)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from tq_kernels.format import due_blocks
-from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, Sequences, Tokens
 
 from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, every_pair, states
 from tq_hf import TurboQuantConfig
@@ -59,7 +59,7 @@ class Requests:
         lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
         packed = [self.packed(i) for i in range(len(new))]
         sequences = Sequences(cumulative(new), cumulative(lengths), self.block_table, torch.tensor(packed), max(new))
-        out = paged_step(*inputs, self.pages, sequences, AttentionOptions(0.2, **options))
+        out = paged_step(Tokens(*inputs), self.pages, sequences, AttentionOptions(0.2, **options))
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
         self.done = [done + n for done, n in zip(self.done, new, strict=True)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from tq_kernels.format import due_blocks
-from tq_kernels.types import AttentionOptions, Sequences
+from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from tests.support.helpers import all_packed, states
 from tq_hf.ops.dispatch import paged_step, windowed_step
@@ -43,17 +43,17 @@ def layer(kind: str, pages: int) -> LayerPages | LayerWindows:
 def step_of(held: LayerPages | LayerWindows, new: int, **softcap: float) -> Callable[[], torch.Tensor]:
     """A step of one request with `HELD` tokens and `new` ones, which reads and writes the first pages of the pool."""
     heads = (QUERY_HEADS, HEADS, HEADS)
-    query, key, value = (states(i, 1, n, new, DIM)[0][0].transpose(0, 1).bfloat16() for i, n in enumerate(heads))
+    tokens = Tokens(*(states(i, 1, n, new, DIM)[0][0].transpose(0, 1).bfloat16() for i, n in enumerate(heads)))
     options = AttentionOptions(0.2, **softcap)
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (new, HELD + new))
     if isinstance(held, LayerWindows):
         sequences = Sequences(cu_q, cu_k, 2 + torch.arange(held.pages, dtype=torch.int32)[None], None, new)
         step = plan_step(sequences, new, held)
-        return lambda: windowed_step(query, key, value, held, step, options)
+        return lambda: windowed_step(tokens, held, step, options)
     columns = held.tensors.first_block_column + due_blocks(HELD + new, SINKS, 0)
     table = torch.arange(columns, dtype=torch.int32)[None]
     sequences = Sequences(cu_q, cu_k, table, torch.tensor([held.config.num_blocks(HELD)]), new)
-    return lambda: paged_step(query, key, value, held, sequences, options)
+    return lambda: paged_step(tokens, held, sequences, options)
 
 
 @pytest.mark.parametrize("softcap", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])

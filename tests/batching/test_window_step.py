@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from tq_kernels.types import AttentionOptions, Sequences
+from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from tests.support.helpers import cumulative
 from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests
@@ -78,11 +78,10 @@ class NoReading(TorchDispatchMode):
 def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) -> None:
     windows = LayerWindows(torch.zeros(PAGES, 2, 36, HEADS, DIM), 96, trash=1)
     sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), None, 1)
-    query, key, value = (torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
+    new = Tokens(*(torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS)))
     with NoReading():
-        out = windowed_step(
-            query, key, value, windows, plan_step(sequences, 3, windows), AttentionOptions(0.2, **options)
-        )
+        plan = plan_step(sequences, 3, windows)
+        out = windowed_step(new, windows, plan, AttentionOptions(0.2, **options))
     assert (out[:2] != 0).all() and (out[2] == 0).all()
 
 

@@ -155,7 +155,7 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
 
 def paged_step(step: Step) -> None:
     inputs = make(step)
-    triton_pages.paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
+    triton_pages.paged_step(inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
 def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
@@ -181,7 +181,7 @@ def test_a_decode_step_over_pages_is_launched_by_address_once_compiled(log) -> N
     inputs = [make(Step(past=(140, 300), new=(1, 1), sinks=4, spare=spare)) for spare in (2, 2)]
     layers = [each.pages for each in inputs]
     for layer in (0, 0, 1, 0):
-        triton_pages.paged_step(*inputs[layer].tokens, layers[layer], inputs[layer].sequences, inputs[layer].options)
+        triton_pages.paged_step(inputs[layer].tokens, layers[layer], inputs[layer].sequences, inputs[layer].options)
     steps = [log[at : at + 3] for at in range(0, 12, 3)]
     assert len(log) == 12  # three launches a step: the first one encodes
     assert [entry[1:3] for entry in steps[0]] == [("compiled", False)] * 3

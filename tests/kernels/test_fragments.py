@@ -68,7 +68,7 @@ if INTERPRETED:
         inputs = make(step)
         other = inputs.to(torch.device("cpu"))
         assert triton_pages.supports_paged_step(other.tokens[0], other.tokens[1], other.pages)
-        out = triton_pages.paged_step(*other.tokens, other.pages, other.sequences, other.options)
+        out = triton_pages.paged_step(other.tokens, other.pages, other.sequences, other.options)
         assert relative_rms(out, inputs.expected().double()) <= (5e-3 if step.dtype == BF16 else 1.5e-3)
 
     def test_prompts_over_pages_are_not_for_these_cards() -> None:

@@ -11,7 +11,7 @@ import torch
 from tq_kernels.common.device import Target
 from tq_kernels.decode import launch as decode_launch
 from tq_kernels.prefix import launch as prefix_launch
-from tq_kernels.types import Sequences
+from tq_kernels.types import Sequences, Tokens
 
 from tests.support.kernel_cases import DEVICE, INTERPRETED, child, gpu, relative_rms, runs_kernels
 from tests.support.paged_cases import Inputs, Step, make, sequences_of
@@ -73,7 +73,7 @@ TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 def run(inputs: Inputs) -> torch.Tensor:
     """The kernels' output."""
     assert triton_pages.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages)
-    return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
+    return paged_step(inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
 def assert_same_pool(inputs: Inputs, expected: Inputs) -> None:
@@ -110,8 +110,8 @@ def test_blocks_do_not_depend_on_chunks_or_company() -> None:
     block_table = parts.sequences.block_table[:1]
     done = 0
     for n in (100, 27, 1, 22):
-        tokens = tuple(x[done : done + n] for x in parts.tokens)
-        paged_step(*tokens, parts.pages, sequences_of(parts.step, (done,), (n,), block_table), parts.options)
+        tokens = Tokens(*(x[done : done + n] for x in parts.tokens))
+        paged_step(tokens, parts.pages, sequences_of(parts.step, (done,), (n,), block_table), parts.options)
         done += n
     pages = block_table[0, : whole.pages.tensors.ring_pages].long()
     for mine, other in zip(whole.pages.ring(pages), parts.pages.ring(pages), strict=True):
@@ -236,7 +236,7 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
 def test_layers_that_share_pages_all_read_what_was_there_before_the_step(step: Step) -> None:
     """Prompts are stored by the last of them; the rows of single tokens are written again."""
     expected, inputs = make(step), make(step)
-    arguments = (*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
+    arguments = (inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
     first = paged_step(*arguments, store=False)
     assert torch.equal(first, paged_step(*arguments))
     expected.expected()
@@ -259,7 +259,7 @@ def test_a_step_needs_no_more_scratch_than_what_is_reserved_for_the_largest(step
     expected, inputs = make(step), make(step)
     workspace = reserved(inputs, sum(step.new) + step.nobody, len(step.new))
     held = workspace.nbytes
-    out = paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options, workspace)
+    out = paged_step(inputs.tokens, inputs.pages, inputs.sequences, inputs.options, workspace)
     assert torch.equal(out, run(expected)) and workspace.nbytes == held
 
 
@@ -268,7 +268,7 @@ def test_a_step_beyond_what_is_reserved_is_refused_by_name() -> None:
     inputs = make(Step(past=(0,), new=(600,), Hq=8, Hkv=2))
     # The interpreter's device holds few programs, so a few tokens take little.
     with pytest.raises(RuntimeError, match="Attention over pages needs .* bytes of scratch"):
-        paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options, reserved(inputs, 8, 1))
+        paged_step(inputs.tokens, inputs.pages, inputs.sequences, inputs.options, reserved(inputs, 8, 1))
 
 
 @pytest.mark.parametrize("most", [64, 4096])

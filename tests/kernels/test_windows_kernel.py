@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.prefix import windows as window_launch
-from tq_kernels.types import AttentionOptions, Sequences
+from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from tests.support.helpers import cumulative
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
@@ -36,9 +36,9 @@ def of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     real = triton_pages.attend_windows
 
-    def spied(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        seen.append(len(query))
-        return real(query, *args, **options)
+    def spied(new: Tokens, *args: Any) -> torch.Tensor:
+        seen.append(len(new.query))
+        return real(new, *args)
 
     monkeypatch.setattr(triton_pages, "attend_windows", spied)
     return seen
@@ -129,7 +129,7 @@ if INTERPRETED:
                 patch.setattr(
                     triton_pages,
                     "attend_windows",
-                    lambda q, k, v, *rest, real=real, way=strided, **o: real(way(q), way(k), way(v), *rest, **o),
+                    lambda new, *rest, real=real, way=strided: real(Tokens(*map(way, new)), *rest),
                 )
                 check(requests, FP16, CHUNKS)
 
@@ -148,10 +148,8 @@ if INTERPRETED:
         windows = LayerWindows(torch.zeros(4, 2, 36, 2, 16, dtype=FP16), 96, trash=1)
         sequences = Sequences(cumulative([0]), cumulative([0]), torch.zeros(1, 3).int(), None, 1)
         query, key = torch.empty(0, 6, 16, dtype=FP16), torch.empty(0, 2, 16, dtype=FP16)
-        assert (
-            windowed_step(query, key, key, windows, plan_step(sequences, 0, windows), AttentionOptions(1.0)).shape[0]
-            == 0
-        )
+        new, plan = Tokens(query, key, key), plan_step(sequences, 0, windows)
+        assert windowed_step(new, windows, plan, AttentionOptions(1.0)).shape[0] == 0
 
 
 SIZES = [
@@ -187,13 +185,12 @@ def test_a_captured_step_is_right_for_windows_that_grew() -> None:
     requests = Requests(window, rows, [400] * 4, BF16, "cuda", shape)
     block_table = requests.block_table.cuda()
     cu_seqlens_q, cu_seqlens_k = (torch.zeros(5, dtype=torch.int32, device="cuda") for _ in range(2))
-    tokens = [torch.zeros(4, heads, shape[2], dtype=BF16, device="cuda") for heads in (16, 8, 8)]
+    tokens = Tokens(*(torch.zeros(4, heads, shape[2], dtype=BF16, device="cuda") for heads in (16, 8, 8)))
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, block_table, None, 1)
 
     def step() -> torch.Tensor:
-        return windowed_step(
-            *tokens, requests.windows, plan_step(sequences, 4, requests.windows), AttentionOptions(0.2)
-        )
+        plan = plan_step(sequences, 4, requests.windows)
+        return windowed_step(tokens, requests.windows, plan, AttentionOptions(0.2))
 
     cu_seqlens_q.copy_(cumulative([1] * 4))
     cu_seqlens_k.copy_(cumulative([1] * 4))

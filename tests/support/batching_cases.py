@@ -86,9 +86,9 @@ def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     """Steps in torch take no scratch: let them take a kilobyte a token, and sessions reserve so many bytes."""
     real = paged_cache.paged_step
 
-    def with_scratch(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        args[-1].floats(paged_cache.SCRATCH, 256 * len(query))
-        return real(query, *args, **kwargs)
+    def with_scratch(new: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args[-1].floats(paged_cache.SCRATCH, 256 * len(new.query))
+        return real(new, *args, **kwargs)
 
     monkeypatch.setattr(paged_cache, "step_scratch_bytes", lambda *args: reserved)
     monkeypatch.setattr(paged_cache, "paged_step", with_scratch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from tq_kernels.format import due_blocks
-from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, Sequences, Tokens
 
 from tests.support.helpers import cumulative
 from tq_hf.config import TurboQuantConfig
@@ -83,7 +83,7 @@ class Inputs:
     step: Step
     pool: torch.Tensor
     channel_scales: ChannelScales
-    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    tokens: Tokens
     sequences: Sequences
     s_aux: torch.Tensor | None
 
@@ -95,7 +95,7 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         """A copy on `device`."""
-        tokens = tuple(x.to(device, copy=True) for x in self.tokens)
+        tokens = Tokens(*(x.to(device, copy=True) for x in self.tokens))
         *tensors, max_q = self.sequences
         sequences = Sequences(*(x.to(device, copy=True) for x in tensors), max_q)
         s_aux = None if self.s_aux is None else self.s_aux.to(device)
@@ -109,7 +109,7 @@ class Inputs:
     def expected(self) -> torch.Tensor:
         """The reference's output; the pool is then as it leaves it."""
         with in_torch():
-            return dispatch.paged_step(*self.tokens, self.pages, self.sequences, self.options)
+            return dispatch.paged_step(self.tokens, self.pages, self.sequences, self.options)
 
     def encoded(self) -> torch.Tensor:
         """Pages that the step encodes blocks into."""
@@ -157,7 +157,7 @@ def make(step: Step, seed: int = 0) -> Inputs:
     # Heads behind tokens, and of keys and values also heads before them: as models give them.
     query = 1.5 * randn(total, step.Hq, step.D)
     key, value = randn(step.Hkv, total, step.D).transpose(0, 1), randn(total, step.Hkv, step.D)
-    tokens = tuple(x.to(step.dtype) for x in (query, key, value))
+    tokens = Tokens(*(x.to(step.dtype) for x in (query, key, value)))
     s_aux = randn(step.Hq) if step.s_aux else None
     sequences = sequences_of(step, step.past, step.new, block_table)
     inputs = Inputs(step, pool, ChannelScales(*made), tokens, sequences, s_aux)
@@ -166,7 +166,7 @@ def make(step: Step, seed: int = 0) -> Inputs:
             query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))
             with in_torch():
                 dispatch.paged_step(
-                    query, key + 2 * randn(1, step.Hkv, step.D).to(step.dtype), value,
+                    Tokens(query, key + 2 * randn(1, step.Hkv, step.D).to(step.dtype), value),
                     inputs.pages, sequences_of(step, (0,), (past,), block_table[i : i + 1]), inputs.options,
                 )  # fmt: skip
     return inputs

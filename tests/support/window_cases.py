@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tq_kernels.types import AttentionOptions, Sequences
+from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from tests.support.helpers import cumulative, states
 from tq_hf.ops.dispatch import windowed_step
@@ -81,7 +81,7 @@ class Requests:
         )
         plan = plan_step(sequences, len(packed[0]), self.windows)
         there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        out = windowed_step(*packed, self.windows, plan, AttentionOptions(0.2, **there), store=store)
+        out = windowed_step(Tokens(*packed), self.windows, plan, AttentionOptions(0.2, **there), store=store)
         out = out.cpu()
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]

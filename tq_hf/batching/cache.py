@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
-from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences, Tokens
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
@@ -439,17 +439,17 @@ class TurboQuantPagedCache(PagedAttentionCache):
         for states in (key, value):
             self._check(layer_idx, states, own.num_key_value_heads, own.head_dim)
         first = layer_idx == own.layer_indices[0]
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        new = Tokens(*(x[0].transpose(0, 1) for x in (query, key, value)))
         if isinstance(own, WindowAllocator):
             windows = own.windows[owner]
             if self._window_step is None or first:
                 sequences = windows_of(kwargs, own.index, windows)
-                self._window_step = plan_step(sequences, len(query), windows)
-            return dispatch.windowed_step(query, key, value, windows, self._window_step, options, store=store)[None]
+                self._window_step = plan_step(sequences, len(new.query), windows)
+            return dispatch.windowed_step(new, windows, self._window_step, options, store=store)[None]
         if self._sequences is None or first:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
         pages = self.allocator.pages[owner]
-        return paged_step(query, key, value, pages, self._sequences, options, self.scratch, store=store)[None]
+        return paged_step(new, pages, self._sequences, options, self.scratch, store=store)[None]
 
     def attend_latents(
         self,

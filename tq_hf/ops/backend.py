@@ -114,14 +114,15 @@ def _reason(error: Exception) -> str:
 
 
 def explains_failures(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that launches kernels on the device of the first tensor it is given."""
+    """Decorate a function that launches kernels on the device of the first tensor it is given, alone or in a tuple."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cuda"))
+            flat = (x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,)))
+            device = next((x.device for x in flat if isinstance(x, torch.Tensor)), torch.device("cuda"))
             better = explained(error, device)
             if better is error:
                 raise

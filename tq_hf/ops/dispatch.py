@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks, Sequences, Tokens
 
 from ..codec import reference as codec_reference
 from ..compat import is_capturing, outside_autocast, outside_inference_mode
@@ -414,9 +414,7 @@ def attend_dense(
 
 @torch.compiler.disable
 def paged_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    new: Tokens,
     pages: LayerPages,
     sequences: Sequences,
     options: AttentionOptions,
@@ -428,12 +426,10 @@ def paged_step(
 
     A request's queries attend, causally, to its sinks, to the blocks that `sequences` counts as packed, to the rows
     after them in its ring, and to the new tokens exactly. Then new rows are written to the ring and to the sink page,
-    and completed blocks are encoded, from ring rows and from `key` and `value`.
+    and completed blocks are encoded, from ring rows and from new keys and values.
 
     Args:
-        query: `[T, Hq, D]`, T tokens of all requests.
-        key: `[T, Hkv, D]`.
-        value: `[T, Hkv, D]`.
+        new: The T tokens of all requests, with any strides.
         pages: The layer's view of the pool, written in place.
         sequences: Lengths and block tables of the requests.
         options: Causal and without biases.
@@ -452,30 +448,29 @@ def paged_step(
     def attend_prompts(out: torch.Tensor) -> None:
         for request in reference.requests(sequences, pages.tensors):
             if request.tokens.stop - request.tokens.start > 1:
-                out[request.tokens] = _attend_request(*_states_of(request, query, key, value), pages, request, options)
+                out[request.tokens] = _attend_request(*_states_of(request, new), pages, request, options)
 
-    if triton_pages.supports_paged_step(query, key, pages):
+    query = new.query
+    if triton_pages.supports_paged_step(query, new.key, pages):
         by_kernel = sequences.max_q == 1 or triton_pages.supports_paged_prompts(query, pages.layout)
         by_torch = None if by_kernel else attend_prompts
-        arguments = (query, key, value, pages, sequences, options, workspace)
+        arguments = (new, pages, sequences, options, workspace)
         return triton_pages.paged_step(*arguments, store=store, attend_prompts=by_torch)
     if pages.blocks is None:  # the manager has reported dense layers
         what = "A decode step of a batch" if sequences.max_q == 1 else "A step with prompts of a batch"
-        say_torch_computes(what, query, query.shape[-1], value.shape[-1])
+        say_torch_computes(what, query, query.shape[-1])
     out = torch.zeros_like(query)
     for request in reference.requests(sequences, pages.tensors):
-        queries, new = _states_of(request, query, key, value)
-        out[request.tokens] = _attend_request(queries, new, pages, request, options)
+        queries, states = _states_of(request, new)
+        out[request.tokens] = _attend_request(queries, states, pages, request, options)
         if store:
-            store_request(pages, request, new)
+            store_request(pages, request, states)
     return out
 
 
-def _states_of(
-    request: reference.Request, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, KeyValue]:
+def _states_of(request: reference.Request, new: Tokens) -> tuple[torch.Tensor, KeyValue]:
     """A request's queries `[1, Hq, n, D]`, and its new keys and values `[1, Hkv, n, D]`."""
-    queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))
+    queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in new)
     return queries, (keys, values)
 
 
@@ -524,21 +519,12 @@ def store_request(pages: LayerPages, request: reference.Request, new: KeyValue) 
 
 @torch.compiler.disable
 def windowed_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    windows: LayerWindows,
-    step: WindowStep,
-    options: AttentionOptions,
-    *,
-    store: bool = True,
+    new: Tokens, windows: LayerWindows, step: WindowStep, options: AttentionOptions, *, store: bool = True
 ) -> torch.Tensor:
     """Attend from every request's new tokens to the window before each of them, then store the new tokens.
 
     Args:
-        query: `[T, Hq, D]`, T tokens of all requests.
-        key: `[T, Hkv, D]`.
-        value: `[T, Hkv, D]`.
+        new: The T tokens of all requests, with any strides.
         windows: The layer's view of the pool, written in place.
         step: Result of `sliding_pages.plan_step` for this step.
         options: Causal and without biases.
@@ -550,32 +536,25 @@ def windowed_step(
     """
     singles = step.singles
     if singles is not None and singles.tokens is None:
-        return _attend_windows(query, key, value, windows, singles, options)
-    out = torch.zeros_like(query)
+        return _attend_windows(new, windows, singles, options)
+    out = torch.zeros_like(new.query)
     if singles is not None:
-        ones = singles.tokens
-        out[ones] = _attend_windows(query[ones], key[ones], value[ones], windows, singles, options)
+        ones = Tokens(*(x[singles.tokens] for x in new))
+        out[singles.tokens] = _attend_windows(ones, windows, singles, options)
     for prompt in step.prompts:
-        part = prompt.tokens
-        out[part] = sliding_pages.attend_prompt(query[part], key[part], value[part], windows, prompt, options)
+        part = Tokens(*(x[prompt.tokens] for x in new))
+        out[prompt.tokens] = sliding_pages.attend_prompt(part, windows, prompt, options)
         if store:
-            sliding_pages.store_prompt(key[part], value[part], windows, prompt)
+            sliding_pages.store_prompt(part, windows, prompt)
     return out
 
 
-def _attend_windows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    windows: LayerWindows,
-    singles: Singles,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Store the new tokens `[N, *, D]` of requests with one each, then attend to their windows: `[N, Hq, D]`."""
-    if triton_pages.supports_attend_windows(query, key, windows):
-        return triton_pages.attend_windows(query, key, value, windows, singles, options)
-    say_torch_computes("A sliding layer's decode step of a batch", query, query.shape[-1], value.shape[-1])
-    return sliding_pages.attend_windows(query, key, value, windows, singles, options)
+def _attend_windows(new: Tokens, windows: LayerWindows, singles: Singles, options: AttentionOptions) -> torch.Tensor:
+    """Store the N new tokens of requests with one each, then attend to their windows: `[N, Hq, D]`."""
+    if triton_pages.supports_attend_windows(new.query, new.key, windows):
+        return triton_pages.attend_windows(new, windows, singles, options)
+    say_torch_computes("A sliding layer's decode step of a batch", new.query, new.query.shape[-1])
+    return sliding_pages.attend_windows(new, windows, singles, options)
 
 
 def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from tq_kernels.types import AttentionOptions, Sequences
+from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from ..tensors.pages import LayerWindows, Place, Prompt, Singles, WindowStep
 from .cpu.attention import attend_buffer, attend_dense, supports_sdpa
@@ -57,15 +57,9 @@ def _singles(
     return Singles(tokens, past.int(), sequences.block_table[request.clamp(max=count - 1)], windows)
 
 
-def attend_windows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    windows: LayerWindows,
-    singles: Singles,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Store the new tokens `[N, *, D]`, then attend to the windows: `[N, Hq, D]`."""
+def attend_windows(new: Tokens, windows: LayerWindows, singles: Singles, options: AttentionOptions) -> torch.Tensor:
+    """Store the N new tokens, then attend to the windows: `[N, Hq, D]`."""
+    query, key, value = new
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]
     # Count the gathered rows twice: torch makes as much again of them.
@@ -87,16 +81,9 @@ def attend_windows(
     return out.masked_fill(~singles.exists[:, None, None], 0)
 
 
-def attend_prompt(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    windows: LayerWindows,
-    prompt: Prompt,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attend to the window and to the new tokens `[n, *, D]`: `[n, Hq, D]`."""
-    new, window = len(query), windows.window
+def attend_prompt(new: Tokens, windows: LayerWindows, prompt: Prompt, options: AttentionOptions) -> torch.Tensor:
+    """Attend to the window and to the n new tokens: `[n, Hq, D]`."""
+    (query, key, value), window = new, windows.window
     held = min(prompt.past, window - 1)
     if held:
         before = windows.read(*_place(windows, prompt, prompt.past - held, prompt.past))
@@ -105,8 +92,8 @@ def attend_prompt(
         keys, values = key, value
     queries, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
     parts = []
-    for start in range(0, new, TILE_QUERIES):
-        stop = min(start + TILE_QUERIES, new)
+    for start in range(0, len(query), TILE_QUERIES):
+        stop = min(start + TILE_QUERIES, len(query))
         first, end = max(0, held + start - window + 1), held + stop
         seen, shown = keys[:, :, first:end], values[:, :, first:end]
         rows = queries[:, :, start:stop]
@@ -126,8 +113,9 @@ def attend_prompt(
     return torch.cat(parts)
 
 
-def store_prompt(key: torch.Tensor, value: torch.Tensor, windows: LayerWindows, prompt: Prompt) -> None:
-    """Store the newest of the new tokens `[n, Hkv, D]`."""
+def store_prompt(new: Tokens, windows: LayerWindows, prompt: Prompt) -> None:
+    """Store the newest of the n new tokens."""
+    _, key, value = new
     stored, end = min(len(key), windows.window), prompt.past + len(key)
     windows.write(*_place(windows, prompt, end - stored, end), key[len(key) - stored :], value[len(key) - stored :])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, KeyValue, Sequences
+from tq_kernels.types import AttentionOptions, KeyValue, Sequences, Tokens
 
 from ...compat import is_capturing
 from ...config import TurboQuantConfig
@@ -29,7 +29,6 @@ if HAS_TRITON:
     from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
-    from tq_kernels.types import Tokens
 
 
 SCRATCH = "attention over pages"
@@ -116,9 +115,7 @@ def decode_launch(pages: LayerPages) -> DecodeLaunch:
 
 @explains_failures
 def paged_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    new: Tokens,
     pages: LayerPages,
     sequences: Sequences,
     options: AttentionOptions,
@@ -132,7 +129,7 @@ def paged_step(
     Args:
         attend_prompts: Writes the attention of prompts to `[T, Hq, D]`, where not `supports_paged_prompts`.
     """
-    config, layout, device = pages.config, pages.layout, query.device
+    query, config, layout, device = new.query, pages.config, pages.layout, new.query.device
     total, count = query.shape[0], sequences.cu_seqlens_q.shape[0] - 1
     single = sequences.max_q == 1
     # The kernels of decode write every row if they can tell padding tokens.
@@ -140,7 +137,7 @@ def paged_step(
     out = query.new_empty(query.shape) if fill and total == count else query.new_zeros(query.shape)
     if total == 0:
         return out
-    tokens = Tokens(_rows(query), _rows(key), _rows(value))
+    tokens = Tokens(*map(_rows, new))
     scratch = allocator(None if is_capturing() else workspace, SCRATCH, device)
     with blocks.launching_on(query):
         if attend_prompts is not None:
@@ -233,22 +230,15 @@ def supports_attend_windows(query: torch.Tensor, key: torch.Tensor, windows: Lay
 
 
 @explains_failures
-def attend_windows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    windows: LayerWindows,
-    singles: Singles,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attention of one new token each `[N, *, D]` of requests over their windows, stored there: `[N, Hq, D]`."""
-    with blocks.launching_on(query):
+def attend_windows(new: Tokens, windows: LayerWindows, singles: Singles, options: AttentionOptions) -> torch.Tensor:
+    """Attention of the N new tokens of as many requests over their windows, stored there: `[N, Hq, D]`."""
+    with blocks.launching_on(new.query):
         return attend_window_rows(
-            (_rows(query), _rows(key), _rows(value)),
+            Tokens(*map(_rows, new)),
             windows.rows,
             windows.window,
             singles.block_table,
             singles.past,
             options,
-            allocate=allocator(None, "attention over windows", query.device),
+            allocate=allocator(None, "attention over windows", new.query.device),
         )
