@@ -22,12 +22,15 @@ ANYWHERE = re.compile(
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Docstrings of modules, classes, functions and constants, error messages, and comments, each with its line."""
+    """Docstrings of modules, classes, functions and constants, error messages (arguments of exceptions, of `refuse`),
+    and comments, each with its line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for part in node.exc.args:
+        call = node.exc if isinstance(node, ast.Raise) else node
+        refuses = isinstance(node, ast.Raise) or getattr(getattr(node, "func", None), "id", None) == "refuse"
+        if refuses and isinstance(call, ast.Call):
+            for part in call.args:
                 pieces = part.values if isinstance(part, ast.JoinedStr) else [part]
                 yield part.lineno, "".join(str(p.value) if isinstance(p, ast.Constant) else "X" for p in pieces)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -6,7 +6,7 @@ import os
 from copy import copy
 from functools import cache
 from inspect import getsource, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
@@ -53,68 +53,58 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
     return config
 
 
+def refuse(model: Any, why: str, instead: str = INSTEAD) -> NoReturn:
+    """Raise a `ValueError`: the name of a model, `why` pages cannot hold its layers, and a sentence `instead`."""
+    raise ValueError(f"{type(model).__name__} {why}. {instead}")
+
+
 def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     """Raise `ValueError` if pages cannot hold the layers of a model, or if no layer can be packed.
 
     Returns:
         Indices of the full-attention layers that the configuration keeps dense.
     """
-    name, decoder = type(model).__name__, model.config.get_text_config()
+    decoder = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
+        refuse(model, "is an encoder-decoder, and continuous batching serves decoders")
     if any(map(holds_latents, layer_configs(decoder))):
         _check_latents(model)
     found, linear = set(getattr(decoder, "layer_types", None) or []), linear_layers(decoder)
     if kinds := sorted(found - {FULL_ATTENTION, SLIDING_ATTENTION, *LINEAR, *WITHOUT_CACHE}):
-        raise ValueError(
-            f"{name} has layers of the kind {', '.join(kinds)}, and pages hold full attention, sliding windows and the "
-            f"states of linear layers only. {INSTEAD}"
-        )
+        held = "full attention, sliding windows and the states of linear layers"
+        refuse(model, f"has layers of the kind {', '.join(kinds)}, and pages hold {held} only")
     if linear and FULL_ATTENTION not in found:
-        raise ValueError(f"{name} has no full attention beside its linear layers, so nothing is packed. {INSTEAD}")
+        refuse(model, "has no full attention beside its linear layers, so nothing is packed")
     if linear and SLIDING_ATTENTION in found:
-        raise ValueError(
-            f"{name} has sliding windows and linear layers, and a pool holds one of them beside full attention. "
-            f"{INSTEAD}"
-        )
+        refuse(model, "has sliding windows and linear layers, and a pool holds one of them beside full attention")
     linear_modules(model)
     if not takes_attention_functions(type(decoder)):
-        raise ValueError(f"{name} computes attention itself, so it cannot read pages. {INSTEAD}")
+        refuse(model, "computes attention itself, so it cannot read pages")
     layers, owners = TurboQuantCache(model.config, config).layers, page_owners(decoder)
     presets = config.by_layer(len(layers))
     own = {i: type(layer) for i, layer in enumerate(layers) if owners.get(i) == i}
+    unpacked = "Use transformers' own `model.generate_batch`, which needs the same memory."
     if own and set(own.values()) == {SlidingLayer}:
-        raise ValueError(
-            f"{name} has sliding windows only, which are never packed. Use transformers' own `model.generate_batch`, "
-            "which needs the same memory."
-        )
+        refuse(model, "has sliding windows only, which are never packed", unpacked)
     dense = [i for i, kind in own.items() if presets[i] is None and kind is GrowingLayer]
     if own and len(dense) + sum(kind is SlidingLayer for kind in own.values()) == len(own):
-        raise ValueError(
-            f"`skip_layers` leaves no layer of {name} to pack. "
-            + (INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory.")
-        )
+        instead = INSTEAD if linear else unpacked
+        raise ValueError(f"`skip_layers` leaves no layer of {type(model).__name__} to pack. {instead}")
     supported = (TurboQuantLayer, SlidingLayer)
     other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in supported]
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
-        raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
+        refuse(model, f"has layers of another kind ({what}), which pages cannot hold")
     if any(owners.get(i, i) != i for i in range(len(layers))) and not _passes_shared_states(model):
-        raise ValueError(
-            f"{name} has layers that read the keys and values of other layers from the cache, which pages cannot "
-            f"provide. {INSTEAD}"
-        )
+        what = "the keys and values of other layers from the cache"
+        refuse(model, f"has layers that read {what}, which pages cannot provide")
     if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
-        raise ValueError(
-            f"{name} takes no positions (`position_ids`), so it reads the requests of a batch as one text. {INSTEAD}"
-        )
-    _check_heads(model, name)
+        refuse(model, "takes no positions (`position_ids`), so it reads the requests of a batch as one text")
+    _check_heads(model)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
-        raise ValueError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device. Load it on "
-            "one, or with tensor parallelism (`tp_plan='auto'`)."
-        )
+        advice = "Load it on one, or with tensor parallelism (`tp_plan='auto'`)."
+        refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device", advice)
     return dense
 
 
@@ -168,7 +158,7 @@ def warn_about_graph_mixing(model: Any) -> None:
         )
 
 
-def _check_heads(model: Any, name: str) -> None:
+def _check_heads(model: Any) -> None:
     """Raise `ValueError` if heads differ in width or number between layers of one kind, or are wider than the pages
     that kernels read."""
     decoder = model.config.get_text_config()
@@ -177,10 +167,8 @@ def _check_heads(model: Any, name: str) -> None:
     attention = [module for module in attention if module.layer_idx not in linear_layers(decoder)]
     count, layers = decoder.num_hidden_layers, {module.layer_idx for module in attention}
     if attention and layers != paged:
-        raise ValueError(
-            f"{name} has {len(layers)} attention layers for {count} cache layers, and pages need one attention layer "
-            f"per cache layer. {INSTEAD}"
-        )
+        need = f"for {count} cache layers, and pages need one attention layer per cache layer"
+        refuse(model, f"has {len(layers)} attention layers {need}")
     most = widest_paged_head(model.device)
     for kind, members in paged_layers(decoder).items():
         alike = [module for module in attention if module.layer_idx in members]
@@ -189,37 +177,30 @@ def _check_heads(model: Any, name: str) -> None:
         rows = {getattr(m.k_proj, "out_features", None) for m in alike if hasattr(m, "k_proj")} - {None}
         if len(widths) > 1 or len(rows) > 1:
             differ = " and ".join(map(str, widths)) + " channels" if len(widths) > 1 else "another number of KV heads"
-            raise ValueError(
-                f"{name} has heads of {differ} in different layers of {kind.replace('_', ' ')}, and pages of a kind "
-                f"hold one size. {INSTEAD}"
-            )
+            where = f"in different layers of {kind.replace('_', ' ')}"
+            refuse(model, f"has heads of {differ} {where}, and pages of a kind hold one size")
         for module in alike:
             if (width := getattr(module, "v_head_dim", module.head_dim)) != module.head_dim:
-                raise ValueError(
-                    f"{name} has keys of {module.head_dim} and values of {width} channels, and pages hold equal ones. "
-                    f"{INSTEAD}"
-                )
+                widths_apart = f"keys of {module.head_dim} and values of {width} channels"
+                refuse(model, f"has {widths_apart}, and pages hold equal ones")
         if most and kind == FULL_ATTENTION and widths and widths[0] > most:
-            raise ValueError(
-                f"{name} has heads of {widths[0]} channels, and this device's kernels read pages of up to {most}: "
-                f"every step would be computed in torch, request by request. {INSTEAD}"
-            )
+            why = f"read pages of up to {most}: every step would be computed in torch, request by request"
+            refuse(model, f"has heads of {widths[0]} channels, and this device's kernels {why}")
 
 
 def _check_latents(model: Any) -> None:
     """Raise `ValueError` if pages cannot hold the latents of a model (MLA)."""
     decoder, modules = model.config.get_text_config(), _attention_modules(model)
-    refused = f"{type(model).__name__} has latent attention (MLA) that pages cannot hold"
-    if any(hasattr(module, "indexer") for module in modules):
-        raise ValueError(f"{refused}: an indexer chooses tokens. {INSTEAD}")
-    found = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in layer_configs(decoder)}
-    if len(found) > 1:
-        raise ValueError(f"{refused}: its layers have latents of several widths. {INSTEAD}")
-    if paged_layers(decoder).keys() != {FULL_ATTENTION}:
-        raise ValueError(f"{refused}: it has sliding windows, too. {INSTEAD}")
     attending = sorted(set(range(decoder.num_hidden_layers)) - set(linear_layers(decoder)))
-    if sorted(module.layer_idx for module in modules) != attending:
-        raise ValueError(f"{refused}: it needs one attention layer per layer. {INSTEAD}")
+    widths = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in layer_configs(decoder)}
+    obstacles = {
+        "an indexer chooses tokens": any(hasattr(module, "indexer") for module in modules),
+        "its layers have latents of several widths": len(widths) > 1,
+        "it has sliding windows, too": paged_layers(decoder).keys() != {FULL_ATTENTION},
+        "it needs one attention layer per layer": sorted(module.layer_idx for module in modules) != attending,
+    }
+    for reason in (reason for reason, is_met in obstacles.items() if is_met):
+        refuse(model, f"has latent attention (MLA) that pages cannot hold: {reason}")
     check_expansion(model)
 
 
