@@ -22,18 +22,15 @@ def test_operators_pass_opcheck(masked: bool) -> None:
     pair = states(0, 2, HEADS, 132, DIM)
     store = LayerStore.allocate(config, *pair, 171)
     store.append(*rows(pair, 0, 131))
-    tensors, text = store.tensors.arguments(), config_text(config)
-    torch.library.opcheck(
-        graph_ops._append_token, (*rows(pair, 131), tensors, list(store.device_counts), text, store.max_cache_len)
-    )
     view = store.append(*rows(pair, 131))
-    query = states(1, 2, 2 * HEADS, 1, DIM)[0]
+    step, query = graph_ops._arguments(view), states(1, 2, 2 * HEADS, 1, DIM)[0]
     mask = torch.ones(2, 1, 1, store.max_cache_len, dtype=torch.bool) if masked else None
-    counts, after = list(store.device_counts), (mask, None, DIM**-0.5, None, text, store.max_cache_len)
-    torch.library.opcheck(graph_ops._attend_token, (query, list(rows(pair, 131)), tensors, counts, *after))
+    torch.library.opcheck(graph_ops._append_token, step)
+    torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None))
     graph_ops.append_pending_token(view)
-    torch.library.opcheck(graph_ops._attend_token, (query, [], tensors, counts, *after))
-    torch.library.opcheck(graph_ops._dense_tokens, (tensors, view.counts.step_counts, text, store.max_cache_len))
+    step = graph_ops._arguments(view)
+    torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None))
+    torch.library.opcheck(graph_ops._dense_tokens, (step[1], view.counts.step_counts, *step[3:]))
 
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:

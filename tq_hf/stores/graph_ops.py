@@ -11,7 +11,6 @@ replays them for every length. `torch.library.triton_op` would not do: in torch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,44 +41,42 @@ def tokens_held(counts: DeviceCounts) -> torch.Tensor:
     return _tokens_held(counts.length) if torch.compiler.is_dynamo_compiling() else counts.length
 
 
-def _layer_of(
-    tensors: list[torch.Tensor],
-    counts: list[torch.Tensor],
-    config: str,
-    max_cache_len: int,
-    row: Sequence[torch.Tensor],
-) -> tuple[LayerTensors, DeviceCounts]:
-    """Layer and counts of an operator's arguments. Raises `ValueError` without room for `row`, on a CPU."""
+def _arguments(view: View) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], str, int]:
+    """The view of a decode step as an operator takes it: states of the new tokens if they are pending, the layer's
+    tensors, its counts, its configuration as text, and `max_cache_len`."""
+    assert isinstance(view.counts, DeviceCounts) and view.pending is not None
+    row = [] if view.pending.states is None else list(view.pending.states)
+    return row, view.tensors.arguments(), list(view.counts), view.tensors.config_text, view.length
+
+
+def _view_of(
+    row: list[torch.Tensor], tensors: list[torch.Tensor], counts: list[torch.Tensor], config: str, max_cache_len: int
+) -> View:
+    """The view of `_arguments`. Raises `ValueError` without room for `row`, on a CPU."""
     device_counts = DeviceCounts(*counts)
     if row and row[0].is_cpu:
         check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
-    return LayerTensors.from_arguments(config, tensors), device_counts
+    pending = PendingToken((row[0], row[1]) if row else None)
+    return View(LayerTensors.from_arguments(config, tensors), device_counts, max_cache_len, None, pending)
 
 
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
 def _append_token(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tensors: list[torch.Tensor],
-    counts: list[torch.Tensor],
-    config: str,
-    max_cache_len: int,
+    row: list[torch.Tensor], tensors: list[torch.Tensor], counts: list[torch.Tensor], config: str, max_cache_len: int
 ) -> None:
-    layer, device_counts = _layer_of(tensors, counts, config, max_cache_len, (keys, values))
-    dispatch.append_token(layer, device_counts, keys, values, max_cache_len)
+    append_pending_token(_view_of(row, tensors, counts, config, max_cache_len))
 
 
 def append_pending_token(view: View) -> None:
     """Append the new tokens of a decode step's view, unless they are appended."""
-    tensors, counts, max_cache_len, pending = view.tensors, view.counts, view.length, view.pending
+    counts, pending = view.counts, view.pending
     assert isinstance(counts, DeviceCounts) and pending is not None
     if pending.states is None:
         return
     if torch.compiler.is_dynamo_compiling():
-        _append_token(*pending.states, tensors.arguments(), list(counts), tensors.config_text, max_cache_len)
+        _append_token(*_arguments(view))
     else:
-        keys, values = pending.states
-        dispatch.append_token(tensors, counts, keys, values, max_cache_len)
+        dispatch.append_token(view.tensors, counts, *pending.states, view.length)
     pending.states = None
 
 
@@ -89,27 +86,21 @@ def _attend_token(
     row: list[torch.Tensor],
     tensors: list[torch.Tensor],
     counts: list[torch.Tensor],
+    config: str,
+    max_cache_len: int,
     mask: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
-    config: str,
-    max_cache_len: int,
 ) -> torch.Tensor:
-    layer, device_counts = _layer_of(tensors, counts, config, max_cache_len, row)
-    pending = PendingToken((row[0], row[1]) if row else None)
-    view = View(layer, device_counts, max_cache_len, None, pending)
+    view = _view_of(row, tensors, counts, config, max_cache_len)
     return dispatch.attend_token(query, view, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 
 
 @_attend_token.register_fake
-def _attend_token_shape(
-    query: torch.Tensor, row: list[torch.Tensor], tensors: list[torch.Tensor], *rest: Any
-) -> torch.Tensor:
-    *_, config, _ = rest
-    layer = LayerTensors.from_arguments(config, tensors)
+def _attend_token_shape(query: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *_: Any) -> torch.Tensor:
     batch, heads, rows, _ = query.shape
-    return query.new_empty(batch, rows, heads, layer.layout.value_dim)
+    return query.new_empty(batch, rows, heads, LayerTensors.from_arguments(config, tensors).layout.value_dim)
 
 
 def causal_mask(view: View, queries: int) -> torch.Tensor:
@@ -135,20 +126,17 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, counts, pending = view.tensors, view.counts, view.pending
-    max_cache_len, past = view.length, view.past_length
+    counts, pending, past = view.counts, view.pending, view.past_length
     assert isinstance(counts, DeviceCounts) and pending is not None
     if mask is not None:
-        dispatch.check_mask(mask, max_cache_len if past is None else past + query.shape[2])
+        dispatch.check_mask(mask, view.length if past is None else past + query.shape[2])
     elif not options.causal and query.shape[2] > 1:
         mask = torch.ones(1, 1, query.shape[2], view.length, dtype=torch.bool, device=query.device)
     if not dispatch.supports_mask(mask, options):
         return _attend_with_biases(query, view, mask, options)
     if torch.compiler.is_dynamo_compiling():
-        row = [] if pending.states is None else list(pending.states)
         scaling, _, softcap, s_aux, _ = options
-        written, text = (tensors.arguments(), list(counts)), tensors.config_text
-        out = _attend_token(query, row, *written, mask, s_aux, scaling, softcap, text, max_cache_len)
+        out = _attend_token(query, *_arguments(view), mask, s_aux, scaling, softcap)
         pending.states = None
         return out
     try:
@@ -169,26 +157,23 @@ def _attend_absorbed(
     row: list[torch.Tensor],
     tensors: list[torch.Tensor],
     counts: list[torch.Tensor],
-    mask: torch.Tensor | None,
-    scaling: float,
     config: str,
     max_cache_len: int,
+    mask: torch.Tensor | None,
+    scaling: float,
 ) -> torch.Tensor:
-    layer, device_counts = _layer_of(tensors, counts, config, max_cache_len, row)
-    if row:
-        dispatch.append_token(layer, device_counts, row[0], row[1], max_cache_len)
-    view = View(layer, device_counts, max_cache_len, None)
+    view = _view_of(row, tensors, counts, config, max_cache_len)
+    append_pending_token(view)
     return dispatch.attend_absorbed(query, weight, view, mask, AttentionOptions(scaling))
 
 
 @_attend_absorbed.register_fake
 def _attend_absorbed_shape(
-    query: torch.Tensor, weight: torch.Tensor, row: list[torch.Tensor], tensors: list[torch.Tensor], *rest: Any
+    query: torch.Tensor, weight: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *_: Any
 ) -> torch.Tensor:
-    *_, config, _ = rest
-    layer = LayerTensors.from_arguments(config, tensors)
     batch, heads, queries, dim = query.shape
-    return query.new_empty(batch, queries, heads, weight.shape[0] // heads - dim + layer.layout.value_dim)
+    rotary_dim = LayerTensors.from_arguments(config, tensors).layout.value_dim
+    return query.new_empty(batch, queries, heads, weight.shape[0] // heads - dim + rotary_dim)
 
 
 def attend_absorbed(
@@ -196,21 +181,18 @@ def attend_absorbed(
 ) -> torch.Tensor | None:
     """`tq_hf.ops.dispatch.attend_absorbed`; `None` if it does not compute this call. In a decode step of a preallocated
     store the newest tokens are appended first."""
-    tensors, counts, pending = view.tensors, view.counts, view.pending
-    max_cache_len, past = view.length, view.past_length
+    pending, past = view.pending, view.past_length
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling and not (dispatch.supports_mask(mask, options) and options.only_scales()):
         return None
     if not compiling and not dispatch.supports_attend_absorbed(query, view, mask, options):
         return None
-    if isinstance(counts, DeviceCounts):
+    if isinstance(view.counts, DeviceCounts):
         assert pending is not None
         if mask is not None:
-            dispatch.check_mask(mask, max_cache_len if past is None else past + query.shape[2])
+            dispatch.check_mask(mask, view.length if past is None else past + query.shape[2])
         if compiling:
-            row = [] if pending.states is None else list(pending.states)
-            held, text = (row, tensors.arguments(), list(counts)), tensors.config_text
-            out = _attend_absorbed(query, weight, *held, mask, options.scaling, text, max_cache_len)
+            out = _attend_absorbed(query, weight, *_arguments(view), mask, options.scaling)
             pending.states = None
             return out
         append_pending_token(view)
