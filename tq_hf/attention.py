@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tq_kernels.types import AttentionOptions, KeyValue
+from tq_kernels.types import AttentionOptions, KeyValue, Mask
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
@@ -114,7 +114,7 @@ def _attend_latents(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: Mask,
     dropout: float,
     options: AttentionOptions,
     refused: bool,
@@ -141,7 +141,7 @@ def _attend_dense(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: Mask,
     dropout: float,
     options: AttentionOptions,
     sliding: bool,
@@ -177,7 +177,7 @@ def _attend_dense(
 
 
 def _attend_absorbed(
-    weight: torch.Tensor, query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+    weight: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor | None:
     """Attention over packed latents; `None` if it does not compute this call."""
     if autocast_dtype(query) is not None:
@@ -189,7 +189,7 @@ def _attend_absorbed(
 
 
 def _in_order(
-    order: SinkOrder, query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+    order: SinkOrder, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> tuple[torch.Tensor | None, AttentionOptions]:
     """Mask and options with columns in the order in which a store holds padded rows."""
     if mask is None and options.causal and query.shape[2] > 1:
@@ -206,12 +206,7 @@ def _attend_lower(attend: Any, lower: torch.dtype, query: torch.Tensor, view: Vi
 
 
 def _attend_with_gradients(
-    attend: Any,
-    key: torch.Tensor,
-    query: torch.Tensor,
-    view: View,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
+    attend: Any, key: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
     """Run `attend`. The backward pass raises where gradients are lost: those of earlier states, or all in kernels."""
     lost = key._handle.sources  # type: ignore[attr-defined]
@@ -242,9 +237,7 @@ def _refuse_compressed(dropout: float) -> None:
     )
 
 
-def _bottom_right(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool
-) -> torch.Tensor | None:
+def _bottom_right(query: torch.Tensor, key: torch.Tensor, mask: Mask, causal: bool) -> torch.Tensor | None:
     """Mask for sdpa. Without a mask sdpa aligns causal attention top-left; here it is bottom-right."""
     queries, length = query.shape[2], key.shape[2]
     if mask is not None or not causal or not 1 < queries < length:
@@ -258,12 +251,7 @@ def _causal(queries: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def _without_unselected(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    length: int,
-    mask: torch.Tensor | None,
-    causal: bool,
-    kwargs: dict[str, Any],
+    module: torch.nn.Module, query: torch.Tensor, length: int, mask: Mask, causal: bool, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Mask out tokens that the model's indexer did not select. Pops `block_indices` and `indices` from `kwargs`.
 
@@ -281,7 +269,7 @@ def _without_unselected(
     return mask
 
 
-def _select(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:
+def _select(indices: torch.Tensor, mask: Mask, length: int, causal: bool) -> torch.Tensor:
     """Mask out tokens that are not in `indices` `[B, S, K]`. A `mask` of `None` is bottom-right causal, or full."""
     batch, queries, _ = indices.shape
     counts = torch.zeros(batch, queries, length + 1, dtype=torch.int32, device=indices.device)
@@ -359,7 +347,7 @@ def turboquant_mask(
     )
 
 
-def _pads_nothing(mask: torch.Tensor | None, end: int) -> bool:
+def _pads_nothing(mask: Mask, end: int) -> bool:
     """Whether all tokens up to `end` are unpadded in a padding mask `[B, T]`. Tokens after T are padding."""
     if mask is None:
         return True

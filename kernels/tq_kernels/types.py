@@ -13,6 +13,8 @@ from .layout import BlockLayout
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
+Mask = torch.Tensor | None
+"""Mask of attention, bool (True attends) or added to logits; `None` for none."""
 
 
 class AttentionOptions(NamedTuple):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import ChannelScales
+from tq_kernels.types import ChannelScales, KeyValue
 from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -151,7 +151,7 @@ class _PoolAllocator(FullAttentionCacheAllocator):
         """Block table of a request of `length` tokens."""
         return self.block_table[request_id][: self.pages_of(length)]
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, *args: Any, **kwargs: Any) -> KeyValue:
         """Refuse all other attention functions."""
         raise RuntimeError(
             "Only the attention `turboquant_paged` reads packed pages, and the model has another one. Leave its "

@@ -377,7 +377,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> KeyValue:
         """Return the new keys and values of a layer unchanged: `attend` stores them. Latents and rotary keys, which the
         model expands next, are kept for `latents_of`.
 

@@ -229,7 +229,7 @@ class TurboQuantLayer(FullAttentionLayer):
         *args: Any,
         padding: Padding | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> KeyValue:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return keys and values for attention.
 
         `padding` is that of the tokens of a call of several, if known: each row's first real tokens become its sinks.

@@ -76,9 +76,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         if key_states.is_meta:  # see `LayerStore.allocate`
             self.cumulative_length = torch.tensor(0, device="cpu")
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return the rows of all tokens. For decode
         steps, and with `returns_empty_rows`, return all `max_cache_len` rows.
 
@@ -167,9 +165,7 @@ class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
     copies the window, and the rest is freed once attention has read it.
     """
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need."""
         states = super().update(key_states, value_states, *args, **kwargs)
         # After a single token at most one row is outside the window. A rollback needs all recorded rows.
@@ -238,9 +234,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         """Whether a compiled graph may include an update of this number of tokens."""
         return tokens == 1 or self.is_ring
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need,
         and empty rows. A ring returns all its rows.
 

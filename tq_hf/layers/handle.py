@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tq_kernels.types import KeyValue
+from tq_kernels.types import KeyValue, Mask
 
 from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, autocast_dtype, has_forward_hooks
 from ..ops import dispatch
@@ -201,7 +201,7 @@ def for_graphs(states: KeyValue) -> KeyValue:
     return keys.detach(), values.detach()
 
 
-def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:
+def _attended(mask: Mask, length: int, tokens: int) -> torch.Tensor | None:
     """Padding of the newest `tokens` of `length` tokens: those that the last query attends to, `[B or 1, tokens]` bool.
     `None` if all are, or if the mask has fewer columns than tokens."""
     if mask is None or mask.shape[-1] < length:
@@ -226,7 +226,7 @@ def resolve(
     values: torch.Tensor,
     module: torch.nn.Module,
     query: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    mask: Mask = None,
 ) -> tuple[View | None, torch.Tensor, torch.Tensor]:
     """Find the view behind keys and values, for the attention of `module`.
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks, Sequences, Tokens
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, Mask, PackedBlocks, Sequences, Tokens
 
 from ..codec import reference as codec_reference
 from ..compat import is_capturing, outside_autocast, outside_inference_mode
@@ -142,9 +142,7 @@ def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> 
     return query.is_cuda and cpu_attention.supports_sdpa(options)
 
 
-def buffered_attend(
-    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
+def buffered_attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`attend` by sdpa over all tokens of `view`, dense in the workspace that all layers share."""
     return cpu_attention.attend_buffer(query, *_buffered(view), mask, options)
 
@@ -170,9 +168,7 @@ def _head(view: View, head: int) -> View:
     return view._replace(tensors=view.tensors.map(part), pending=None, new=new)
 
 
-def dequantized_attend(
-    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
+def dequantized_attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`attend` by the kernel of dense states, one KV head after the other: a head's states are dense in the workspace.
 
     Dequantizing costs a twelfth of attention's operations at 500 queries of 8 heads.
@@ -216,7 +212,7 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
         )
 
 
-def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
 
     Arguments are those of `tq_hf.ops.cpu.attention.attend`.
@@ -247,9 +243,7 @@ def supports_latents(states: torch.Tensor, layout: BlockLayout) -> bool:
     return states.is_cpu or triton_blocks.supports_latents(states, layout)
 
 
-def supports_attend_absorbed(
-    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
-) -> bool:
+def supports_attend_absorbed(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
     """Whether `attend_absorbed` computes this call: by kernels, or in torch on a CPU."""
     if triton_blocks.supports_attend_latents(query, view, mask, options):
         return True
@@ -257,7 +251,7 @@ def supports_attend_absorbed(
 
 
 def attend_absorbed(
-    query: torch.Tensor, weight: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, weight: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention over latents that a model would expand to keys and values of its heads, without expanding them: queries
     absorb the up-projection of keys, and means of latents are projected to values.
@@ -358,7 +352,7 @@ def append_token(
     reference.write_counts(counts, Counts(sinks, blocks, rows, due))
 
 
-def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend_token(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Append the new tokens if they are pending, and attend: `tq_hf.stores.graph_ops.attend_token` outside of
     `torch.compile`."""
     if triton_blocks.supports_step(query, view.tensors):
@@ -403,7 +397,7 @@ def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) 
 
 
 def attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_dense`, contiguous, by a kernel where one takes the call."""
     if triton_blocks.supports_attend_dense(query, keys, values, mask, options):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, Pages, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, Mask, Pages, Sequences
 
 from ..codec.balance import channel_scales
 from ..codec.reference import dequantize
@@ -64,9 +64,7 @@ def dense_states(view: View) -> KeyValue:
     return keys, values
 
 
-def attend(
-    query: torch.Tensor, view: View | KeyValue, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View | KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Softmax attention over all tokens of a view, in float64; arguments as for `tq_hf.ops.cpu.attention.attend_dense`.
 
     Args:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tq_kernels.types import AttentionOptions, KeyValue
+from tq_kernels.types import AttentionOptions, KeyValue, Mask
 
 from ..compat import is_capturing
 from ..ops import dispatch
@@ -88,7 +88,7 @@ def _attend_token(
     counts: list[torch.Tensor],
     config: str,
     max_cache_len: int,
-    mask: torch.Tensor | None,
+    mask: Mask,
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
@@ -98,7 +98,9 @@ def _attend_token(
 
 
 @_attend_token.register_fake
-def _attend_token_shape(query: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *_: Any) -> torch.Tensor:
+def _attend_token_shape(
+    query: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *rest: Any
+) -> torch.Tensor:
     batch, heads, rows, _ = query.shape
     return query.new_empty(batch, rows, heads, LayerTensors.from_arguments(config, tensors).layout.value_dim)
 
@@ -116,7 +118,7 @@ def causal_mask(view: View, queries: int) -> torch.Tensor:
     return (torch.arange(view.length, device=device) <= newest)[None, None]
 
 
-def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend_token(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of S queries a sequence, `[B, Hq, S, Dk]`, over all tokens of the store; `[B, S, Hq, Dv]`. The newest
     tokens are appended first, unless they are.
 
@@ -159,7 +161,7 @@ def _attend_absorbed(
     counts: list[torch.Tensor],
     config: str,
     max_cache_len: int,
-    mask: torch.Tensor | None,
+    mask: Mask,
     scaling: float,
 ) -> torch.Tensor:
     view = _view_of(row, tensors, counts, config, max_cache_len)
@@ -169,7 +171,7 @@ def _attend_absorbed(
 
 @_attend_absorbed.register_fake
 def _attend_absorbed_shape(
-    query: torch.Tensor, weight: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *_: Any
+    query: torch.Tensor, weight: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *rest: Any
 ) -> torch.Tensor:
     batch, heads, queries, dim = query.shape
     rotary_dim = LayerTensors.from_arguments(config, tensors).layout.value_dim
@@ -177,7 +179,7 @@ def _attend_absorbed_shape(
 
 
 def attend_absorbed(
-    query: torch.Tensor, weight: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, weight: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor | None:
     """`tq_hf.ops.dispatch.attend_absorbed`; `None` if it does not compute this call. In a decode step of a preallocated
     store the newest tokens are appended first."""
@@ -229,9 +231,7 @@ def dense(view: View) -> KeyValue:
     return dispatch.dense_tokens(tensors, counts.step_counts, length)
 
 
-def _attend_with_biases(
-    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
+def _attend_with_biases(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention with biases by head (T5, ALiBi, masks the model learnt), over dequantized states. States after the last
     token are empty room."""
     keys, values = dense(view)

@@ -240,7 +240,7 @@ class LayerWindows:
         """Number of pages of a request with a full window."""
         return -(-self.window // self.rows_per_page)
 
-    def read(self, page: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, page: torch.Tensor, row: torch.Tensor) -> KeyValue:
         """A copy of the keys and values `[.., n, Hkv, D]` in rows `row` of pages `page`, `[.., n]` int64 each."""
         held = self.rows[page, :, row]
         return held[..., 0, :, :], held[..., 1, :, :]

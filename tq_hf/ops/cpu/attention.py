@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from tq_kernels.types import AttentionOptions, KeyValue, PackedBlocks
+from tq_kernels.types import AttentionOptions, KeyValue, Mask, PackedBlocks
 
 from ...codec.rotation import rotate_back
 from ...config import TurboQuantConfig
@@ -195,7 +195,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
 @torch.compiler.disable
-def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S tokens `[B, Hq, S, Dk]` over all tokens of `view`; arguments as for `attend_dense`."""
     heads = view.tensors.sinks[0].shape[1]
     return _attend(query, partial(_view_tiles, view), heads, view.length, mask, options)
@@ -228,7 +228,7 @@ class PackedLatents(PackedTile):
 
 @torch.compiler.disable
 def attend_latents(
-    latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+    latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of the newest S tokens over latents and rotary keys: the definition of the kernels.
 
@@ -248,7 +248,7 @@ def attend_latents(
 
 
 def attend_dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of the newest S of T tokens over dense states.
 
@@ -273,7 +273,7 @@ def _attend(
     tiles: Callable[[torch.Tensor], Iterator[Tile]],
     kv_heads: int,
     length: int,
-    mask: torch.Tensor | None,
+    mask: Mask,
     options: AttentionOptions,
     tiles_at_once: bool = True,
 ) -> torch.Tensor:
@@ -328,7 +328,7 @@ def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def attend_buffer(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of the newest S tokens over dense states by sdpa.
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, PackedBlocks
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, Mask, PackedBlocks
 
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_modes
@@ -110,12 +110,12 @@ def launching_on(states: torch.Tensor) -> AbstractContextManager:
     return torch.cuda.device(states.device) if away else nullcontext()
 
 
-def supports_mask(mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+def supports_mask(mask: Mask, options: AttentionOptions) -> bool:
     """Whether kernels compute with this mask: boolean, shared by all heads, and without a bias beside it."""
     return options.position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
 
 
-def supports_attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+def supports_attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
@@ -128,7 +128,7 @@ def supports_prefix(tensor: torch.Tensor, layout: BlockLayout) -> bool:
     return supports_blocks(tensor, layout) and prefix_takes(layout.key_dim, layout.value_dim, tensor.device)
 
 
-def supports_attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+def supports_attend_many(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
     """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
     all heads."""
     return supports_prefix(query, view.tensors.blocks.layout) and supports_mask(mask, options)
@@ -136,9 +136,7 @@ def supports_attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | N
 
 @lru_cache
 @outside_modes
-def rotations(
-    config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotations(config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype) -> KeyValue:
     """Key and value rotations `[D, D]`: R in float32, sqrt(D) R (+-1 for powers of two) in float16."""
     matrices = []
     for dim in (layout.key_dim_padded, layout.value_dim_padded):
@@ -219,7 +217,7 @@ def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
     return DecodeLaunch((tensors.blocks, tensors.sinks, tensors.ring), rotation)
 
 
-def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend`, and `dispatch.attend_token`. Also
     writes the view's pending token, or appends it where the device counts.
 
@@ -257,7 +255,7 @@ def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: 
 
 
 @explains_failures
-def attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend_many(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend_many`."""
     layout, blocks = view.tensors.blocks.layout, view.tensors.blocks
     return attend_prefix(
@@ -281,9 +279,7 @@ def supports_latents(states: torch.Tensor, layout: BlockLayout) -> bool:
     return supports_blocks(states, layout) and takes_latents(layout, states.device)
 
 
-def supports_attend_latents(
-    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
-) -> bool:
+def supports_attend_latents(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
     """Whether kernels compute attention over latents for this call: few queries, all tokens stored, a mask shared by
     all heads, logits that are only scaled."""
     fits = query.shape[2] <= MAX_QUERIES and view.new is None and supports_mask(mask, options) and options.only_scales()
@@ -292,7 +288,7 @@ def supports_attend_latents(
 
 @explains_failures
 def attend_latents(
-    latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+    latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_latents` on the GPU, for calls that `supports_attend_latents`. `latent` and the
     result are `[Hq, B * S, R]`. With counts on the host, also writes the view's pending token."""
@@ -347,7 +343,7 @@ def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: i
 
 
 def supports_attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, options: AttentionOptions
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, whose
     compiler makes its own kernels."""
@@ -357,9 +353,7 @@ def supports_attend_dense(
     return not traced and attends_dense(query, keys, values)
 
 
-def supports_attend_dequantized(
-    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
-) -> bool:
+def supports_attend_dequantized(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
     """Whether kernels dequantize and attend to dense states here, and sdpa has no flash attention for it: heads
     wider than 256, capped logits or learned sinks."""
     layout, sinks = view.tensors.layout, view.tensors.sinks
@@ -372,7 +366,7 @@ def attend_dense(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: Mask,
     options: AttentionOptions,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
