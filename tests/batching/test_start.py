@@ -536,7 +536,7 @@ def test_copies_of_inputs_are_views_of_one_another_where_the_inputs_are() -> Non
     whole = torch.randn(2, 12)
     arguments = {"rows": [whole[0], whole[:, 3:9:2]], "all": whole, "other": (torch.ones(3), 5), "again": whole[0]}
     arguments["same"] = arguments["rows"][0]
-    copies = copied(arguments, {})
+    copies = copied(arguments)
     assert copies["same"] is copies["rows"][0] is not copies["again"]
     assert copies["rows"][1]._base is copies["all"] is copies["rows"][0]._base
     assert copies["rows"][1].stride() == arguments["rows"][1].stride()

@@ -207,11 +207,9 @@ class TurboQuantAllocator(_PoolAllocator):
         """Bytes of one packed block in all heads of a layer."""
         return num_key_value_heads * self.layout.block_bytes
 
-    def register_cache_tensor(
-        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
-    ) -> None:
+    def register_cache_tensor(self, *arguments: Any) -> None:
         """View the bytes of the cache as packed pages of each layer."""
-        super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
+        super().register_cache_tensor(*arguments)
         layers = self._copy_view.split(self.layer_bytes, 1)
         for layer, states in zip(self.layer_indices, layers, strict=True):
             if layer in self.dense:
@@ -377,11 +375,9 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         self.windows: dict[int, LayerWindows] = {}
         """Views of the pool by layer."""
 
-    def register_cache_tensor(
-        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
-    ) -> None:
+    def register_cache_tensor(self, *arguments: Any) -> None:
         """View the bytes of the cache as rows of each layer."""
-        super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
+        super().register_cache_tensor(*arguments)
         shape = (len(self.layer_indices), 2, self.tokens_per_page, self.num_key_value_heads, self.head_dim)
         size = torch.Size(shape).numel() * self.cache_dtype.itemsize
         rows = self._copy_view[:, :size].view(self.cache_dtype).unflatten(-1, shape)
@@ -438,11 +434,9 @@ class StateAllocator(_PoolAllocator):
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         return max(0, 1 - allocated_blocks)
 
-    def register_cache_tensor(
-        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
-    ) -> None:
+    def register_cache_tensor(self, *arguments: Any) -> None:
         """View the bytes of the cache as states of each layer."""
-        super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
+        super().register_cache_tensor(*arguments)
         for layer, shapes in self.shapes.items():
             self.states[layer] = {
                 name: self._copy_view[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 import torch
-from tq_kernels.types import AttentionOptions
+from tq_kernels.types import AttentionOptions, Tokens
 from transformers import AttentionInterface
 
 from ..layers.expansion import up_projection
@@ -95,18 +95,14 @@ def turboquant_paged_attention(
         numbers = options.scaling, options.softcap, cache.number, layer
         return attend_pages(tensors, weight, options.s_aux, *numbers), None
     if weight is not None:
-        return _attend_latents(cache, layer, weight, query, (key, value), expanded, kwargs, options), None
-    return _attend(cache, layer, query, key, value, kwargs, options), None
+        latents = (layer, weight, query, (key, value), expanded, kwargs, options)
+        return _outside_of_graphs(cache.attend_latents, *latents), None
+    return _outside_of_graphs(cache.attend, layer, Tokens(query, key, value), kwargs, options), None
 
 
 @torch.compiler.disable
-def _attend(cache: TurboQuantPagedCache, *arguments: Any) -> torch.Tensor:
-    return cache.attend(*arguments)
-
-
-@torch.compiler.disable
-def _attend_latents(cache: TurboQuantPagedCache, *arguments: Any) -> torch.Tensor:
-    return cache.attend_latents(*arguments)
+def _outside_of_graphs(attend: Any, *arguments: Any) -> torch.Tensor:
+    return attend(*arguments)
 
 
 class Rehearsal(threading.local):
@@ -145,7 +141,7 @@ def attend_pages(
     options = AttentionOptions(scaling, True, softcap, s_aux)
     if weight is not None:
         return CACHES[cache].attend_latents(layer, weight, query, (key, value), None, kwargs, options)
-    return CACHES[cache].attend(layer, query, key, value, kwargs, options).contiguous()
+    return CACHES[cache].attend(layer, Tokens(query, key, value), kwargs, options).contiguous()
 
 
 @attend_pages.register_fake

@@ -407,21 +407,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self._state_step = states_of(kwargs, self.states.index, self.states.write_trash_index)
         return self._state_step
 
-    def attend(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kwargs: dict[str, Any],
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
         """Store the new tokens of a layer and compute their attention.
 
         Args:
             layer_idx: Index of the layer.
-            query: `[1, Hq, T, D]`.
-            key, value: `[1, Hkv, T, D]`.
+            states: Queries `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]` of the new tokens.
             kwargs: Arguments that the engine passes to attention functions.
             options: Options of attention.
 
@@ -436,10 +427,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         own = self.allocator if owner in self.allocator.pages else self.windows
         assert own is not None
         store = layer_idx == self.last_readers[owner]
-        for states in (key, value):
-            self._check(layer_idx, states, own.num_key_value_heads, own.head_dim)
+        for each in states[1:]:
+            self._check(layer_idx, each, own.num_key_value_heads, own.head_dim)
         first = layer_idx == own.layer_indices[0]
-        new = Tokens(*(x[0].transpose(0, 1) for x in (query, key, value)))
+        new = Tokens(*(x[0].transpose(0, 1) for x in states))
         if isinstance(own, WindowAllocator):
             windows = own.windows[owner]
             if self._window_step is None or first:

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer, s
 from transformers.utils import logging
 
 from ..compat import CACHE_NAME, capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
+from ..layers.base import replaced
 from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
@@ -58,27 +59,17 @@ class ShortTurns:
 short_turns = ShortTurns()
 
 
-def copied(arguments: Any, copies: dict[int, Any]) -> Any:
-    """Copy the tensors in dicts, lists and tuples. Copies are views of one another where the originals are.
+def copied(arguments: Any) -> Any:
+    """Copy the tensors in dicts, lists and tuples. Copies are views of one another where the originals are."""
+    copies: dict[int, torch.Tensor] = {}
 
-    Args:
-        arguments: A tensor, a container of tensors, or anything else, which is kept.
-        copies: Copies by the id of the original; empty for the first call.
-    """
-    if isinstance(arguments, dict):
-        return {name: copied(value, copies) for name, value in arguments.items()}
-    if isinstance(arguments, (list, tuple)):
-        return type(arguments)(copied(value, copies) for value in arguments)
-    if not isinstance(arguments, torch.Tensor):
-        return arguments
-    if id(arguments) not in copies:
-        whole = arguments._base
-        if whole is None:
-            copies[id(arguments)] = arguments.clone(memory_format=torch.preserve_format)
-        else:
-            view = arguments.shape, arguments.stride(), arguments.storage_offset()
-            copies[id(arguments)] = copied(whole, copies).as_strided(*view)
-    return copies[id(arguments)]
+    def copy_of(states: torch.Tensor) -> torch.Tensor:
+        if id(states) not in copies:
+            view = states.shape, states.stride(), states.storage_offset()
+            copies[id(states)] = states.clone() if states._base is None else copy_of(states._base).as_strided(*view)
+        return copies[id(states)]
+
+    return replaced(arguments, torch.Tensor, copy_of)
 
 
 def _holding(lock: threading.Lock, function: Callable) -> Callable:
@@ -422,7 +413,7 @@ class TurboQuantModelRunner(ModelRunner):
         """Copies of the tensors of a step, after it."""
         if (stream := self.inputs_and_outputs.compute_stream) is not None:
             stream.synchronize()  # copies are made on another one
-        return copied((batch_data, *self.inputs_and_outputs.get_cb_kwargs()), {})
+        return copied((batch_data, *self.inputs_and_outputs.get_cb_kwargs()))
 
     def _buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
         """Buffers of the step on the host and on the device: one pair, or the same ones."""

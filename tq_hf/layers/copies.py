@@ -51,9 +51,7 @@ class Copy(torch.Tensor):
     _source: _Source
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))

@@ -123,9 +123,7 @@ class ExpandedStates(torch.Tensor):
     _index: int
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in OF_DEVICE:
             return func(args[0]._expansion.like)

@@ -146,9 +146,7 @@ class LazyStates(torch.Tensor):
     _index = 0
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (_SHAPE, torch.Tensor.size):
             shape = args[0]._handle.shape(args[0]._index)
