@@ -88,11 +88,7 @@ class Balance:
         return cls.from_cache(layers)
 
     def set_scales(self, layers: Iterable[Any]) -> None:
-        """Set the channel scales of the layers of an empty cache.
-
-        Raises:
-            ValueError: A compressed layer has no scales here.
-        """
+        """Set the channel scales of the layers of an empty cache. Raise `ValueError` if a compressed layer has none."""
         compressed = {index: layer for index, layer in enumerate(layers) if isinstance(layer, TurboQuantLayer)}
         if missing := sorted(compressed.keys() - self.layers.keys()):
             raise ValueError(

@@ -224,11 +224,8 @@ class TurboQuantCache(Copyable, DynamicCache):
         return states
 
     def _check_repeat(self, layer_idx: int, tokens: int) -> None:
-        """Refuse cross-attention that updates the cache of self-attention.
-
-        Raises:
-            ValueError: A call updates one layer twice in a row. The cache returns to its state before the call.
-        """
+        """Refuse cross-attention that updates the cache of self-attention: raise `ValueError` if a call updates one
+        layer twice in a row. The cache returns to its state before the call."""
         if self.last_update is None or self.last_update[0] != layer_idx:
             return
         (_, new), self.last_update = self.last_update, None

@@ -169,11 +169,8 @@ def _unique_presets(pairs: Iterable[tuple[int, str | None]]) -> dict[int, str | 
 
 
 def config_of(preset: str | TurboQuantConfig, overrides: Mapping[str, Any]) -> TurboQuantConfig:
-    """Return the configuration of a preset with some options replaced, or return a configuration unchanged.
-
-    Raises:
-        ValueError: The preset or an option does not exist, or options were passed in addition to a configuration.
-    """
+    """Return the configuration of a preset with some options replaced, or return a configuration unchanged. Raise
+    `ValueError` if the preset or an option does not exist, or if options come in addition to a configuration."""
     if not isinstance(preset, TurboQuantConfig):
         return TurboQuantConfig.from_preset(preset, **overrides)
     if overrides:
@@ -185,11 +182,8 @@ def config_of(preset: str | TurboQuantConfig, overrides: Mapping[str, Any]) -> T
 
 
 def preset_name(name: str) -> str:
-    """Normalize the name of a preset. Upper case and vLLM's names ("turboquant_4bit_nc") are allowed.
-
-    Raises:
-        ValueError: No preset has this name.
-    """
+    """Normalize the name of a preset. Upper case and vLLM's names ("turboquant_4bit_nc") are allowed. Raise
+    `ValueError` if no preset has this name."""
     plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
     if plain not in PRESETS:
         raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")

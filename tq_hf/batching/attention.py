@@ -31,11 +31,7 @@ its `update`.
 
 
 def pages_of_step(kwargs: dict[str, Any]) -> TurboQuantPagedCache:
-    """Return the cache of the step that `kwargs` are arguments of.
-
-    Raises:
-        ValueError: The call is not a step of continuous batching.
-    """
+    """Return the cache of the step that `kwargs` are arguments of. Raise `ValueError` for any other call."""
     cache = kwargs.get(PAGES)
     if not isinstance(cache, TurboQuantPagedCache):
         raise ValueError(

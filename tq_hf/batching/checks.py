@@ -34,11 +34,8 @@ INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
-    """Return the configuration of pages, with the arguments of a `TurboQuantCache`.
-
-    Raises:
-        ValueError: The preset does not exist, or pages do not support an option.
-    """
+    """Return the configuration of pages, with the arguments of a `TurboQuantCache`. Raise `ValueError` if the preset
+    does not exist, or pages do not support an option."""
     config = config_of(preset, overrides)
     if config.sink_tokens > MOST_SINKS:
         raise ValueError(
@@ -123,11 +120,8 @@ class LinearModule(NamedTuple):
 
 
 def linear_modules(model: Any) -> list[LinearModule]:
-    """List the linear modules of a model by layer.
-
-    Raises:
-        ValueError: A linear layer has no module that reads its states by the methods of a cache.
-    """
+    """List the linear modules of a model by layer. Raise `ValueError` if a linear layer has no module that reads its
+    states by the methods of a cache."""
     layers, found = linear_layers(model.config.get_text_config()), {}
     for module in model.get_decoder().modules() if layers else ():
         kind: Any = type(module)
@@ -135,10 +129,8 @@ def linear_modules(model: Any) -> list[LinearModule]:
             parameter = "cache" if "cache" in signature(kind.forward).parameters else "cache_params"
             found[module.layer_idx] = LinearModule(module.layer_idx, module, parameter)
     if missing := sorted(set(layers) - found.keys()):
-        raise ValueError(
-            f"{type(model).__name__} has linear layers ({', '.join(map(str, missing))}) that do not ask a cache for "
-            f"their states, as transformers' own do from version 5.23 on. {INSTEAD}"
-        )
+        do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
+        refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
     return [found[layer] for layer in layers]
 
 
@@ -313,11 +305,8 @@ def choose_graphs(
     model: Any, config: TurboQuantConfig, options: ContinuousBatchingConfig, dense: list[int], processes: bool
 ) -> None:
     """Set what the user left open of CUDA graphs, asynchronous batching and memory, to what kernels support.
-    `processes`: whether all requests have processors of logits by default.
-
-    Raises:
-        ValueError: The options ask for graphs of steps with prompts, which cannot be captured.
-    """
+    `processes`: whether all requests have processors of logits by default. Raise `ValueError` if the options ask for
+    graphs of steps with prompts, which cannot be captured."""
     if model.device.type != "cuda":
         return
     decoder = model.config.get_text_config()

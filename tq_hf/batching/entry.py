@@ -277,11 +277,8 @@ def continuous_batching(
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism.
-
-    Raises:
-        ValueError: There is no transformers model inside.
-    """
+    """Return the transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism. Raise `ValueError` if
+    there is none."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):

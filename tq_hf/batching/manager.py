@@ -197,11 +197,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             raise
 
     def options_of(self, config: GenerationConfig, extra: dict[str, Any], prompt: int) -> RequestOptions:
-        """Options of a request with a prompt of `prompt` tokens.
-
-        Raises:
-            ValueError: An option would change the answer and is not applied, or is outside its range.
-        """
+        """Options of a request with a prompt of `prompt` tokens. Raises `ValueError` if an option would change the
+        answer and is not applied, or is outside its range."""
         options = options_of(config, extra, prompt=prompt, vocabulary=self.vocabulary)
         if options.stop_strings and self.detokenizer is None:
             raise ValueError(

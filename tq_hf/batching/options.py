@@ -86,23 +86,18 @@ UNCHANGED = dict.fromkeys(
     0,
 )
 """Value of a refused field that changes no answer, besides `None`."""
-REQUEST_FIELDS: dict[str, Rule] = {
-    "seed": Rule(
-        "applied",
-        "no other request of the batch changes what is drawn; answer `i` of several has `seed + i`. A prompt that is "
-        "read in parts, begins with a shared prefix or gets several answers has slightly other logits: part of it is "
-        "read packed",
-    ),
-    "presence_penalty": Rule("applied", "over the answer"),
-    "frequency_penalty": Rule("applied", "over the answer"),
-    "logit_bias": Rule("applied", "a dict of token ids and numbers"),
-    "stop_token_ids": Rule("applied", "tokens that end an answer besides `eos_token_id`"),
-    "top_logprobs": Rule(
-        "applied",
-        f"0 to {MOST_LOGPROBS}: log-probabilities of the model, before other options, of the chosen token and the "
-        "most likely ones, in `top_logprobs` of the output",
-    ),
+OF_REQUESTS = {
+    "seed": "no other request of the batch changes what is drawn; answer `i` of several has `seed + i`. A prompt that "
+    "is read in parts, begins with a shared prefix or gets several answers has slightly other logits: part of it is "
+    "read packed",
+    "presence_penalty": "over the answer",
+    "frequency_penalty": "over the answer",
+    "logit_bias": "a dict of token ids and numbers",
+    "stop_token_ids": "tokens that end an answer besides `eos_token_id`",
+    "top_logprobs": f"0 to {MOST_LOGPROBS}: log-probabilities of the model, before other options, of the chosen token "
+    "and the most likely ones, in `top_logprobs` of the output",
 }
+REQUEST_FIELDS = {name: Rule("applied", note) for name, note in OF_REQUESTS.items()}
 """Options of a request that no generation config has."""
 
 
@@ -168,11 +163,8 @@ class RequestOptions:
 
 
 def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> GenerationConfig:
-    """Copy a generation config, with unset fields from `defaults`, as `generate()` has them from the model.
-
-    Raises:
-        ValueError: The config is of another type.
-    """
+    """Copy a generation config, with unset fields from `defaults`, as `generate()` has them from the model. Raise
+    `ValueError` for a config of another type."""
     if not isinstance(config, GenerationConfig):
         raise ValueError(f"`generation_config` is {shown(config)}; it must be a `GenerationConfig`.")
     merged = deepcopy(config)
@@ -184,11 +176,8 @@ def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> Gener
 
 
 def with_options(config: GenerationConfig, options: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Split options of a request into a copy of `config` with the options that it has, and the others.
-
-    Raises:
-        ValueError: An option has no effect here, or does not exist.
-    """
+    """Split options of a request into a copy of `config` with the options that it has, and the others. Raise
+    `ValueError` for an option that has no effect here, or does not exist."""
     neutral = {name for name, rule in FIELDS.items() if rule.kind == "neutral"}
     known = (vars(GenerationConfig()).keys() | FIELDS.keys() | UNCHANGED.keys()) - neutral
     if unknown := sorted(options.keys() - known - REQUEST_FIELDS.keys()):
@@ -225,31 +214,19 @@ def shown(value: Any) -> str:
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
-    """Check that an option is a number within limits.
-
-    Raises:
-        ValueError: The number is outside of the limits.
-    """
+    """Return an option as a float. Raise `ValueError` unless it is a number within limits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(f"`{name}` is {shown(value)}; it must be a number between {least:g} and {most:g}.")
     return float(value)
 
 
 def _bias(name: str, value: Any) -> float:
-    """Check a bias. Minus infinity bans a token.
-
-    Raises:
-        ValueError: The bias is not a number or too large.
-    """
+    """Return a bias. Minus infinity bans a token. Raise `ValueError` if it is not a number or too large."""
     return value if value == -math.inf else _number(name, value, -LARGEST_BIAS, LARGEST_BIAS)
 
 
 def whole_number(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """Check that an option is a whole number within limits.
-
-    Raises:
-        ValueError: The number is outside of the limits.
-    """
+    """Return an option. Raise `ValueError` unless it is a whole number within limits."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         limits = f"{least} or more" if most == 2**31 - 1 else f"{least} to {most}"
         raise ValueError(f"`{name}` is {shown(value)}; it must be a whole number, {limits}.")
@@ -257,11 +234,8 @@ def whole_number(name: str, value: Any, least: int, most: int = 2**31 - 1) -> in
 
 
 def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
-    """Token ids of an option: a number, or a list or tensor of numbers. Negative ones stand for no token.
-
-    Raises:
-        ValueError: An id is not a whole number of the vocabulary.
-    """
+    """Token ids of an option: a number, or a list or tensor of numbers. Negative ones stand for no token. Raise
+    `ValueError` if an id is not a whole number of the vocabulary."""
     if value is None:
         return ()
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -273,11 +247,7 @@ def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
 
 
 def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
-    """Token ids of a prompt as a list.
-
-    Raises:
-        ValueError: They are not whole numbers of the vocabulary.
-    """
+    """Token ids of a prompt as a list. Raise `ValueError` unless they are whole numbers of the vocabulary."""
     try:
         if isinstance(input_ids, (str, bytes, bytearray, Set, Mapping)):
             raise TypeError("it has no tokens in an order")
@@ -290,9 +260,8 @@ def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
             f"A prompt is {shown(input_ids)}; it must be a list of token ids (`tokenizer(text).input_ids`)."
         ) from error
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        what = f"A prompt has the token {shown(wrong)}"
-        raise ValueError(f"{what}; the model's tokens are whole numbers below {vocabulary:,}.")
+        wrong = shown(min(ids) if min(ids) < 0 else max(ids))
+        raise ValueError(f"A prompt has the token {wrong}; the model's tokens are whole numbers below {vocabulary:,}.")
     return ids
 
 
@@ -351,11 +320,7 @@ def _biases(
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
-    """Check stop strings.
-
-    Raises:
-        ValueError: They are not texts, cannot be encoded, or are too many or too long.
-    """
+    """Return stop strings. Raise `ValueError` if they are not texts, cannot be encoded, or are too many or too long."""
     stops = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
     if not all(isinstance(each, str) and each for each in stops):
         raise ValueError(f"`stop_strings` is {shown(stops)}; it must be a text or a list of texts.")

@@ -290,11 +290,8 @@ Drafts = PromptLookup | Assistant
 def drafts_of(
     model: Any, cache: TurboQuantCache, prompt: torch.Tensor, config: GenerationConfig, arguments: dict[str, Any]
 ) -> Drafts:
-    """Source of the drafts that a call of `generate()` asks for.
-
-    Raises:
-        ValueError: Drafts of this kind, for several sequences or for this model are not supported.
-    """
+    """Source of the drafts that a call of `generate()` asks for. Raises `ValueError` if drafts of this kind, for
+    several sequences or for this model are not supported."""
     assistant, lookup = arguments.get("assistant_model"), config.prompt_lookup_num_tokens
     asked = {
         "assistant_early_exit": config.assistant_early_exit is not None,

@@ -135,11 +135,7 @@ def rows_like(states: KeyValue, rows: int, prefix: str = "") -> dict[str, torch.
 
 def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
     """Cast keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` to the dtype of a layer that is not compressed (see
-    `widened`).
-
-    Raises:
-        ValueError: The layer has states of another batch, shape or dtype, or on another device.
-    """
+    `widened`). Raise `ValueError` if the layer has states of another batch, shape, dtype or device."""
     if not layer.is_initialized or layer.keys.dim() != 4:  # transformers begins with empty tensors `[0]`
         return widened(keys, values, keys.dtype)
     keys, values = widened(keys, values, layer.keys.dtype)
@@ -149,12 +145,8 @@ def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
 
 
 def check_crop(tokens_to_remove: int | torch.Tensor) -> int:
-    """Convert `tokens_to_remove` to an `int`; assisted decoding passes a tensor of one number.
-
-    Raises:
-        ValueError: `tokens_to_remove` is not a whole number, or is positive (older versions of transformers passed the
-            length to keep).
-    """
+    """Convert `tokens_to_remove` to an `int`; assisted decoding passes a tensor of one number. Raise `ValueError`
+    unless it is a whole number, 0 or less (older versions of transformers passed the length to keep)."""
     try:
         tokens = operator.index(tokens_to_remove)
     except TypeError:

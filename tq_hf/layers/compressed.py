@@ -412,11 +412,7 @@ class TurboQuantLayer(FullAttentionLayer):
         return -1 if self.store is None else self.store.tensors.batch_size
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens.
-
-        Raises:
-            ValueError: `tokens_to_remove` is positive.
-        """
+        """Remove the last `-tokens_to_remove` tokens. Raise `ValueError` for a positive number."""
         tokens_to_remove = check_crop(tokens_to_remove)
         if tokens_to_remove == 0 or self.store is None:
             return

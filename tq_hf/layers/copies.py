@@ -26,11 +26,7 @@ class _Source:
         self.stamp = layer.stamp(name)
 
     def write(self) -> None:
-        """Assign the copy to its layer.
-
-        Raises:
-            ValueError: The layer has changed since the copy was made. The layer is unchanged then.
-        """
+        """Assign the copy to its layer. Raise `ValueError`, and change nothing, if the layer has changed meanwhile."""
         layer = self.layer()
         if layer is None:
             return

@@ -112,11 +112,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         return int(length) if self.is_initialized and self.device.type == "meta" else length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens.
-
-        Raises:
-            ValueError: `tokens_to_remove` is positive.
-        """
+        """Remove the last `-tokens_to_remove` tokens. Raise `ValueError` for a positive number."""
         tokens_to_remove = check_crop(tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)

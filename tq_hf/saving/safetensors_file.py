@@ -123,11 +123,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of an `opened` file. Tensors are not allocated.
-
-    Raises:
-        ValueError: The file is not a complete safetensors file, or has a dtype that caches do not have.
-    """
+    """Read the header of an `opened` file. Tensors are not allocated. Raise `ValueError` if the file is not a complete
+    safetensors file, or has a dtype that caches do not have."""
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
@@ -148,11 +145,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read all tensors of a file with a checked header, to the CPU.
-
-    Raises:
-        ValueError: The file has changed since its header was read.
-    """
+    """Read all tensors of a file with a checked header, to the CPU. Raise `ValueError` if the file has changed."""
     try:
         with safe_open(path, "pt") as file:
             # Copy: each tensor is a view of the mapped file and would keep the whole mapping alive.
@@ -162,11 +155,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse strict JSON: no duplicate keys, no NaN, no deep nesting.
-
-    Raises:
-        ValueError: `text` is not strict JSON.
-    """
+    """Parse `text`, or raise `ValueError` unless it is strict JSON: no duplicate keys, no NaN, no deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) != len(pairs):

@@ -41,11 +41,8 @@ def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], devic
 def _room(
     config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None
 ) -> tuple[PackedBlocks, int, int]:
-    """Tensors without blocks, number of blocks of a new store, and number of rows of its ring.
-
-    Raises:
-        ValueError: Keys and values do not fit each other, or exceed `max_cache_len`.
-    """
+    """Tensors without blocks, number of blocks of a new store, and number of rows of its ring. Raises `ValueError` if
+    keys and values do not fit each other, or exceed `max_cache_len`."""
     check_states(keys, values)
     (batch, heads, tokens, key_dim), _, device = keys
     if max_cache_len is not None:

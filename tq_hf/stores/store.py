@@ -194,11 +194,8 @@ class LayerStore:
                 raise
 
     def set_scales(self, channel_scales: ChannelScales) -> None:
-        """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty.
-
-        Raises:
-            ValueError: They are of heads of another number or size.
-        """
+        """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty. Raise `ValueError` for scales of heads
+        of another number or size."""
         self.blocks.channel_scales.check(channel_scales)
         for own, scales in zip(self.blocks.channel_scales, channel_scales, strict=True):
             own.copy_(scales)

@@ -135,11 +135,8 @@ class LayerPages:
         return cls(config, layout, tensors, states.unflatten(-1, _rows_shape(BLOCK_TOKENS, layout)))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
-        """This view with other channel scales, `[1, Hkv, D]` on any device.
-
-        Raises:
-            ValueError: They are of heads of another number or size.
-        """
+        """This view with other channel scales, `[1, Hkv, D]` on any device. Raises `ValueError` for scales of heads of
+        another number or size."""
         self.channel_scales.check(channel_scales)
         keys, values = (factor[0].to(self.tensors.rows.device) for factor in channel_scales)
         return replace(self, tensors=self.tensors._replace(key_channel_scales=keys, value_channel_scales=values))

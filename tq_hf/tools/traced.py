@@ -49,11 +49,8 @@ class Trace:
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
-    """Build the model and run its decoder on a few tokens.
-
-    Raises:
-        ValueError: The model has no cache of keys and values, or does not run without memory.
-    """
+    """Build the model and run its decoder on a few tokens. Raise `ValueError` if the model has no cache of keys and
+    values, or does not run without memory."""
     name = type(model_config).__name__
     if not has_attention_heads(model_config.get_text_config(decoder=True)):
         TurboQuantCache(model_config)  # raises: the config has no keys and values
