@@ -169,11 +169,10 @@ def _attend_dense(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train. "
             f"{TAKE_BACK}"
         )
-    if (lower := autocast_dtype(query)) is None:
-        return dispatch.attend_dense(query, key, value, mask, options), None
-    with outside_autocast(query):
+    if (lower := autocast_dtype(query)) is not None:
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
-        return dispatch.attend_dense(query, key, value, mask, options), None
+    with outside_autocast(query):
+        return dispatch.attend_dense(query, (key, value), mask, options), None
 
 
 def _attend_absorbed(

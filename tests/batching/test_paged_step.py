@@ -79,7 +79,7 @@ class Requests:
         blocks = encoded(self.config, *old, self.pages.channel_scales)
         for states_, read in zip((keys, values), dequantized(self.config, blocks, old), strict=True):
             states_[:, :, start:stop] = read
-        return attend_dense(self.queries[i][:, :, span], keys, values, None, AttentionOptions(0.2, **options))[0]
+        return attend_dense(self.queries[i][:, :, span], (keys, values), None, AttentionOptions(0.2, **options))[0]
 
 
 CHUNKS = [[300, 1, 0, 40], [1, 127, 5, 88], [127, 1, 250, 0], [1, 1, 1, 1], [130, 256, 1, 1]]

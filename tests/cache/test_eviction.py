@@ -282,10 +282,10 @@ def encoded_blocks(monkeypatch):
     """First and last block, the latter excluded, of each call of the encoder."""
     calls, encode = [], dispatch.encode
 
-    def counted(config, keys, values, blocks, start, tokens=None):
-        first, stop = tokens or (0, keys.shape[2])
+    def counted(config, held, blocks, start, tokens=None):
+        first, stop = tokens or (0, held[0].shape[2])
         calls.append((start, start + (stop - first) // 128))
-        return encode(config, keys, values, blocks, start, tokens)
+        return encode(config, held, blocks, start, tokens)
 
     monkeypatch.setattr(dispatch, "encode", counted)
     return calls

@@ -179,7 +179,7 @@ def attend_by_reference(
     query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`dispatch.attend` over everything dequantized."""
-    return attend_dense(query, *dispatch.dense(view), mask, options)
+    return attend_dense(query, dispatch.dense(view), mask, options)
 
 
 @pytest.fixture

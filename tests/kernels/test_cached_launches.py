@@ -61,7 +61,7 @@ def test_other_lengths_are_launched_by_what_was_compiled(log) -> None:
     blocks = room(40)
     for count, kind in ((3, "compiled"), (1, "launched"), (16, "launched"), (17, "launched")):
         keys, values = half(128 * count)
-        triton_blocks.encode(CONFIG, keys.transpose(1, 2).contiguous().transpose(1, 2), values, blocks, count)
+        triton_blocks.encode(CONFIG, (keys.transpose(1, 2).contiguous().transpose(1, 2), values), blocks, count)
         # Keys whose tokens follow each other by 2 heads, values by one: strides over tokens are 128 and 64 throughout.
         assert how(log) == [kind, kind], count
         keys, values = (torch.empty(1, 2, 40 * 128, 64, dtype=torch.float16) for _ in range(2))
@@ -73,7 +73,7 @@ def test_other_lengths_are_launched_by_what_was_compiled(log) -> None:
 def test_a_launch_passes_what_the_compiling_one_did(log) -> None:
     blocks, (keys, values) = room(4), half(256)
     for _ in range(2):
-        triton_blocks.encode(CONFIG, keys, values, blocks, 1)
+        triton_blocks.encode(CONFIG, (keys, values), blocks, 1)
     assert [(name, kind) for name, kind, *_ in log] == [("ENCODE", "compiled")] * 2 + [("ENCODE", "launched")] * 2
     assert [entry[3] for entry in log[:2]] == [entry[3] for entry in log[2:]]
     assert [by_address for _, _, by_address, _ in log] == [False] * 2 + [True] * 2
@@ -82,9 +82,9 @@ def test_a_launch_passes_what_the_compiling_one_did(log) -> None:
 def test_tokens_within_a_prompt_are_encoded_where_a_slice_of_them_begins(log) -> None:
     blocks, (keys, values) = room(4), half(300)
     keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
-    triton_blocks.encode(CONFIG, keys[:, :, 4:260], values[:, :, 4:260], blocks, 1)
+    triton_blocks.encode(CONFIG, (keys[:, :, 4:260], values[:, :, 4:260]), blocks, 1)
     for _ in range(2):
-        triton_blocks.encode(CONFIG, keys, values, blocks, 1, (4, 260))
+        triton_blocks.encode(CONFIG, (keys, values), blocks, 1, (4, 260))
     passed = [entry[3] for entry in log]
     assert passed[:2] == passed[2:4] == passed[4:] and passed[0] != passed[1]
     assert [by_address for _, _, by_address, _ in log] == [False] * 2 + [True] * 4
@@ -95,7 +95,7 @@ def test_nothing_is_launched_where_kernels_are_only_compiled(log) -> None:
     rows = [torch.empty(1, 2, 256, 64, dtype=torch.float16) for _ in range(2)]
 
     def call() -> list[str]:
-        triton_blocks.encode(CONFIG, keys, values, blocks, 1)
+        triton_blocks.encode(CONFIG, (keys, values), blocks, 1)
         triton_blocks.dequantize(CONFIG, blocks.slice(0, 1), rows[0][:, :, :128], rows[1][:, :, :128])
         return how(log)
 
@@ -124,16 +124,16 @@ def test_triton_is_asked_about_a_tensor_on_another_device() -> None:
 def test_strides_that_are_compiled_in_their_own_way_are_another_variant(log) -> None:
     blocks = room(4)
     keys, values = half(256)
-    triton_blocks.encode(CONFIG, keys, values, blocks, 0)
+    triton_blocks.encode(CONFIG, (keys, values), blocks, 0)
     assert how(log) == ["compiled"] * 2
     odd = torch.empty(1, 2, 256, 65, dtype=torch.float16)[..., :64]  # rows are 65 apart: no multiple of 16
-    triton_blocks.encode(CONFIG, odd, odd, blocks, 0)
+    triton_blocks.encode(CONFIG, (odd, odd), blocks, 0)
     assert how(log) == ["compiled"] * 2
     apart = torch.empty(2 * 256 * 64 + 1, dtype=torch.float16)[1:].view(1, 2, 256, 64)  # not aligned
-    triton_blocks.encode(CONFIG, apart, apart, blocks, 0)
+    triton_blocks.encode(CONFIG, (apart, apart), blocks, 0)
     assert how(log) == ["compiled"] * 2
     for given in ((keys, values), (odd, odd), (apart, apart)):
-        triton_blocks.encode(CONFIG, *given, blocks, 0)
+        triton_blocks.encode(CONFIG, given, blocks, 0)
     assert how(log) == ["launched"] * 6
 
 

@@ -91,7 +91,7 @@ def check(case: Case, device: str, dtype: torch.dtype) -> None:
         allocate=lambda size: torch.full((size,), torch.nan, device=device),
     )  # fmt: skip
     expected = cpu_attention.attend_dense(
-        query.float(), keys.float(), values.float(), mask, AttentionOptions(**options)
+        query.float(), (keys.float(), values.float()), mask, AttentionOptions(**options)
     )
     assert actual.shape == (case.B, case.S, case.Hq, case.Dv) and actual.is_contiguous()
     assert relative_rms(actual, expected.cpu()) < (1e-3 if dtype == torch.float16 else 5e-3)
@@ -123,7 +123,7 @@ def test_bf16_is_taken_too() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
 def test_a_query_that_sees_nothing_gives_zero() -> None:
     query, keys, values, mask, options = inputs(replace(BASE, sliding=4, padding=10), "cpu", torch.float16)
-    out = triton_blocks.attend_dense(query, keys, values, mask, AttentionOptions(**options))
+    out = triton_blocks.attend_dense(query, (keys, values), mask, AttentionOptions(**options))
     assert (out[0, :10] == 0).all() and (out[0, 10:] != 0).any(-1).all()
 
 
@@ -132,7 +132,7 @@ def test_a_window_reads_no_more_tokens_than_its_own() -> None:
     query, keys, values, mask, options = inputs(replace(BASE, B=1, S=150, T=600, sliding=16), "cpu", torch.float16)
     for states in (keys, values):
         states[:, :, :384] = torch.nan  # six tiles that no query sees
-    assert triton_blocks.attend_dense(query, keys, values, mask, AttentionOptions(**options)).isfinite().all()
+    assert triton_blocks.attend_dense(query, (keys, values), mask, AttentionOptions(**options)).isfinite().all()
 
 
 @pytest.mark.cuda
@@ -160,14 +160,14 @@ def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypa
     monkeypatch.setattr(triton_blocks, "attend_dense", lambda *a, **o: calls.append("kernel"))
     monkeypatch.setattr(cpu_attention, "attend_dense", lambda *a, **o: calls.append("torch") or torch.zeros(()))
     query, keys, values, _, options = inputs(BASE, "cpu", torch.float16)
-    dispatch.attend_dense(query, keys, values, None, AttentionOptions(**options))
+    dispatch.attend_dense(query, (keys, values), None, AttentionOptions(**options))
     dispatch.attend_dense(
-        query, keys, values, None, AttentionOptions(position_bias=torch.zeros(1, 1, 37, 37), **options)
+        query, (keys, values), None, AttentionOptions(position_bias=torch.zeros(1, 1, 37, 37), **options)
     )
-    dispatch.attend_dense(query, keys, values, torch.zeros(1, 1, 37, 37), AttentionOptions(**options))
-    dispatch.attend_dense(query.float(), keys.float(), values.float(), None, AttentionOptions(**options))
+    dispatch.attend_dense(query, (keys, values), torch.zeros(1, 1, 37, 37), AttentionOptions(**options))
+    dispatch.attend_dense(query.float(), (keys.float(), values.float()), None, AttentionOptions(**options))
     with torch.enable_grad():
-        dispatch.attend_dense(query.clone().requires_grad_(), keys, values, None, AttentionOptions(**options))
+        dispatch.attend_dense(query.clone().requires_grad_(), (keys, values), None, AttentionOptions(**options))
     assert calls == ["kernel", "torch", "torch", "torch", "torch"]
 
 

@@ -36,7 +36,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> A
 def encode() -> None:
     pair = states(0, 1, 2, 128, 16)
     blocks = PackedBlocks.allocate(CONFIG.layout(16), 1, 2, 1, torch.device("cpu"))
-    dispatch.encode(CONFIG, *pair, blocks, 0)
+    dispatch.encode(CONFIG, pair, blocks, 0)
 
 
 def dequantize() -> None:
@@ -64,7 +64,7 @@ def append() -> None:
 
 def attend_dense() -> None:
     query, (keys, values) = states(1, 1, 4, 5, 16)[0], states(0, 1, 2, 5, 16)
-    dispatch.attend_dense(query, keys, values, None, AttentionOptions(0.25, softcap=3.0))
+    dispatch.attend_dense(query, (keys, values), None, AttentionOptions(0.25, softcap=3.0))
 
 
 OPERATIONS = {
@@ -116,5 +116,5 @@ def test_on_a_gpu_heads_that_kernels_take_are_not_spoken_of(
     backend._warn_once.cache_clear()
     keys, values = (x.cuda().half() for x in states(0, 1, 1, 128, dim))
     blocks = PackedBlocks.allocate(CONFIG.layout(dim), 1, 1, 1, keys.device)
-    dispatch.encode(CONFIG, keys, values, blocks, 0)
+    dispatch.encode(CONFIG, (keys, values), blocks, 0)
     assert len([record for record in caplog.records if record.getMessage().startswith("Encoding is")]) == lines

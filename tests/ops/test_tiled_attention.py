@@ -114,7 +114,7 @@ def test_learned_sinks_are_left_as_they_are(batch, heads, queries, packed):
     if packed:
         assert_attends(query, view, s_aux=sinks)
     else:
-        attend_dense(query, *dispatch.dense(view), None, AttentionOptions(0.25, s_aux=sinks))
+        attend_dense(query, dispatch.dense(view), None, AttentionOptions(0.25, s_aux=sinks))
     assert torch.equal(sinks, before)
 
 
@@ -187,7 +187,7 @@ def test_tiling_the_keys_changes_nothing(queries, scores, monkeypatch):
 def test_dense_attention_is_the_same_function(queries):
     pair, query = states(19, 2, 2, 340, 16, 24), random(20, 2, 4, queries, 16)
     options = dict(scaling=0.2, softcap=6.0, s_aux=random(21, 4))
-    actual = attend_dense(query, *pair, None, AttentionOptions(**options))
+    actual = attend_dense(query, pair, None, AttentionOptions(**options))
     torch.testing.assert_close(
         actual.double(), reference.attend(query, pair, None, AttentionOptions(**options)), atol=3e-6, rtol=1e-5
     )
@@ -308,7 +308,7 @@ def test_gradients_reach_the_query(packed, softcap):
         out = (
             dispatch.attend(query, view, None, AttentionOptions(**options))
             if packed
-            else attend_dense(query, *pair, None, AttentionOptions(**options))
+            else attend_dense(query, pair, None, AttentionOptions(**options))
         )
         (out * weights).sum().backward()
         (reference.attend(expected_query, view, None, AttentionOptions(**options)) * weights).sum().backward()

@@ -63,11 +63,12 @@ def test_blocks_are_encoded_once_and_never_again(monkeypatch):
     encoded_blocks = []
     encode = dispatch.encode
 
-    def spy(config, keys, values, out, start, tokens=None):
+    def spy(config, held, out, start, tokens=None):
+        keys, values = held
         first, stop = tokens or (0, keys.shape[2])
         assert stop <= keys.shape[2] == values.shape[2] and (stop - first) % BLOCK == 0
         encoded_blocks.extend(range(start, start + (stop - first) // BLOCK))
-        encode(config, keys, values, out, start, tokens)
+        encode(config, held, out, start, tokens)
 
     monkeypatch.setattr(dispatch, "encode", spy)
     store = LayerStore.allocate(PRESETS["4bit_nc"], *states(29, dim=8))

@@ -78,26 +78,21 @@ def store_prompt(
 
 
 def encode(
-    config: TurboQuantConfig,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: PackedBlocks,
-    start: int,
-    tokens: tuple[int, int] | None = None,
+    config: TurboQuantConfig, states: KeyValue, out: PackedBlocks, start: int, tokens: tuple[int, int] | None = None
 ) -> None:
     """Encode whole blocks of keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`, from block `start` of `out` on.
 
     `tokens` selects the range `tokens[0]` to `tokens[1]` of the T tokens.
     """
-    kernels = triton_blocks.supports_blocks(keys, out.layout)
+    kernels = triton_blocks.supports_blocks(states[0], out.layout)
     if not kernels:
-        say_torch_computes("Encoding", keys, out.layout.key_dim, out.layout.value_dim)
-    with outside_autocast(keys):
+        say_torch_computes("Encoding", states[0], out.layout.key_dim, out.layout.value_dim)
+    with outside_autocast(states[0]):
         if kernels:
-            triton_blocks.encode(config, keys, values, out, start, tokens)
+            triton_blocks.encode(config, states, out, start, tokens)
         else:
-            part = slice(*(tokens or (None,)))
-            codec_reference.encode(config, keys[:, :, part], values[:, :, part], out, start)
+            keys, values = (x[:, :, slice(*(tokens or (None,)))] for x in states)
+            codec_reference.encode(config, keys, values, out, start)
 
 
 def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -144,7 +139,7 @@ def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> 
 
 def buffered_attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`attend` by sdpa over all tokens of `view`, dense in the workspace that all layers share."""
-    return cpu_attention.attend_buffer(query, *_buffered(view), mask, options)
+    return cpu_attention.attend_buffer(query, _buffered(view), mask, options)
 
 
 def _buffered(view: View) -> KeyValue:
@@ -179,9 +174,9 @@ def dequantized_attend(query: torch.Tensor, view: View, mask: Mask, options: Att
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], view.tensors.layout.value_dim)
     for head in range(heads):
         own = slice(head * groups, (head + 1) * groups)
-        keys, values = _buffered(_head(view, head))
-        s_aux = None if options.s_aux is None else options.s_aux[own]
-        triton_blocks.attend_dense(query[:, own], keys, values, mask, options._replace(s_aux=s_aux), out=out[:, :, own])
+        states = _buffered(_head(view, head))
+        few = options._replace(s_aux=None if options.s_aux is None else options.s_aux[own])
+        triton_blocks.attend_dense(query[:, own], states, mask, few, out=out[:, :, own])
     return out
 
 
@@ -347,7 +342,7 @@ def append_token(
     for block in range(due):
         start = (first + block * BLOCK_TOKENS) % capacity
         key_rows, value_rows = (ring[:, :, start : start + BLOCK_TOKENS] for ring in tensors.ring)
-        encode(config, key_rows, value_rows, tensors.blocks, blocks + block)
+        encode(config, (key_rows, value_rows), tensors.blocks, blocks + block)
     counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32, device="cpu")
     reference.write_counts(counts, Counts(sinks, blocks, rows, due))
 
@@ -396,14 +391,12 @@ def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) 
     return keys, values
 
 
-def attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, options: AttentionOptions
-) -> torch.Tensor:
+def attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_dense`, contiguous, by a kernel where one takes the call."""
-    if triton_blocks.supports_attend_dense(query, keys, values, mask, options):
-        return triton_blocks.attend_dense(query, keys, values, mask, options)
-    say_torch_computes("Attention with capped logits or learned sinks", query, keys.shape[-1], values.shape[-1])
-    return cpu_attention.attend_dense(query, keys, values, mask, options).contiguous()
+    if triton_blocks.supports_attend_dense(query, states, mask, options):
+        return triton_blocks.attend_dense(query, states, mask, options)
+    say_torch_computes("Attention with capped logits or learned sinks", query, *(x.shape[-1] for x in states))
+    return cpu_attention.attend_dense(query, states, mask, options).contiguous()
 
 
 @torch.compiler.disable
@@ -474,12 +467,12 @@ def _attend_request(
     """Attention of a request's queries `[1, Hq, n, D]` before its `new` keys and values `[1, Hkv, n, D]` are stored,
     `[n, Hq, D]`."""
     if pages.blocks is not None:
-        return attend_dense(query, *reference.rows_of(pages, request, new), None, options)[0]
+        return attend_dense(query, reference.rows_of(pages, request, new), None, options)[0]
     if request.past or not cpu_attention.supports_sdpa(options):
         return attend(query, reference.view_of(pages, request, new), None, options)[0]
     if query.shape[-1] > MAX_FLASH_DIM:
         say_torch_computes("A prompt of a batch", query, query.shape[-1])
-        return cpu_attention.attend_buffer(query, *new, None, options)[0]
+        return cpu_attention.attend_buffer(query, new, None, options)[0]
     # Read a whole prompt as generate() does.
     out = scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True)
     return out[0].transpose(0, 1)
@@ -503,7 +496,7 @@ def store_request(pages: LayerPages, request: reference.Request, new: KeyValue) 
         else:
             blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, end - first, keys.device)
             blocks = replace(blocks, channel_scales=pages.channel_scales)
-            encode(pages.config, keys, values, blocks, 0)
+            encode(pages.config, (keys, values), blocks, 0)
             pages.write_packed(request.blocks[first:end], blocks)
     token = torch.arange(past, length, device=new[0].device)
     stays = (token < sinks) | (token >= length - ring)

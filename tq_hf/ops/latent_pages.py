@@ -83,7 +83,7 @@ def latent_step(
                 states, few = expand(up, queries[:, some].shape, held), options
                 if options.s_aux is not None:
                     few = options._replace(s_aux=options.s_aux[some])
-                out[:, part, some] = dispatch.attend_dense(queries[:, some], *states, None, few)
+                out[:, part, some] = dispatch.attend_dense(queries[:, some], states, None, few)
         dispatch.store_request(pages, request, (latents, rotary))
     return out
 

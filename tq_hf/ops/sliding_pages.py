@@ -76,7 +76,7 @@ def attend_windows(new: Tokens, windows: LayerWindows, singles: Singles, options
             found = scaled_dot_product_attention(rows, keys, values, attn_mask=mask[part], scale=options.scaling)
             parts.append(found.reshape(-1, heads, found.shape[-1]))
         else:
-            parts.append(attend_dense(query[part, :, None], keys, values, mask[part], options)[:, 0])
+            parts.append(attend_dense(query[part, :, None], (keys, values), mask[part], options)[:, 0])
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.masked_fill(~singles.exists[:, None, None], 0)
 
@@ -104,12 +104,12 @@ def attend_prompt(new: Tokens, windows: LayerWindows, prompt: Prompt, options: A
             mask = ((position <= own) & (position > own - window))[None, None]
         if not supports_sdpa(options):
             assert mask is not None
-            parts.append(attend_dense(rows, seen, shown, mask, options)[0])
+            parts.append(attend_dense(rows, (seen, shown), mask, options)[0])
             continue
         if mask is not None:
             groups = rows.shape[1] // seen.shape[1]
             seen, shown = (x.repeat_interleave(groups, 1) for x in (seen, shown))
-        parts.append(attend_buffer(rows, seen, shown, mask, options)[0])
+        parts.append(attend_buffer(rows, (seen, shown), mask, options)[0])
     return torch.cat(parts)
 
 

@@ -234,7 +234,7 @@ def dense(view: View) -> KeyValue:
 def _attend_with_biases(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention with biases by head (T5, ALiBi, masks the model learnt), over dequantized states. States after the last
     token are empty room."""
-    keys, values = dense(view)
+    states = dense(view)
     assert isinstance(view.counts, DeviceCounts)
     sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
     is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
@@ -243,4 +243,4 @@ def _attend_with_biases(query: torch.Tensor, view: View, mask: Mask, options: At
     else:  # which may have columns for the tokens held only
         mask = torch.nn.functional.pad(mask, (0, view.length - mask.shape[-1]))
         mask = mask & is_token if mask.dtype == torch.bool else mask.masked_fill(~is_token, -torch.inf)
-    return dispatch.attend_dense(query, keys, values, mask, options)
+    return dispatch.attend_dense(query, states, mask, options)

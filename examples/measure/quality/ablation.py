@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from tq_kernels.format import TRELLIS_STEPS, TRELLIS_UNITS
-from tq_kernels.types import AttentionOptions, PackedBlocks
+from tq_kernels.types import AttentionOptions, KeyValue, PackedBlocks
 
 from tq_hf import TurboQuantConfig
 from tq_hf.codec import reference
@@ -78,25 +78,22 @@ def quantize(
 def encode(
     switches: Switches,
     config: TurboQuantConfig,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    states: KeyValue,
     out: PackedBlocks,
     start: int,
     tokens: tuple[int, int] | None = None,
 ) -> None:
     """`tq_hf.ops.dispatch.encode`, with switches."""
-    layout, part = out.layout, slice(*(tokens or (None,)))
-    keys, values = keys[:, :, part], values[:, :, part]
+    layout = out.layout
+    keys, values = (x[:, :, slice(*(tokens or (None,)))] for x in states)
     target = out.slice(start, start + keys.shape[2] // layout.tokens)
     kinds = (
         (keys, target.key_words, layout.key_dim_padded, layout.key_bits, switches.key_correction),
         (values, target.value_words, layout.value_dim_padded, layout.value_bits, switches.value_correction),
     )
     scales = []
-    for is_value, ((states, words, dim, bits, correction), factor) in enumerate(
-        zip(kinds, out.channel_scales, strict=True)
-    ):
-        z = states.float() * factor.float()[:, :, None]
+    for is_value, ((x, words, dim, bits, correction), factor) in enumerate(zip(kinds, out.channel_scales, strict=True)):
+        z = x.float() * factor.float()[:, :, None]
         z = torch.nn.functional.pad(z, (0, dim - z.shape[-1])).unflatten(2, (-1, layout.tokens))  # [B, Hkv, n, 128, D]
         if switches.rotate_values or not is_value:
             z = rotate(z, config.seed if switches.random_signs else None)
@@ -123,7 +120,7 @@ def dequantize(
 
 def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.dispatch.attend`, over everything dequantized."""
-    return attend_dense(query, *dispatch.dense(view), mask, options).contiguous()
+    return attend_dense(query, dispatch.dense(view), mask, options).contiguous()
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def in_torch(key_dim: int, value_dim: int, batches: bool, latents: bool = False)
             keys, values = (states.new_empty(1, 1, 1, dim) for dim in (key_dim, value_dim))
             # Wide heads use the kernel of dense states where torch has no flash attention.
             wide = max(key_dim, value_dim) > MAX_FLASH_DIM
-            wide = wide and supports_attend_dense(keys, keys, values, None, AttentionOptions(1.0))
+            wide = wide and supports_attend_dense(keys, (keys, values), None, AttentionOptions(1.0))
             steps, decode = (
                 (supports_latents, supports_paged_latents) if latents else (supports_blocks, supports_paged_decode)
             )

@@ -174,7 +174,7 @@ def encode_microseconds(preset: str, device: torch.device) -> float:
     config = TurboQuantConfig.from_preset(preset)
     packed = PackedBlocks.allocate(config.layout(128), 1, 8, 256, device)
     keys, values = (torch.randn(1, 8, 32768, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return microseconds(lambda: dispatch.encode(config, keys, values, packed, 0))
+    return microseconds(lambda: dispatch.encode(config, (keys, values), packed, 0))
 
 
 def step_cost(device: torch.device, layers: int = 32, room: int | None = None) -> dict[str, float]:

@@ -247,15 +247,12 @@ def attend_latents(
     )
 
 
-def attend_dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: AttentionOptions
-) -> torch.Tensor:
+def attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S of T tokens over dense states.
 
     Args:
         query: `[B, Hq, S, Dk]`; row i is the query of position T - S + i.
-        key: `[B, Hkv, T, Dk]`.
-        value: `[B, Hkv, T, Dv]`.
+        states: Keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
         mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). With `None`,
             `options.causal` decides.
         options: Any.
@@ -263,9 +260,8 @@ def attend_dense(
     Returns:
         `[B, S, Hq, Dv]` in the query's dtype. Rows that may attend to nothing are 0.
     """
-    return _attend(
-        query, lambda grouped: _dense_tiles(0, (key, value), grouped), key.shape[1], key.shape[2], mask, options
-    )
+    (_, heads, length, _), tiles = states[0].shape, partial(_dense_tiles, 0, states)
+    return _attend(query, tiles, heads, length, mask, options)
 
 
 def _attend(
@@ -327,22 +323,19 @@ def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))
 
 
-def attend_buffer(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, options: AttentionOptions
-) -> torch.Tensor:
+def attend_buffer(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S tokens over dense states by sdpa.
 
     Args:
         query: `[B, Hq, S, Dk]`.
-        keys: `[B, Hkv, T, Dk]`.
-        values: `[B, Hkv, T, Dv]`.
+        states: Keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
         mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive, or `None` (see `options.causal`).
         options: Options of `supports_sdpa`.
 
     Returns:
         `[B, S, Hq, Dv]`. Rows that may attend to nothing are 0.
     """
-    queries, length = query.shape[2], keys.shape[2]
+    (keys, values), queries, length = states, query.shape[2], states[0].shape[2]
     if mask is not None:
         mask = mask[..., :length]
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)

@@ -189,17 +189,12 @@ def store_prompt(
 
 @explains_failures
 def encode(
-    config: TurboQuantConfig,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: PackedBlocks,
-    start: int,
-    tokens: tuple[int, int] | None = None,
+    config: TurboQuantConfig, states: KeyValue, out: PackedBlocks, start: int, tokens: tuple[int, int] | None = None
 ) -> None:
     """`tq_hf.ops.dispatch.encode` on the GPU."""
-    with launching_on(keys):
-        rotation = rotations(config, out.layout, keys.device, torch.float32)
-        encode_blocks(_rows(keys), _rows(values), out, start, rotation, tokens)
+    with launching_on(states[0]):
+        rotation = rotations(config, out.layout, states[0].device, torch.float32)
+        encode_blocks(_rows(states[0]), _rows(states[1]), out, start, rotation, tokens)
 
 
 @explains_failures
@@ -342,15 +337,13 @@ def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: i
     return launch
 
 
-def supports_attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, options: AttentionOptions
-) -> bool:
+def supports_attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, whose
     compiler makes its own kernels."""
     if torch.compiler.is_dynamo_compiling() or not supports_states(query) or not supports_mask(mask, options):
         return False
-    traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
-    return not traced and attends_dense(query, keys, values)
+    traced = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *states))
+    return not traced and attends_dense(query, *states)
 
 
 def supports_attend_dequantized(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
@@ -358,24 +351,19 @@ def supports_attend_dequantized(query: torch.Tensor, view: View, mask: Mask, opt
     wider than 256, capped logits or learned sinks."""
     layout, sinks = view.tensors.layout, view.tensors.sinks
     slow = max(layout.key_dim, layout.value_dim) > backend.MAX_FLASH_DIM or not options.only_scales()
-    return slow and supports_blocks(query, layout) and supports_attend_dense(query, *sinks, mask, options)
+    return slow and supports_blocks(query, layout) and supports_attend_dense(query, sinks, mask, options)
 
 
 @explains_failures
 def attend_dense(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: Mask,
-    options: AttentionOptions,
-    out: torch.Tensor | None = None,
+    query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_dense` on the GPU, for calls that `supports_attend_dense`, into `out` if it is
     given: `[B, S, Hq, Dv]` in the query's dtype, last dimension contiguous."""
     return attend_dense_states(
         _rows(query),
-        _rows(keys),
-        _rows(values),
+        _rows(states[0]),
+        _rows(states[1]),
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         options,
         allocate=allocator(current_workspace(query.device), "dense attention", query.device),
