@@ -83,37 +83,6 @@ class Statistics:
         return (self.sums[f"{name} count"] >= LEAST_TOKENS) & (self.sums[name].amax(-1, keepdim=True) > 0)
 
 
-def statistics(
-    queries: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    first: int,
-    valid: torch.Tensor | None = None,
-) -> Statistics:
-    """Sum the statistics that channel scales are computed from.
-
-    Args:
-        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` if attention did not pass them.
-        keys: `[B, Hkv, T, Dk]` as passed to the cache.
-        values: `[B, Hkv, T, Dv]`.
-        first: Number of tokens at the start that stay dense.
-        valid: Tokens that are not padding, `[B, T]` bool; `None` for all.
-    """
-    stats = Statistics()
-    for block in sampled_blocks(keys.shape[2], first):
-        valid_here = None if valid is None else valid[:, block]
-        k, mask = _masked(keys[:, :, block], valid_here)
-        mean = sum_by_halving(k.mT) / sum_by_halving(mask.mT).clamp_min(1)
-        stats.add("keys", (k - mean[:, :, None]) * mask, mask)
-        stats.add("values", *_masked(values[:, :, block], valid_here))
-        if queries is not None:
-            q, mask = _masked(queries[:, :, block], valid_here)
-            grouped = (x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in (q, mask))
-            stats.add("queries", *grouped)
-    return stats
-
-
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     """Largest power of two that is at most x > 0."""
     return torch.exp2(torch.frexp(x).exponent.float() - 1)
@@ -165,6 +134,24 @@ def channel_scales(
     first: int,
     valid: torch.Tensor | None = None,
 ) -> ChannelScales:
-    """Channel scales from a first prompt; arguments as in `statistics`. Each sequence has its own scales."""
-    stats = statistics(queries, keys, values, first=first, valid=valid)
+    """Channel scales from a first prompt. Each sequence has its own.
+
+    Args:
+        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` if attention did not pass them.
+        keys: `[B, Hkv, T, Dk]` as passed to the cache.
+        values: `[B, Hkv, T, Dv]`.
+        first: Number of tokens at the start that stay dense.
+        valid: Tokens that are not padding, `[B, T]` bool; `None` for all.
+    """
+    stats = Statistics()
+    for block in sampled_blocks(keys.shape[2], first):
+        valid_here = None if valid is None else valid[:, block]
+        k, mask = _masked(keys[:, :, block], valid_here)
+        mean = sum_by_halving(k.mT) / sum_by_halving(mask.mT).clamp_min(1)
+        stats.add("keys", (k - mean[:, :, None]) * mask, mask)
+        stats.add("values", *_masked(values[:, :, block], valid_here))
+        if queries is not None:
+            q, mask = _masked(queries[:, :, block], valid_here)
+            grouped = (x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in (q, mask))
+            stats.add("queries", *grouped)
     return ChannelScales(key_channel_scales(stats), value_channel_scales(stats))

@@ -70,29 +70,22 @@ def check(saved: dict[str, Any], model: Any) -> None:
             f"The cache belongs to another model: its `{name}` is {str(saved['config'][name])[:80]}, and this "
             f"model's is {str(ours['config'][name])[:80]}. Load the cache with the model that made it."
         )
-    if saved["dtype"] != ours["dtype"]:
-        raise ValueError(
-            f"The cache was made by a model in {str(saved['dtype'])[:32]}, and this model is in {ours['dtype']}. Load "
-            f"the model with `dtype={str(saved['dtype'])[:32]}`."
-        )
-    if saved["shard"] != ours["shard"]:
-        came = saved["shard"] if isinstance(saved["shard"], str) else "a whole model"
-        raise ValueError(
-            f"The cache holds the KV heads of {came[:64]}, and this model is {ours['shard'] or 'whole'}. Under tensor "
-            "parallelism every rank saves a file of its own heads. Load each file on the same rank of the same number "
-            "of processes."
-        )
-    if saved["weights"] != ours["weights"]:
-        raise ValueError(
-            "The cache belongs to another model of the same shape with other weights (another checkpoint, a fine-tune, "
-            "another adapter, other quantization). Load the cache with the model that made it."
-        )
-    if saved["adapters"] != ours["adapters"]:
-        raise ValueError(
-            f"The cache was made with {_in_words(saved['adapters'])}, and this model has "
-            f"{_in_words(ours['adapters'])}. Activate, merge and scale the adapters as they were, or load the cache "
-            "with the model that made it."
-        )
+    dtype, shard = str(saved["dtype"])[:32], saved["shard"] if isinstance(saved["shard"], str) else "a whole model"
+    reasons = {
+        "dtype": f"The cache was made by a model in {dtype}, and this model is in {ours['dtype']}. Load the model with "
+        f"`dtype={dtype}`.",
+        "shard": f"The cache holds the KV heads of {shard[:64]}, and this model is {ours['shard'] or 'whole'}. Under "
+        "tensor parallelism every rank saves a file of its own heads. Load each file on the same rank of the same "
+        "number of processes.",
+        "weights": "The cache belongs to another model of the same shape with other weights (another checkpoint, a "
+        "fine-tune, another adapter, other quantization). Load the cache with the model that made it.",
+        "adapters": f"The cache was made with {_in_words(saved['adapters'])}, and this model has "
+        f"{_in_words(ours['adapters'])}. Activate, merge and scale the adapters as they were, or load the cache with "
+        "the model that made it.",
+    }
+    for part, reason in reasons.items():
+        if saved[part] != ours[part]:
+            raise ValueError(reason)
 
 
 def _decoder(model: Any) -> torch.nn.Module:
