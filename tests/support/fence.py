@@ -49,6 +49,7 @@ OWNERS = by_name(
         "layer module": [DynamicSlidingWindowLayer, LinearAttentionLayer, torch.nn.Module],
         "inner": [OptimizedModule],
         "kind": [AutoModel],
+        "type": [GenerationMixin],
         "c criterion": [EosTokenCriteria],
     }
 )
@@ -60,6 +61,7 @@ FRAMES = {
         (GenerationMixin, "_prefill(._valid_auto_compile_criteria)"),
         (GenerationMixin, "_valid_auto_compile_criteria(.is_compileable)"),
     ],
+    "model_about_to_switch": [(GenerationMixin, "prepare_inputs_for_generation")],
     "padding_mask_of_caller": [
         (transformers.masking_utils, "_preprocess_mask_arguments(attention_mask,.get_mask_sizes)")
     ],
@@ -136,7 +138,8 @@ if Version(transformers.__version__) >= Version("5.19"):
             "cache": [cache.PagedAttentionCache],
             "pool": [cache_allocators.CachePool],
             "ledger": [cache_allocator.BlockLedger],
-            "allocator own windows states each": [*ALLOCATORS, serving.CBGenerateManager],
+            "allocator own windows each": [*ALLOCATORS, serving.CBGenerateManager],
+            "states": [*ALLOCATORS, states.RequestState],
             "output_router": [api.OutputRouter],
             "runner": [ModelRunner],
             "batch_processor": [api.ContinuousBatchProcessor],

@@ -83,7 +83,7 @@ class DecodeLaunch:
             dimensions contiguous.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
-        encoder: Of pages, R of keys and of values as in `tq_kernels.codec.launch.encode`: the launch that writes single
+        encoder: R of keys and of values as in `tq_kernels.codec.launch.encode`, for pages: the launch that writes single
             tokens encodes the blocks that they complete.
     """
 
@@ -383,8 +383,9 @@ class DecodeLaunch:
         queries_at: tuple[int, int],
         least: int,
     ) -> tuple[Any, ...]:
-        """Kernel, grid, numbers, constants and options of the launch that appends to pages and rotates; `sizes` are the
-        numbers of sequences, of tokens and of columns of the table.
+        """Make the launch that appends to pages and rotates: kernel, grid, numbers, constants and options.
+
+        `sizes` are the numbers of sequences, of tokens and of columns of the table.
 
         Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
         that may encode takes so many registers that few run side by side.
