@@ -16,6 +16,7 @@ from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..saving.cache_file import load_cache, save_cache
+from .display import print_error
 
 COMMANDS = {
     "/mem": "show the memory that the cache holds",
@@ -132,21 +133,17 @@ class Chat:
 
 
 class Printer(TextStreamer):
-    """Streamer that prints words as they are generated."""
+    """Streamer that prints words as they are generated, and until then that the message is read."""
 
     def __init__(self, tokenizer: Any, console: Console) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.console = console
+        self.console, self.status = console, console.status("Reading ...")
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print `text` without control characters."""
+        self.status.stop()
         text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
         self.console.out(text, end="\n" if stream_end else "", highlight=False)
-
-
-def print_error(error: Exception, console: Console) -> None:
-    """Print an error without its traceback."""
-    console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
 def converse(chat: Chat, console: Console) -> None:
@@ -170,8 +167,10 @@ def converse(chat: Chat, console: Console) -> None:
 
 
 def _say(chat: Chat, line: str, console: Console) -> None:
+    printer = Printer(chat.tokenizer, console)
     try:
-        chat.say(line, Printer(chat.tokenizer, console))
+        with printer.status:
+            chat.say(line, printer)
     except KeyboardInterrupt:
         console.print("\nStopped. The conversation is the same as before this message.", highlight=False)
         if not chat.holds_conversation():
