@@ -18,8 +18,9 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import tq_hf
 from tests.support.tiny_models import build, dense_attention
-from tq_hf import TurboQuantCache, compat
+from tq_hf import TurboQuantCache, attention, compat
 from tq_hf.compat import CACHE_NAME, as_input
+from tq_hf.layers import advice
 
 FAMILIES = ["llama", "gemma3", "gpt_oss"]
 ROOM = 512
@@ -107,6 +108,44 @@ def test_both_names_of_a_cache_are_taken(name: str) -> None:
             assert torch.equal(model.generate(ids, **GREEDY, **{name: cache}, **way), expected)
         cache = packed(model)
         assert model(ids, **{name: cache})[CACHE_NAME] is cache and cache.get_seq_length() == 300
+
+
+@pytest.mark.parametrize("way", ["", "graph_decoding", "lookup", "beams"])
+@pytest.mark.parametrize("tokens, held", [(300, 0), (1, 0), (300, 290)])
+def test_room_for_the_whole_answer_is_asked_for_before_the_prompt_is_read(way: str, tokens: int, held: int) -> None:
+    options: dict[str, Any] = {
+        "": {},
+        "graph_decoding": dict(custom_generate=tq_hf.graph_decoding),
+        "lookup": dict(prompt_lookup_num_tokens=3),
+        "beams": dict(num_beams=2),
+    }[way]
+    model, ids = model_of("llama"), prompt()["input_ids"][:, :tokens]
+    cache, enough = (packed(model, max_cache_len=tokens + room) for room in (3, 15))
+    if held:
+        model(ids[:, :held], **as_input(cache))
+    with pytest.raises(ValueError, match=f"{tokens + 11} tokens: .*{tokens + 3}. .*`max_new_tokens=4`"):
+        model.generate(ids, max_new_tokens=12, **as_input(cache), **options)
+    assert int(cache.get_seq_length()) == held
+    model.generate(ids, max_new_tokens=12, **as_input(enough), **options)
+
+
+def test_a_cache_or_an_attention_that_gains_nothing_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for module in (advice, attention):
+        module.logger.warning_once.cache_clear()
+        monkeypatch.setattr(module.logger, "warning", lambda message, *_, **__: said.append(message))
+    model, ids = build("llama"), prompt()["input_ids"]
+    wrong = {"turboquant": DynamicCache(config=model.config), "sdpa": packed(model)}
+    for name, cache in wrong.items():
+        model.set_attn_implementation(name)
+        for _ in range(2):
+            model.generate(ids, max_new_tokens=3, **as_input(cache))
+    dynamic, dense = said
+    assert "cache a DynamicCache" in dynamic and f"`{CACHE_NAME}=tq_hf.TurboQuantCache(" in dynamic
+    assert "dequantizes the whole cache" in dense and 'attn_implementation="turboquant"' in dense
+    model.set_attn_implementation("turboquant")
+    model.generate(ids, max_new_tokens=3, **as_input(packed(model, skip_layers=(0,))))
+    assert len(said) == 2
 
 
 @batches

@@ -3,7 +3,7 @@
 ```python
 from tq_hf import TurboQuantCache
 
-model.generate(**inputs, past_key_values=TurboQuantCache(model.config))
+model.generate(**inputs, cache=TurboQuantCache(model.config))  # transformers before 5.24: `past_key_values=`
 ```
 
 Importing this package registers the attention function "turboquant" and its mask with transformers, and changes nothing

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
+from itertools import islice
 from pkgutil import resolve_name
 from threading import get_ident
 from types import FrameType, SimpleNamespace
@@ -38,8 +39,7 @@ TESTED: dict[str, tuple[Number, Number]] = {
     "transformers": ((5, 17), (5, 24)),
     "triton": ((3, 5), (3, 9)),
 }
-"""Oldest and newest version of each package that tests have run with. `pyproject.toml` allows a wider range: each torch
-requires its own Triton, and newer versions may work."""
+"""Oldest and newest version of each package that tests have run with. `pyproject.toml` allows newer ones."""
 
 
 _GENERATION = "transformers:GenerationMixin."
@@ -177,9 +177,8 @@ def report_untested() -> None:
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Run `function` outside of inference mode and without gradients, independent of the mode of the caller.
 
-    Under `torch.inference_mode` every new tensor is an inference tensor. Inference tensors cannot be written in place
-    outside of inference mode. A cache that was filled there must still serve a plain `generate()`, so its tensors are
-    allocated outside of inference mode.
+    Under `torch.inference_mode` every new tensor is an inference tensor, which cannot be written in place outside of
+    it. A cache that was filled there must still serve a plain `generate()`.
     """
     # The order matters: leaving inference mode turns gradients on.
     guarded = torch.inference_mode(False)(torch.no_grad()(function))
@@ -212,12 +211,10 @@ def cached_table(make: Callable[P, R]) -> Callable[P, R]:
 def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
     """Return the dtype in which sdpa computes on the device of `states`, or `None` outside of autocast.
 
-    Under autocast a float32 model computes its matrix products in 16 bits. The rotary embedding still returns keys in
-    float32; values are in 16 bits. `DynamicCache` and the caches of this package store both in float32. sdpa then casts
-    queries, keys and values to 16 bits. This package names the dtypes of its own computations.
-    (`_is_any_autocast_enabled`: torch 2.9 to 2.15.)
+    Under autocast a float32 model computes its matrix products in 16 bits. Keys come in float32, values in 16 bits, and
+    caches store both in float32. sdpa casts them to 16 bits (`_is_any_autocast_enabled`: torch 2.9 to 2.15).
     """
-    # Check this first: reading the type of a device takes torch longer than the rest.
+    # Reading the type of a device takes torch longer than the rest.
     if not torch._C._is_any_autocast_enabled():
         return None
     device = states.device.type
@@ -304,11 +301,14 @@ def current_raw_stream(device: int) -> int:
 
 
 def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell `torch.compile` that the addresses of tensors do not change, so that graphs need no copies (torch 2.9 to
-    2.15)."""
-    mark = torch._dynamo.mark_static_address
+    """Tell `torch.compile` that addresses do not change, so that graphs need no copies (torch 2.9 to 2.15)."""
     for tensor in tensors:
-        mark(tensor)
+        torch._dynamo.mark_static_address(tensor)
+
+
+def mark_static_shape(tensor: torch.Tensor) -> None:
+    """Let the compiler compile for this shape, also after others (torch 2.9 to 2.15)."""
+    torch._dynamo.mark_static(tensor)
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
@@ -328,7 +328,7 @@ def changes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def has_forward_hooks(module: Any) -> bool:
-    """Whether a module calls hooks after `forward` (torch 2.9 to 2.15)."""
+    """Whether a module has hooks after `forward` (torch 2.9 to 2.15)."""
     return bool(getattr(module, "_forward_hooks", None))
 
 
@@ -348,8 +348,8 @@ METADATA: set[Any] = {
 CACHE_NAME = (
     "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 )
-"""Name of the cache among a model's inputs and outputs: `past_key_values` in transformers 5.17 to 5.23, `cache` in
-5.24. `generate()` and models of 5.24 also take the older name, with a warning."""
+"""Name of the cache among a model's inputs and outputs: `past_key_values` before transformers 5.24, which takes this
+name with a warning."""
 
 
 def as_input(cache: Cache) -> dict[str, Cache]:
@@ -389,8 +389,8 @@ def attends_to_own_tokens(module: Any) -> bool:
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     """`config._attn_implementation` (transformers 5.17 to 5.24).
 
-    Configs look up attributes in Python. That takes as long as a kernel launch, in every update of every layer. Outside
-    of compilation this function reads the attribute beneath the property.
+    Configs look up attributes in Python, which takes as long as a kernel launch. Outside of compilation this function
+    reads the attribute beneath the property.
     """
     if not torch.compiler.is_dynamo_compiling() and config is not None:
         attributes: dict[str, Any] = object.__getattribute__(config, "__dict__")
@@ -410,21 +410,16 @@ def attention_of_parts(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
 
 
 def restore_attention(parts: list[tuple[PreTrainedConfig, str | None]]) -> None:
-    """Set the attention of every part to the value in `parts` (transformers 5.17 to 5.24).
-
-    `set_attn_implementation` cannot do this: one name applies to all parts, and a dict cannot name parts of parts.
-    """
+    """Set the attention of every part to the value in `parts` (transformers 5.17 to 5.24). `set_attn_implementation`
+    cannot: one name applies to all parts, and a dict cannot name parts of parts."""
     for config, attention in parts:
         config._attn_implementation_internal = attention
 
 
 @contextmanager
 def layer_types_known(kinds: Iterable[str]) -> Iterator[None]:
-    """Context in which transformers' continuous batching takes configs with layers of other kinds.
-
-    Its manager refuses them when it looks for kinds without block tables (`ATTN_TYPE_TO_ALLOCATOR`: transformers 5.18
-    to 5.24). Our kinds have block tables.
-    """
+    """Context in which transformers' continuous batching takes configs with layers of other kinds. Its manager refuses
+    kinds without block tables, which ours have (`ATTN_TYPE_TO_ALLOCATOR`: transformers 5.18 to 5.24)."""
     from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, FULL_ATTENTION
 
     added: Any = dict.fromkeys(set(kinds) - ATTN_TYPE_TO_ALLOCATOR.keys(), ATTN_TYPE_TO_ALLOCATOR[FULL_ATTENTION])
@@ -461,10 +456,8 @@ def has_attention_heads(config: PreTrainedConfig) -> bool:
 
 
 def layer_configs(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
-    """Configs of the layers of a decoder, or only its own config if all layers are equal.
-
-    The config of a decoder with different layers (Gemma 4, Dots 3) raises for attributes that differ between layers.
-    """
+    """Configs of the layers of a decoder, or only its own config if all layers are equal. The config of a decoder with
+    different layers (Gemma 4, Dots 3) raises for attributes that differ."""
     return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
@@ -476,8 +469,7 @@ def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
 def memory_per_gpu(handler: Any, gpus: int) -> dict[str, Any]:
     """Argument by which the paged cache's memory `handler` counts the activations of a step per GPU (from 5.24 on).
 
-    Older versions count those of all `gpus`, so the pool gets fewer pages than would fit.
-    """
+    Older versions count those of all `gpus`, so the pool gets fewer pages than would fit."""
     return {"kv_tp_size": gpus} if "kv_tp_size" in signature(handler.__init__).parameters else {}
 
 
@@ -498,34 +490,46 @@ def _models() -> Iterator[type[PreTrainedModel]]:
             yield model
 
 
-def asked_by_prefill() -> bool:
-    """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled.
+def _callers(frame: FrameType | None, but: str = "") -> Iterator[FrameType]:
+    """`frame` and those that called it, without functions called `but`, as an encoder-decoder's cache has."""
+    while frame is not None:
+        if frame.f_code.co_name != but:
+            yield frame
+        frame = frame.f_back
 
-    The names of the calling functions decide. `_prefill` and the loop over steps both call
-    `_valid_auto_compile_criteria` (transformers 5.17 to 5.24).
-    """
+
+def asked_by_prefill() -> bool:
+    """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled, and not
+    the loop over steps: both call `_valid_auto_compile_criteria` (transformers 5.17 to 5.24)."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    names: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and len(names) < 2:
-        if frame.f_code.co_name != "is_compileable":  # the property of an encoder-decoder's cache
-            names.append(frame.f_code.co_name)
-        frame = frame.f_back
+    names = [frame.f_code.co_name for frame in islice(_callers(sys._getframe(2), but="is_compileable"), 2)]
     return names == ["_valid_auto_compile_criteria", "_prefill"]
 
 
-def padding_mask_of_caller() -> torch.Tensor | None:
-    """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one.
+def length_of_generation() -> tuple[int, int] | None:
+    """Largest number of tokens that the calling `generate()` lets a cache hold, and its `max_new_tokens`; `None`
+    outside of `generate()`, or without that option (transformers 5.17 to 5.24). The last token is never cached."""
+    names = "_prefill", "_assisted_decoding"
+    loops = (frame for frame in _callers(sys._getframe(2)) if frame.f_code.co_name in names)
+    loop = next(loops, None)
+    config = None if loop is None else loop.f_locals.get("generation_config")
+    new = getattr(config, "max_new_tokens", None)
+    return None if config is None or new is None else (config.max_length - 1, new)
 
-    A function that makes masks calls `get_mask_sizes` of a cache, and passes no mask. Its local variable
-    `attention_mask` is the mask (transformers 5.17 to 5.24).
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "get_mask_sizes":  # of an encoder-decoder's cache, too
-        frame = frame.f_back
-    mask = None if frame is None else frame.f_locals.get("attention_mask")
+
+def padding_mask_of_caller() -> torch.Tensor | None:
+    """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one. It is a local variable of
+    the function that makes masks and calls `get_mask_sizes` of a cache (transformers 5.17 to 5.24)."""
+    mask = next(_callers(sys._getframe(2), but="get_mask_sizes")).f_locals.get("attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def cache_of_caller() -> Cache | None:
+    """Cache for which a mask is made: the local variable of the caller, a function that makes masks (transformers 5.17
+    to 5.24). The self-attention cache of an encoder-decoder."""
+    cache = sys._getframe(2).f_locals.get(CACHE_NAME)
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def arguments_of_generate() -> dict[str, Any]:
@@ -572,7 +576,7 @@ def pad_token(config: Any) -> torch.Tensor:
 
 
 def longer_inputs(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Inputs of a model extended by `tokens` tokens, as assisted decoding does (transformers 5.17 to 5.24)."""
+    """Inputs of a model for `tokens` tokens more, as in assisted decoding (transformers 5.17 to 5.24)."""
     inputs = dict(inputs)
     for name, extend in (
         ("attention_mask", lambda length: candidate_generator._prepare_attention_mask(inputs, length, False)),
@@ -582,11 +586,6 @@ def longer_inputs(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
         if (held := inputs.get(name)) is not None:
             extend(held.shape[-1] + tokens)
     return inputs
-
-
-def mark_static_shape(tensor: torch.Tensor) -> None:
-    """Let the compiler compile for this shape, also after others (torch 2.9 to 2.15)."""
-    torch._dynamo.mark_static(tensor)
 
 
 foreach = SimpleNamespace(

@@ -75,7 +75,7 @@ def test_options_beside_a_config_object_are_refused():
 
 
 def test_config_without_attention_heads_is_refused():
-    with pytest.raises(ValueError, match="MambaConfig has no attention heads.*leave out `past_key_values`"):
+    with pytest.raises(ValueError, match="MambaConfig has no attention heads.*pass none"):
         TurboQuantCache(MambaConfig())
 
 

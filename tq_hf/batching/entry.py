@@ -81,6 +81,12 @@ class TurboQuantBatching(ContinuousMixin):
         check_model(self.model, self.config)
         warn_about_graph_mixing(self.model)
 
+    def __repr__(self) -> str:
+        manager = getattr(self.model, CACHED_MANAGER, None)
+        bits = f"key_bits={self.config.key_bits}, value_bits={self.config.value_bits}"
+        kept = "" if manager is None else ", with a kept manager"
+        return f"TurboQuantBatching({type(self.model).__name__}, {self.config.preset or bits}{kept})"
+
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
         """Generation config of the model."""
