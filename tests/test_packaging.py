@@ -141,7 +141,16 @@ def test_the_types_of_the_public_api_reach_a_user(wheel: Path, tmp_path: Path) -
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     revealed = [name.split(".")[-1] for name in re.findall(r'Revealed type is "([^"]+)"', done.stdout)]
     assert revealed == [
-        *("TurboQuantCache", "float", "TurboQuantCache", "dict[str, Any]", "int", "int", "Balance", "TurboQuantBatching")
+        *(
+            "TurboQuantCache",
+            "float",
+            "TurboQuantCache",
+            "dict[str, Any]",
+            "int",
+            "int",
+            "Balance",
+            "TurboQuantBatching",
+        )
     ], done.stdout
     errors = re.findall(r"user.py:\d+: error: Argument .*? \[([\w-]+)\]", done.stdout)
     assert errors == ["arg-type", "arg-type"] and done.stdout.count("error:") == 2, done.stdout

@@ -148,6 +148,25 @@ def test_a_cache_or_an_attention_that_gains_nothing_is_named_once(monkeypatch: p
     assert len(said) == 2
 
 
+def test_the_code_at_the_top_of_readme_runs_without_a_warning(tmp_path: Path) -> None:
+    """On a tiny model and a CPU. An older transformers gets the name that the comment in the code says."""
+    from tests.tools.test_cli import saved_model
+
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert code.count("cache=cache") == 1 and "`past_key_values=` before transformers 5.24" in code
+    folder = saved_model("qwen3", tmp_path)
+    changes = {'"Qwen/Qwen3-4B"': repr(str(folder)), ".cuda()": "", '.to("cuda")': "", "32768": "512"}
+    for old, new in (changes | {"cache=cache": f"{CACHE_NAME}=cache"}).items():
+        code = code.replace(old, new)
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        exec(code, names)
+    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert int(names["cache"].get_seq_length()) == names["output"].shape[1] - 1
+
+
 @batches
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inference", [False, True])

@@ -3,7 +3,7 @@
 ```python
 from tq_hf import TurboQuantCache
 
-model.generate(**inputs, cache=TurboQuantCache(model.config))  # transformers before 5.24: `past_key_values=`
+model.generate(**inputs, cache=TurboQuantCache(model.config))  # `past_key_values=` before transformers 5.24
 ```
 
 Importing this package registers the attention function "turboquant" and its mask with transformers, and changes nothing

@@ -56,7 +56,7 @@ class TurboQuantCache(DynamicCache):
     ```python
     cache = TurboQuantCache(model.config)                       # grows
     cache = TurboQuantCache(model.config, max_cache_len=32768)  # fixed size; decoding compiles
-    model.generate(**inputs, cache=cache)  # transformers before 5.24: `past_key_values=cache`
+    model.generate(**inputs, cache=cache)  # `past_key_values=cache` before transformers 5.24
     ```
 
     The first `sink_tokens` tokens, padding not counted, and the newest `residual_length` stay exact; older ones are
