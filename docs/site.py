@@ -2,9 +2,9 @@
 
     python docs/site.py FOLDER
 
-README.md is the first page. Each row of its table "Which way do I take?" has a page, with the sections and notebooks that
-the row names; each section of the results has one, and the API comes from docstrings. `mkdocs.yml` beside this file
-says how pages look. Nothing that is made here is committed.
+README.md is the first page. Each row of its table "Which way do I take?" has a page, with the sections and notebooks
+that the row names; each section of the results has one, and the API comes from docstrings. `mkdocs.yml` beside this
+file says how pages look. Nothing that is made here is committed.
 """
 
 from __future__ import annotations

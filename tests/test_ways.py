@@ -148,6 +148,24 @@ def test_a_cache_or_an_attention_that_gains_nothing_is_named_once(monkeypatch: p
     assert len(said) == 2
 
 
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_a_repository_of_the_hub_brings_the_cache(
+    room: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hub/`, from its folder. The model has its own attention afterwards."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    model, ids = model_of("llama"), prompt()["input_ids"]
+    cache = TurboQuantCache(model.config, "3bit_nc", max_cache_len=room)
+    expected = model.generate(ids, **GREEDY, **as_input(cache))
+    model.set_attn_implementation("sdpa")
+    way = dict(custom_generate=str(Path(__file__).resolve().parents[1] / "hub"), trust_remote_code=True)
+    found = model.generate(ids, **GREEDY, **way, preset="3bit_nc", max_cache_len=room)
+    assert torch.equal(found, expected) and model.config._attn_implementation == "sdpa"
+    held = packed(model)
+    model.generate(ids, **GREEDY, **way, **as_input(held))
+    assert held.memory_footprint().packed > 0
+
+
 def test_the_code_at_the_top_of_readme_runs_without_a_warning(tmp_path: Path) -> None:
     """On a tiny model and a CPU. An older transformers gets the name that the comment in the code says."""
     from tests.tools.test_cli import saved_model
