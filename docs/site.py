@@ -113,7 +113,9 @@ def api() -> str:
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }["_PLACES"]
-    return "# API\n\n" + "\n".join(f"::: {module}.{name}\n" for name, module in ast.literal_eval(places).items())
+    return "# API\n\n" + "\n".join(
+        f"::: {module}.{name}\n" for module, names in ast.literal_eval(places).items() for name in names.split()
+    )
 
 
 def pages() -> dict[str, str]:

@@ -16,50 +16,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tq_kernels.layout import BlockLayout
+    from tq_kernels.layout import BlockLayout as BlockLayout
 
-    from .balance import Balance
-    from .batching import TurboQuantBatching, continuous_batching
-    from .cache import TurboQuantCache
-    from .config import PRESETS, TurboQuantConfig
-    from .graph_decoding import graph_decoding
-    from .layers.compressed import TurboQuantLayer
-    from .memory import MemoryFootprint
+    from .balance import Balance as Balance
+    from .batching import TurboQuantBatching as TurboQuantBatching
+    from .batching import continuous_batching as continuous_batching
+    from .cache import TurboQuantCache as TurboQuantCache
+    from .config import PRESETS as PRESETS
+    from .config import TurboQuantConfig as TurboQuantConfig
+    from .graph_decoding import graph_decoding as graph_decoding
+    from .layers.compressed import TurboQuantLayer as TurboQuantLayer
+    from .memory import MemoryFootprint as MemoryFootprint
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "PRESETS",
-    "Balance",
-    "BlockLayout",
-    "MemoryFootprint",
-    "TurboQuantBatching",
-    "TurboQuantCache",
-    "TurboQuantConfig",
-    "TurboQuantLayer",
-    "continuous_batching",
-    "graph_decoding",
-]
-
 _PLACES = {
-    "BlockLayout": "tq_kernels.layout",
-    "Balance": "tq_hf.balance",
-    "TurboQuantBatching": "tq_hf.batching",
-    "continuous_batching": "tq_hf.batching",
-    "TurboQuantCache": "tq_hf.cache",
-    "PRESETS": "tq_hf.config",
-    "TurboQuantConfig": "tq_hf.config",
-    "graph_decoding": "tq_hf.graph_decoding",
-    "TurboQuantLayer": "tq_hf.layers.compressed",
-    "MemoryFootprint": "tq_hf.memory",
+    "tq_hf.balance": "Balance",
+    "tq_hf.batching": "TurboQuantBatching continuous_batching",
+    "tq_hf.cache": "TurboQuantCache",
+    "tq_hf.config": "PRESETS TurboQuantConfig",
+    "tq_hf.graph_decoding": "graph_decoding",
+    "tq_hf.layers.compressed": "TurboQuantLayer",
+    "tq_hf.memory": "MemoryFootprint",
+    "tq_kernels.layout": "BlockLayout",
 }
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
+__all__ = list(_PLACE_OF)
 
 
 def __getattr__(name: str) -> Any:
     # Import lazily: batching needs a newer transformers than the rest of the package.
-    if name not in _PLACES:
+    if name not in _PLACE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_PLACES[name]), name)
+    globals()[name] = value = getattr(import_module(_PLACE_OF[name]), name)
     return value
 
 

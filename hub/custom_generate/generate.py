@@ -1,4 +1,4 @@
-"""`generate()` on a TurboQuant cache, for `model.generate(..., custom_generate="tq-hf/tq_hf", trust_remote_code=True)`."""
+"""`generate()` on a TurboQuant cache: `model.generate(..., custom_generate="tq-hf/tq_hf", trust_remote_code=True)`."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def test_help_is_made_of_sentences():
         assert re.match(r"[A-Z]", first) and len(first) > 40
     for name in ("estimate", "sweep", "compare", "chat", "serve"):
         text = re.sub(r"[│╭╮╰╯─\s]+", " ", run(name, "--help"))
-        paragraphs = [p for p in cli_docstring(name).split("\n\n") if p.strip()]
-        assert all("\n" not in paragraph for paragraph in paragraphs)  # wraps where the terminal ends
+        for paragraph in cli_docstring(name).split("\n\n"):  # flows, and wraps where the terminal ends
+            assert " ".join(paragraph.replace("`", "").split()) in text
         assert "model of the Hugging Face hub" in text
 
 
@@ -163,7 +163,7 @@ def test_estimate_takes_presets_by_layer(llama_folder):
 def test_estimate_says_what_is_wrong(llama_folder, tmp_path):
     assert "Unknown preset '5bit'" in fails("estimate", llama_folder, "--preset", "5bit")
     assert "not an amount of memory" in fails("estimate", llama_folder, "--gpu-memory", "lots")
-    assert "must be one of bfloat16" in fails("estimate", llama_folder, "--dtype", "int3")
+    assert "bfloat16" in run("estimate", llama_folder, "--dtype", "int3", status=2)
     (tmp_path / "config.json").write_text("{}")
     assert "Cannot read the config" in fails("estimate", tmp_path)
     assert "1" in run("estimate", llama_folder, "--context", 0, status=2)
@@ -193,7 +193,7 @@ def test_without_a_checkout_the_default_model_is_explained(monkeypatch, tmp_path
     monkeypatch.setattr(cli, "EXAMPLES", tmp_path / "examples")
     for command in ("estimate", "chat"):
         message = fails(command)
-        assert "not part of an installed package" in message and "Or name a model" in message
+        assert "does not exist" in message and "or name a model" in message
 
 
 @pytest.mark.skipif(not (cli.EXAMPLES / "needle" / "config.json").exists(), reason="the shipped model is not there")

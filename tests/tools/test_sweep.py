@@ -204,7 +204,6 @@ def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, monkeypatch
         (["--output", tmp_path / "no" / "s.json"], "There is no folder"),
         (["--text", tmp_path / "no.txt"], "No such file"),
         (["--text", text], "9 tokens of the text are read"),
-        (["--dtype", "int8"], "must be one of"),
     ):
         output = run(*options, status=1)
         assert output.startswith("Error: ") and says in output, output

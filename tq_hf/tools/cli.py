@@ -5,29 +5,28 @@ Commands import what they run, torch and transformers among it, when they run: h
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
-from .. import __version__, set_up
+import tq_hf
+
+from .display import print_error, with_progress, working
 
 if TYPE_CHECKING:
-    import torch
-
     from ..config import TurboQuantConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # exists in a checkout only; contains a small model
 
-DTYPES = ("bfloat16", "float16", "float32")
 PRESET_HELP = "by default 4bit_nc. `tq-hf estimate` lists all presets."
 DEFAULT_CONTEXT = 32768
 GREETING = """This model is trained to recall text that it read. Try these lines, one after the other:
@@ -35,12 +34,18 @@ GREETING = """This model is trained to recall text that it read. Try these lines
   What was it? <<green lamp =
 """
 
-app = typer.Typer(name="tq-hf", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="tq-hf",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # the lines of a docstring flow together
+)
 
 
 def _print_version(value: bool) -> None:
     if value:
-        typer.echo(f"tq-hf {__version__}")
+        typer.echo(f"tq-hf {tq_hf.__version__}")
         raise typer.Exit
 
 
@@ -57,16 +62,9 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A folder or a model of the Hugging Face hub. Default: the small model of the checkout."),
 ]
-Dtype = Annotated[
-    str | None, typer.Option(help="Dtype of the model: bfloat16, float16 or float32. Default: that of the checkpoint.")
-]
-
-
-def _flowing(command: Callable[..., None]) -> Callable[..., None]:
-    """Join the lines of a command's docstring, so that help wraps at the width of the terminal."""
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    return command
+DtypeName = Literal["bfloat16", "float16", "float32"]
+DTYPES = "bfloat16, float16 or float32"
+Dtype = Annotated[DtypeName | None, typer.Option(metavar="DTYPE", help=f"{DTYPES}. Default: that of the checkpoint.")]
 
 
 def _shortened(error: Exception) -> str:
@@ -76,13 +74,9 @@ def _shortened(error: Exception) -> str:
 @contextmanager
 def _errors_as_sentences() -> Iterator[None]:
     """Context that prints errors the user can correct and ends the command with status 1."""
-    from rich.console import Console
-
-    from .display import print_error, working
-
     try:
         with working("Importing torch and transformers"):
-            set_up()
+            tq_hf.set_up()
         yield
     except (ValueError, OSError) as error:
         print_error(error, Console(stderr=True))
@@ -94,19 +88,10 @@ def _model_name(model: str | None) -> str:
     path = EXAMPLES / "needle"
     if model is None and not path.exists():
         raise ValueError(
-            "The default model is `examples/needle` of the tq_hf repository and not part of an installed package "
-            f"({path} does not exist). Clone the repository and run `pip install -e .` there. Or name a model, e.g. "
-            "`Qwen/Qwen3-0.6B`."
+            f"The default model is that of the tq_hf repository, and {path} does not exist. Run `pip install -e .` in "
+            "a clone, or name a model, e.g. `Qwen/Qwen3-0.6B`."
         )
     return str(path) if model is None else model
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"`--dtype` is {name!r}; it must be one of {', '.join(DTYPES)}.")
-    import torch
-
-    return None if name is None else getattr(torch, name)
 
 
 def _preset_by_layer(text: str) -> TurboQuantConfig:
@@ -123,7 +108,6 @@ def _preset_by_layer(text: str) -> TurboQuantConfig:
 
 
 @app.command("estimate")
-@_flowing
 def estimate_command(
     model: Model = None,
     context: Annotated[
@@ -160,12 +144,11 @@ def estimate_command(
     are counted correctly. The weights of the model are subtracted from the memory of the GPU.
     """
     with _errors_as_sentences():
-        from rich.console import Console
+        import torch
         from transformers import AutoConfig
         from transformers.utils import logging
 
         from ..config import PRESETS
-        from .display import working
         from .estimate import Estimator, Report, as_json, estimate, parse_memory, print_table
 
         name = _model_name(model)
@@ -177,7 +160,9 @@ def estimate_command(
                 config = AutoConfig.from_pretrained(name)
             except Exception as error:  # remote code of a config may raise any exception
                 raise ValueError(f"Cannot read the config of the model {name!r}: {_shortened(error)}") from None
-            estimator = Estimator(config, _dtype(dtype), None if weights is None else parse_memory(weights))
+            estimator = Estimator(
+                config, dtype and getattr(torch, dtype), None if weights is None else parse_memory(weights)
+            )
             if context is None:
                 context = min(DEFAULT_CONTEXT, estimator.max_positions or DEFAULT_CONTEXT)
                 context = context if max_cache_len is None else min(context, max_cache_len - 1)
@@ -205,13 +190,11 @@ def _device(name: str | None) -> str:
     return device
 
 
-def _loaded(name: str, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
+def _loaded(name: str, dtype: DtypeName | None, device: str) -> tuple[Any, Any]:
     """Load a model in eval mode with the attention "turboquant", and its tokenizer. `dtype` is by default that of the
     checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
-
-    from .display import working
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -240,7 +223,6 @@ def _text(path: Path | None) -> str:
 
 
 @app.command("sweep")
-@_flowing
 def sweep_command(
     model: Model = None,
     text: Annotated[
@@ -259,7 +241,8 @@ def sweep_command(
         int | None, typer.Option(min=1, help="Number of tokens for which bytes are counted, as in `estimate`.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the run. In bfloat16 the model's own rounding hides small differences.")
+        DtypeName,
+        typer.Option(metavar="DTYPE", help=f"{DTYPES}. In bfloat16 the model's own rounding hides small differences."),
     ] = "float32",
     device: Device = None,
     output: Annotated[Path | None, typer.Option(help="A JSON file for all numbers.")] = None,
@@ -272,7 +255,6 @@ def sweep_command(
     the largest gain in KL per byte is raised (up to dense) while bytes are left. The result is measured as a whole.
     """
     with _errors_as_sentences():
-        from rich.console import Console
         from transformers import AutoConfig
 
         from ..config import PRESETS, preset_name
@@ -292,7 +274,7 @@ def sweep_command(
         if plot is not None and find_spec("matplotlib") is None:
             raise ValueError("`--plot` needs matplotlib, which is not installed: `pip install matplotlib`.")
         words = _text(text)
-        loaded, tokenizer = _loaded(name, _dtype(dtype), device)
+        loaded, tokenizer = _loaded(name, dtype, device)
         estimator = Estimator(AutoConfig.from_pretrained(name))  # dtype of the checkpoint, not of this run
         positions = estimator.max_positions or DEFAULT_CONTEXT
         ids = tokenizer(words, return_tensors="pt")["input_ids"][:, : min(tokens, positions)]
@@ -316,7 +298,6 @@ def sweep_command(
 
 
 @app.command("compare")
-@_flowing
 def compare_command(
     model: Model = None,
     text: Annotated[
@@ -339,17 +320,14 @@ def compare_command(
     differences: measure them with --dtype float32.
     """
     with _errors_as_sentences():
-        from rich.console import Console
-
         from ..config import PRESETS, preset_name
         from .compare import BASELINE, QUESTION, Comparison, print_answers, print_numbers, prompt_ids
-        from .display import with_progress
 
         console = Console()
         presets = [preset_name(one) for one in preset or PRESETS]
         name, device = _model_name(model), _device(device)
         words = _text(text)
-        loaded, tokenizer = _loaded(name, _dtype(dtype), device)
+        loaded, tokenizer = _loaded(name, dtype, device)
         config = loaded.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
         ids = prompt_ids(tokenizer, words, question or QUESTION, tokens)
@@ -367,7 +345,6 @@ def compare_command(
 
 
 @app.command("chat")
-@_flowing
 def chat_command(
     model: Model = None,
     preset: Annotated[str, typer.Option(help=f"Preset of the cache, {PRESET_HELP}")] = "4bit_nc",
@@ -382,8 +359,6 @@ def chat_command(
     continues your text.
     """
     with _errors_as_sentences():
-        from rich.console import Console
-
         from ..config import preset_name
         from .chat import Chat, converse
 
@@ -391,7 +366,7 @@ def chat_command(
         preset = preset_name(preset)
         name = _model_name(model)
         device = _device(device)
-        loaded, tokenizer = _loaded(name, _dtype(dtype), device)
+        loaded, tokenizer = _loaded(name, dtype, device)
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
     console.print(f"{name} with a {preset} cache. Type /help for the commands.", highlight=False)
     if not tokenizer.chat_template:
@@ -402,7 +377,6 @@ def chat_command(
 
 
 @app.command("serve")
-@_flowing
 def serve_command(
     model: Model = None,
     preset: Annotated[str, typer.Option(help=f"Preset of the pages, {PRESET_HELP}")] = "4bit_nc",
@@ -443,14 +417,11 @@ def serve_command(
     share pages. Each request has its own temperature, top_p, seed and stop strings.
     """
     with _errors_as_sentences():
-        from rich.console import Console
-
         from ..config import TurboQuantConfig, preset_name
 
         console = Console()
         preset, name, device = preset_name(preset), _model_name(model), _device(device)
         config = TurboQuantConfig.from_preset(preset, sink_tokens=sink_tokens, residual_length=residual_length)
-        _dtype(dtype)
         try:
             from .serve import TurboQuantServer
         except ImportError as error:  # transformers is too old

@@ -1,4 +1,4 @@
-"""What the command prints: tables of 80 columns, progress of what takes long, and errors as sentences."""
+"""Output of the command: tables for 80 columns, progress of what takes long, and errors as sentences."""
 
 from __future__ import annotations
 
