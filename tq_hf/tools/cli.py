@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -175,6 +174,9 @@ def estimate_command(
             print_table(report, Console())
 
 
+Text = Annotated[Path | None, typer.Option(help="A file with text to read. Default: the filler of the checkout.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")]
+Presets = Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")]
 Device = Annotated[str | None, typer.Option(help="Device, as cpu or cuda:0. Default: a GPU if there is one.")]
 
 
@@ -225,12 +227,9 @@ def _text(path: Path | None) -> str:
 @app.command("sweep")
 def sweep_command(
     model: Model = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="A file with text similar to the model's later input. Default: the filler of the checkout."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")] = 2048,
-    preset: Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")] = None,
+    text: Text = None,
+    tokens: Tokens = 2048,
+    preset: Presets = None,
     bytes_wanted: Annotated[
         str | None,
         typer.Option(
@@ -246,7 +245,6 @@ def sweep_command(
     ] = "float32",
     device: Device = None,
     output: Annotated[Path | None, typer.Option(help="A JSON file for all numbers.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="An image file, as layers.png; needs matplotlib.")] = None,
 ) -> None:
     """Measure the loss of each layer at each preset, and find the presets by layer that fit into a number of bytes.
 
@@ -259,7 +257,7 @@ def sweep_command(
 
         from ..config import PRESETS, preset_name
         from .estimate import Estimator, parse_memory
-        from .sweep import Reader, draw, fit, print_sweep, spelled, sweep
+        from .sweep import Reader, fit, print_sweep, spelled, sweep
 
         console = Console()
         presets = [preset_name(one) for one in preset or PRESETS]
@@ -268,11 +266,8 @@ def sweep_command(
         most = None
         if bytes_wanted is not None and share is None:
             most = int(bytes_wanted) if bytes_wanted.isdecimal() else parse_memory(bytes_wanted)
-        for path in (output, plot):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"There is no folder {path.parent} for {path.name}.")
-        if plot is not None and find_spec("matplotlib") is None:
-            raise ValueError("`--plot` needs matplotlib, which is not installed: `pip install matplotlib`.")
+        if output is not None and not output.parent.is_dir():
+            raise ValueError(f"There is no folder {output.parent} for {output.name}.")
         words = _text(text)
         loaded, tokenizer = _loaded(name, dtype, device)
         estimator = Estimator(AutoConfig.from_pretrained(name))  # dtype of the checkpoint, not of this run
@@ -293,23 +288,19 @@ def sweep_command(
             numbers["fit"] = {"config": line, "kl": kl, "bytes": size, "bytes_allowed": most}
         if output is not None:
             output.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-        if plot is not None:
-            draw(result, plot)
 
 
 @app.command("compare")
 def compare_command(
     model: Model = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A file with the text of the prompt. Default: the filler of the checkout.")
-    ] = None,
+    text: Text = None,
     question: Annotated[
         str | None,
         typer.Option(help="What to ask about the text, by default a summary. Without a chat template it is not asked."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")] = 2048,
+    tokens: Tokens = 2048,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 64,
-    preset: Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")] = None,
+    preset: Presets = None,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:

@@ -170,15 +170,12 @@ class Estimate:
     """Sizes of a cache with one preset, or of transformers' own cache."""
 
     preset: str | None
-    """Name of the preset; `None` for transformers' `DynamicCache` (or `StaticCache` if preallocated)."""
     footprint: MemoryFootprint
-    """Footprint after the prefill."""
+    """After the prefill."""
     decoding: MemoryFootprint
-    """Footprint after the first new token."""
+    """After the first new token."""
     max_context: int | None = None
-    """Result of `Estimator.max_context`; `None` also without `memory`."""
     max_batch: int | None = None
-    """Result of `Estimator.max_batch`; `None` also without `memory`."""
 
 
 def estimate(
@@ -189,15 +186,8 @@ def estimate(
     memory: int | None = None,
     max_cache_len: int | None = None,
 ) -> Iterator[Estimate]:
-    """Yield an `Estimate` of each preset.
-
-    Args:
-        estimator: Sizes of the caches of a model.
-        presets: Presets or configurations; `None` for transformers' own cache.
-        context, batch: Number of tokens of the prefill, and number of sequences.
-        memory: Number of bytes for the cache. If given, an estimate also has `max_context` and `max_batch`.
-        max_cache_len: Number of tokens to preallocate.
-    """
+    """Yield an `Estimate` of each preset, `None` for transformers' own cache. With `memory`, a number of bytes, an
+    estimate also has `max_context` and `max_batch`. Other arguments are those of `Estimator.footprint`."""
     for preset in presets:
         footprint = estimator.footprint(preset, context, batch, max_cache_len=max_cache_len)
         decoding = estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,18 +188,3 @@ def print_sweep(result: Sweep, console: Console) -> None:
     rows.append(["all", *(f"{result.whole_kl[name]:.1e}" for name in presets)])
     rows.append(["MiB", *(f"{result.whole_bytes[name] / 2**20:,.1f}" for name in presets)])
     print_rows(["layer", *presets], rows, console)
-
-
-def draw(result: Sweep, path: Path) -> None:
-    """Plot KL over layers, a line for each preset. Needs matplotlib."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure, layers = Figure(figsize=(8, 4.5), layout="constrained"), list(result.kl)
-    axes = figure.add_subplot()
-    for name in result.whole_kl:
-        axes.plot(layers, [result.kl[layer][name] for layer in layers], marker="o", label=name)
-    axes.set(xlabel="layer packed alone", ylabel="KL from dense layers (nats)", yscale="log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(ncols=2)
-    figure.savefig(path, dpi=150)
