@@ -141,7 +141,7 @@ def test_a_cache_or_an_attention_that_gains_nothing_is_named_once(monkeypatch: p
         for _ in range(2):
             model.generate(ids, max_new_tokens=3, **as_input(cache))
     dynamic, dense = said
-    assert "cache a DynamicCache" in dynamic and f"`{CACHE_NAME}=tq_hf.TurboQuantCache(" in dynamic
+    assert "this DynamicCache has none" in dynamic and f"`{CACHE_NAME}=tq_hf.TurboQuantCache(" in dynamic
     assert "dequantizes the whole cache" in dense and 'attn_implementation="turboquant"' in dense
     model.set_attn_implementation("turboquant")
     model.generate(ids, max_new_tokens=3, **as_input(packed(model, skip_layers=(0,))))

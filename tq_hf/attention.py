@@ -337,7 +337,7 @@ def turboquant_mask(
         cache = cache_of_caller()
         if cache is not None and not hasattr(cache, "memory_footprint"):
             logger.warning_once(
-                f'The attention is "turboquant", and the cache a {type(cache).__name__}: nothing is compressed. Pass '
+                f'"turboquant" attention reads packed keys and values, and this {type(cache).__name__} has none. Pass '
                 f"`{CACHE_NAME}=tq_hf.TurboQuantCache(model.config)` to `generate()`."
             )
     # An offset on the device is that of a preallocated cache: empty rows may follow the query's own.
