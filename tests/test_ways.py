@@ -193,6 +193,7 @@ def test_batches_answer_as_generate(family: str, inference: bool) -> None:
 
     model, inputs = build(family), prompts([20, 290])
     batching = tq_hf.TurboQuantBatching(model)
+    assert repr(batching) == f"TurboQuantBatching({type(model).__name__}, 4bit_nc)"
     with torch.inference_mode(inference):
         found = answers(batching.generate_batch(inputs, greedy(8), options()))
     oracle = Oracle(model, balance=batching.balance)

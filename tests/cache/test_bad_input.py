@@ -347,6 +347,7 @@ def test_what_a_cache_is_shows():
     assert repr(cache).startswith("TurboQuantCache(4bit_nc, 2 layers, 300 of 1,000 tokens, 0.") and "MiB, " in str(
         cache
     )
+    assert repr(cache).endswith(" in 16 bits)") and "%" not in repr(cache)  # larger than 16 bits, preallocated
     assert repr(TurboQuantCache(llama_config(), key_bits=3)).startswith("TurboQuantCache(key_bits=3, value_bits=4, 2")
 
 

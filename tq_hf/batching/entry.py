@@ -82,10 +82,8 @@ class TurboQuantBatching(ContinuousMixin):
         warn_about_graph_mixing(self.model)
 
     def __repr__(self) -> str:
-        manager = getattr(self.model, CACHED_MANAGER, None)
-        bits = f"key_bits={self.config.key_bits}, value_bits={self.config.value_bits}"
-        kept = "" if manager is None else ", with a kept manager"
-        return f"TurboQuantBatching({type(self.model).__name__}, {self.config.preset or bits}{kept})"
+        bits = self.config.preset or f"key_bits={self.config.key_bits}, value_bits={self.config.value_bits}"
+        return f"TurboQuantBatching({type(self.model).__name__}, {bits})"
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]

@@ -133,15 +133,14 @@ class Chat:
 
 
 class Printer(TextStreamer):
-    """Streamer that prints words as they are generated, and until then that the message is read."""
+    """Streamer that prints words as they are generated."""
 
     def __init__(self, tokenizer: Any, console: Console) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.console, self.status = console, console.status("Reading ...")
+        self.console = console
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print `text` without control characters."""
-        self.status.stop()
         text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
         self.console.out(text, end="\n" if stream_end else "", highlight=False)
 
@@ -167,10 +166,8 @@ def converse(chat: Chat, console: Console) -> None:
 
 
 def _say(chat: Chat, line: str, console: Console) -> None:
-    printer = Printer(chat.tokenizer, console)
     try:
-        with printer.status:
-            chat.say(line, printer)
+        chat.say(line, Printer(chat.tokenizer, console))
     except KeyboardInterrupt:
         console.print("\nStopped. The conversation is the same as before this message.", highlight=False)
         if not chat.holds_conversation():

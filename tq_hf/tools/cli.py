@@ -9,7 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -407,7 +407,7 @@ def serve_command(
     Needs the extra `serving` and transformers 5.19. Requests start and end at any time. Requests with a common prefix
     share pages. Each request has its own temperature, top_p, seed and stop strings.
     """
-    with _errors_as_sentences():
+    with _errors_as_sentences(), ExitStack() as loading:
         from ..config import TurboQuantConfig, preset_name
 
         console = Console()
@@ -418,12 +418,14 @@ def serve_command(
         except ImportError as error:  # transformers is too old
             raise ValueError(str(error)) from None
 
+        loading.enter_context(working(f"Loading {name}"))
+
         def started(processor: Any) -> None:
+            loading.close()
             console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", highlight=False, soft_wrap=True)
             if not processor.chat_template:
                 console.print("This model has no chat template: ask /v1/completions to continue a text.")
 
-        console.print(f"Loading {name} ...", highlight=False, soft_wrap=True)
         TurboQuantServer(
             name,
             config,
