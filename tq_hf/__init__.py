@@ -48,8 +48,7 @@ def __getattr__(name: str) -> Any:
     # Import lazily: batching needs a newer transformers than the rest of the package.
     if name not in _PLACE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_PLACE_OF[name]), name)
-    return value
+    return getattr(import_module(_PLACE_OF[name]), name)
 
 
 def set_up() -> None:
