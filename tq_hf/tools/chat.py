@@ -16,6 +16,7 @@ from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..saving.cache_file import load_cache, save_cache
+from .display import print_error
 
 COMMANDS = {
     "/mem": "show the memory that the cache holds",
@@ -142,11 +143,6 @@ class Printer(TextStreamer):
         """Print `text` without control characters."""
         text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
         self.console.out(text, end="\n" if stream_end else "", highlight=False)
-
-
-def print_error(error: Exception, console: Console) -> None:
-    """Print an error without its traceback."""
-    console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
 def converse(chat: Chat, console: Console) -> None:

@@ -373,6 +373,20 @@ def cpu(record: dict[str, Any]) -> str:
     return table(["ms (speed)", *cells], lines) + note(record) + source(record)
 
 
+def quantized(record: dict[str, Any]) -> str:
+    """Bytes, time of a step and loss of `QuantizedCache` and of presets."""
+    base = record["rows"][0]
+    lines = []
+    for row in record["rows"]:
+        held = f"{row['bytes_held'] / 2**20:.2f} MiB ({base['bytes_held'] / row['bytes_held']:.2f}×)"
+        step = f"{row['ms_per_step']:.1f} ({row['ms_per_step'] / base['ms_per_step']:.2f}×)"
+        error = row["kl_standard_error"]
+        kl = f"{row['kl']:.2g}" + (f" ± {error:.1g}" if error else "")
+        lines.append([cache_name(row["cache"]), held, step, kl, share(row["top1"])])
+    headings = ["cache", "held (smaller)", "ms a step", "KL, nats", "top-1"]
+    return table(headings, lines) + note(record) + source(record)
+
+
 def trellis(record: dict[str, Any]) -> str:
     """Squared error, time and instructions of codes; or KL of presets with them over that with scalar codes."""
     if "comparisons" not in record:
@@ -523,6 +537,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prefill": prefill,
     "prefix": prefix,
     "quality": quality,
+    "quantized": quantized,
     "real": real,
     "replicas": replicas,
     "rotary": rotary,
