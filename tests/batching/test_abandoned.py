@@ -218,6 +218,8 @@ def test_an_answer_ends_with_the_models_last_position(new: int | None) -> None:
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 500}, 1000),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 500}, 1000),
+        ({"rope_type": "dynamic", "factor": 4.0}, 1000),  # other requests of a step change what comes after
+        ({"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 500}, 500),
     ],
     ids=str,
 )

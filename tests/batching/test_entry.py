@@ -57,7 +57,7 @@ def test_parts_of_a_model_get_their_own_attention_back() -> None:
         batching.generate_batch(prompts([40]), greedy(2), options(), persistent_manager=True)
         assert attention() == own
     batching.destroy_cached_continuous_batching_manager()
-    with pytest.raises(MemoryError):
+    with pytest.raises(ValueError, match=r"1,000,000,000 pages \(`num_blocks`\) .* GiB may be taken"):
         batching.generate_batch(prompts([5]), greedy(1), options(num_blocks=10**9))
     assert attention() == own == ["sdpa", "turboquant", "eager"]
 

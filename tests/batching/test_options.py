@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -14,7 +15,17 @@ from transformers import CompileConfig, GenerationConfig, LogitsProcessor, Logit
 from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, prompts
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
-from tq_hf.batching.options import FIELDS, REQUEST_FIELDS, RequestOptions, options_of, with_defaults
+from tq_hf.batching.options import (
+    FIELDS,
+    MOST_STOPS,
+    OF_SAMPLING,
+    REQUEST_FIELDS,
+    UNCHANGED,
+    RequestOptions,
+    options_of,
+    prompt_ids,
+    with_defaults,
+)
 from tq_hf.batching.processors import BatchOptions, Features, History
 from tq_hf.batching.requests import Detokenizer
 from tq_hf.compat import as_input
@@ -41,6 +52,9 @@ GIVEN: dict[str, Any] = {
 """A value of each applied field, for a prompt of 100 tokens."""
 
 
+WRONG_COUNTS: list[Any] = [0, -3, True, 2.0, "3", 10**12]
+
+
 def of(config: GenerationConfig | None = None, extra: dict[str, Any] | None = None, **fields: Any) -> RequestOptions:
     config = config or GenerationConfig()
     for name, value in fields.items():
@@ -49,19 +63,19 @@ def of(config: GenerationConfig | None = None, extra: dict[str, Any] | None = No
 
 
 def test_every_field_of_a_generation_config_is_applied_neutral_or_refused() -> None:
-    assert {rule.kind for rule in (FIELDS | REQUEST_FIELDS).values()} == {"applied", "neutral", "refused"}
-    assert vars(GenerationConfig()).keys() <= FIELDS.keys()
-    assert OTHER.keys() == {name for name, rule in FIELDS.items() if rule.kind == "refused"}
-    assert GIVEN.keys() == {name for name, rule in (FIELDS | REQUEST_FIELDS).items() if rule.kind == "applied"}
+    kinds = {name: rule.kind for name, rule in (FIELDS | REQUEST_FIELDS).items()}
+    assert vars(GenerationConfig()).keys() <= kinds.keys() | OTHER.keys() and not kinds.keys() & OTHER.keys()
+    assert GIVEN.keys() == {name for name, kind in kinds.items() if kind == "applied"}
+    assert UNCHANGED.keys() | set(OF_SAMPLING) <= OTHER.keys()
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_fields_that_are_not_applied_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"`{name}` is .*generate\(\).* with a `TurboQuantCache`"):
         of(do_sample=True, **{name: OTHER[name]})
-    for neutral in (None, *FIELDS[name].neutral):
+    for neutral in (None, UNCHANGED.get(name)):
         assert of(**{name: neutral}) == RequestOptions()
-    if FIELDS[name].when_sampling:
+    if name in OF_SAMPLING:
         assert of(do_sample=False, **{name: OTHER[name]}) == RequestOptions()
 
 
@@ -81,7 +95,7 @@ def test_a_field_of_a_newer_transformers_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(GenerationConfig, "__init__", init)
     of()
-    with pytest.raises(ValueError, match="`thinking_budget` is 5, and tq_hf does not know this field"):
+    with pytest.raises(ValueError, match="`thinking_budget` is 5, and requests of a batch do not apply it"):
         of(thinking_budget=5)
 
 
@@ -116,12 +130,37 @@ def test_a_field_of_a_newer_transformers_is_refused(monkeypatch: pytest.MonkeyPa
         ({"min_length": "x"}, "`min_length` is 'x'; it must be a whole number, 0 or more"),
         ({"extra": {"logit_bias": [5]}}, "`logit_bias` is .5.; it must be a dict of token ids and numbers"),
         ({"extra": {"logit_bias": 5}}, "`logit_bias` is 5; it must be a dict of token ids and numbers"),
+        ({"extra": {"logit_bias": {"9" * 5000: 1}}}, "`logit_bias` has '999.*; the model's tokens are"),
+        ({"extra": {"logit_bias": {5: 10**400}}}, "`logit_bias` is 1000.*; it must be a number between"),
+        ({"temperature": 10**400}, "`temperature` is 1000.*; it must be a number between 1e-06"),
+        ({"temperature": 10**5000}, "`temperature` is a value with thousands of digits; it must be a number"),
+        ({"top_k": 10**5000}, "`top_k` is a value with thousands of digits; it must be a whole number"),
+        ({"stop_strings": "\ud800"}, "`stop_strings` is .*; it must be up to 64 texts of up to 1,024 bytes in UTF-8"),
+        ({"stop_strings": "x" * 1025}, "`stop_strings` is .*; it must be up to 64 texts of up to 1,024 bytes in UTF-8"),
+        ({"stop_strings": ["x"] * (MOST_STOPS + 1)}, "`stop_strings` is .*; it must be up to 64 texts"),
+        *[({"max_new_tokens": n}, "`max_new_tokens` is .*; it must be a whole number") for n in WRONG_COUNTS],
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_values_out_of_range_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         of(**({"do_sample": True} | fields))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [b"abc", bytearray(b"abc"), {5, 6}, {5: 6}, frozenset({5}), [True, True], [5, True], torch.ones(3).bool(),
+     [torch.tensor(True)], torch.ones(2), torch.ones(1, 2).long(), torch.tensor(5), None, "abc", np.ones(2, bool)],
+    ids=str,
+)  # fmt: skip
+def test_prompts_that_are_masks_or_have_no_order_are_refused(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="A prompt is .*; it must be a list of token ids"):
+        prompt_ids(prompt, VOCAB)
+
+
+def test_prompts_are_lists_tuples_tensors_and_arrays_of_whole_numbers() -> None:
+    for prompt in ([5, 6], (5, 6), torch.tensor([5, 6]), np.array([5, 6]), [torch.tensor(5), np.int64(6)], range(5, 7)):
+        assert prompt_ids(prompt, VOCAB) == [5, 6]
 
 
 def test_unset_fields_are_those_of_the_models_own_config() -> None:
@@ -430,7 +469,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(batching: TurboQuantBatchi
     [
         ({"typo": 1}, "A request has no option typo. Its options are bad_words_ids, begin_suppress"),
         ({"use_cache": True}, "A request has no option use_cache"),
-        ({"num_beams": 4}, "`num_beams` is 4: continuous batching samples or decodes greedily"),
+        ({"num_beams": 4}, "`num_beams` is 4, and requests of a batch do not apply it. Set it to 1"),
         ({"top_logprobs": 21}, "`top_logprobs` is 21; it must be a whole number, 0 to 20"),
         ({"generation_config": {"max_new_tokens": 3}}, "`generation_config` is .*; it must be a `GenerationConfig`"),
     ],
@@ -464,7 +503,7 @@ def test_penalties_of_the_models_own_generation_config_are_applied(
         outputs = batching.generate_batch(inputs, given, options(), max_new_tokens=NEW)
         assert [output.generated_tokens for output in outputs.values()] == expected
     own_config.no_repeat_ngram_size = 2
-    with pytest.raises(ValueError, match="`no_repeat_ngram_size` is 2: .*Set it to 0"):
+    with pytest.raises(ValueError, match="`no_repeat_ngram_size` is 2, .*Set it to 0"):
         batching.generate_batch(inputs, None, options(), max_new_tokens=NEW)
 
 

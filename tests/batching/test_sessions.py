@@ -125,7 +125,7 @@ def test_ids_of_requests_are_texts_and_not_those_of_further_answers() -> None:
     first, second = prompts([300, 200])
     batching = TurboQuantBatching(model_of())
     with session_of(batching, 20) as manager:
-        with pytest.raises(ValueError, match="`request_id` is 7; it must be a text, as '7'"):
+        with pytest.raises(ValueError, match="`request_id` is 7; it must be a text"):
             manager.add_request(first, 7)
         names = manager.add_request(first, "a", num_return_sequences=2), manager.add_request(second, "a__child#0")
         assert names == ("a", "a__child#0#2")

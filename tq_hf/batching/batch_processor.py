@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .cache import TurboQuantPagedCache
 from .linear import StateOffloading
-from .requests import AnswerRouter, TurboQuantRequest, named, one_line
+from .requests import named, one_line
 from .runner import TurboQuantModelRunner
 
 logger = logging.get_logger(__name__)
@@ -113,17 +113,9 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         cast(TurboQuantPagedCache, self.cache).allocator.forget_prefixes(offloaded)
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
-        assert isinstance(self.output_router, AnswerRouter)
         if isinstance(error, ValueError):
             logger.error(f"Request {state.request_id} is refused: {error}")
-        TurboQuantRequest.of(state, None)
         super()._handle_request_error(error, state)
-        # Callers also wait for the forks of the request, which do not exist yet.
-        for i in range(state.num_children):
-            child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
-            child.logit_processor_kwargs = state.logit_processor_kwargs
-            TurboQuantRequest.of(child, None)
-            self.output_router.fail_and_deliver(child, error)
 
     def fail_step(self, error: Exception, in_step: bool) -> None:
         """Fail the requests of a step that raised `error`, and reset its inputs. `in_step`: whether the step ran then.

@@ -80,6 +80,21 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         sectors = super().num_sectors_from_config()
         return None if sectors is None else sectors + self.state_sectors
 
+    def _check_footprint(self, max_batch_tokens: int, num_sectors: int) -> tuple[int, int]:
+        """Raise `ValueError` if the pool and the tensors of a step do not fit into memory."""
+        step = self.compute_memory_footprint(max_batch_tokens, 0)
+        needed = self.compute_memory_footprint(max_batch_tokens, max(1, num_sectors))
+        if needed > self.available_memory or num_sectors < 1:
+            gib, blocks = 1 << 30, self.cb_config.num_blocks
+            pool = "a page" if blocks is None else f"a pool of {blocks:,} pages (`num_blocks`)"
+            raise ValueError(
+                f"{pool.capitalize()} and steps of {max_batch_tokens:,} tokens (`max_batch_tokens`) take "
+                f"{needed / gib:.2f} GiB, {step / gib:.2f} of them for the steps; {self.available_memory / gib:.2f} GiB "
+                f"may be taken (`max_memory_percent` is {self.cb_config.max_memory_percent}). Change one of these "
+                "arguments of the ContinuousBatchingConfig."
+            )
+        return max_batch_tokens, num_sectors
+
     @property
     def bytes_per_batch_token(self) -> int:
         """Bytes of a new token outside of its page. Linear layers are added: theirs may be the largest activations."""

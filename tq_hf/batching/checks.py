@@ -305,30 +305,43 @@ def _drops_arguments(kind: type, name: str) -> bool:
     return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
 
 
-EXTENDED = ("linear", "dynamic", "yarn")
+EXTENDED = ("linear", "yarn")
 """Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
+FOLLOWING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
+The requests of a step would change each other's answers there."""
 
 
 def number_of_positions(config: Any) -> int | None:
     """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
     named = [number for name in POSITIONS if isinstance(number := getattr(config, name, None), int) and number > 0]
-    if not named:
-        return None
+    for rope in rotary_embeddings(config):
+        kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind in EXTENDED and named:
+            named = [max(min(named), int((before or min(named)) * (rope.get("factor") or 1)))]
+        elif kind == "longrope" and before:
+            named.append(before)
+    return min(named, default=None)
+
+
+def rotary_embeddings(config: Any) -> list[dict[str, Any]]:
+    """Parameters of the rotary embeddings of a decoder: one dict, or one for each type of layer."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for each in [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]:
-        if each.get("rope_type") in EXTENDED:
-            before = each.get("original_max_position_embeddings") or min(named)
-            named = [max(min(named), int(before * (each.get("factor") or 1)))]
-    return min(named)
+    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
 
 
 def check_positions(prompt: int, config: Any) -> None:
     """Raise `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
     positions = number_of_positions(config)
     if positions is not None and prompt > positions:
+        follows = any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config))
         raise ValueError(
-            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model. Shorten it; or "
-            "raise `max_position_embeddings` of the model's config, if the model can read more."
+            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model"
+            + (
+                f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
+                if follows
+                else ". Shorten it; or raise `max_position_embeddings` of the model's config, if the model can read more."
+            )
         )
 
 

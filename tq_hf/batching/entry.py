@@ -17,7 +17,7 @@ from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
-from .options import check_refused, options_of, prompt_ids, with_defaults
+from .options import check_refused, options_of, prompt_ids, shown, with_defaults
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
@@ -125,6 +125,8 @@ class TurboQuantBatching(ContinuousMixin):
                 "or by sampling."
             )
         generation_config = self._with_defaults(generation_config)
+        if (limit := kwargs.pop("max_new_tokens", None)) is not None:
+            generation_config.max_new_tokens = limit
         # transformers logs what a request is refused for, and returns no answers.
         vocabulary = self.model.config.get_text_config().vocab_size
         inputs = [prompt_ids(prompt, vocabulary) for prompt in inputs]
@@ -158,8 +160,15 @@ class TurboQuantBatching(ContinuousMixin):
             workload_hints: Lengths and number of requests, if known.
 
         Raises:
-            ValueError: Packed pages do not support the model, an option or the generation config.
+            ValueError: Packed pages do not support the model, an option or the generation config, or an argument has
+                another type.
         """
+        for name, kind, value in (
+            ("continuous_batching_config", ContinuousBatchingConfig, continuous_batching_config),
+            ("workload_hints", WorkloadHints, workload_hints),
+        ):
+            if not isinstance(value, kind | None):
+                raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
         generation_config = self._with_defaults(generation_config)
         check_refused(generation_config)
         if generation_config.eos_token_id is None:
@@ -168,6 +177,7 @@ class TurboQuantBatching(ContinuousMixin):
         if isinstance(manager, TurboQuantBatchingManager):
             same = manager.config == self.config and manager.generates_as(generation_config)
             if same and manager.holds(workload_hints) and manager.model_is_unchanged():
+                manager.generation_config = generation_config  # with another `max_new_tokens`
                 manager.switch_to_cb_friendly_attn(self.model)
                 self.model.eval()
                 return manager

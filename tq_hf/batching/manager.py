@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +15,7 @@ import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
@@ -28,9 +31,9 @@ from .cache import TurboQuantPagedCache
 from .checks import check_expansion, check_model, number_of_positions, paged_options
 from .geometry import TableShape
 from .linear import LinearLayers
-from .options import RequestOptions, options_of, prompt_ids, with_defaults, with_options
+from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions, split_answer_id
-from .requests import AnswerRouter, Detokenizer, StepAbandoned, WakeUp, scheduler_class
+from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
 from .runner import compile_config_of
 
 logger = logging.get_logger(__name__)
@@ -98,6 +101,13 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
+        # Requests of a batch are known, and none comes later that could wait for them.
+        short = requested.max_batch_tokens is None and not hints.num_requests
+        short = short and model.device.type == "cpu" and requested.scheduler_type != "prefill_first"
+        self._scheduler = scheduler_class(SHORT_STEPS if short else requested.scheduler_type)
+        self._ended, self._processor = threading.Event(), None
+        """Set while no thread runs; and the processor of the steps of the thread."""
+        self._ended.set()
         self.requests = hints if known else None
         """Requests that limit the size of the pool; `None` if memory or the user's options set the size."""
         self._default_requests = None
@@ -105,8 +115,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             length = min(CPU_TOKENS, number_of_positions(model.config.get_text_config()) or CPU_TOKENS)
             self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
         self._keeps_pages = False
-        self._last_model: tuple[torch.device, dict[str, Any]] | None = None
-        """Device and fingerprint of the model at the end of the last session. Pages kept from it depend on them."""
+        self._last_model: tuple[Any, ...] | None = None
+        """Identity of the model at the end of the last session. Pages kept from it depend on them."""
         self._linear = LinearLayers(model)
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -165,11 +175,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         own, other = vars(self.requests), vars(hints or WorkloadHints())
         return all(0 < number <= own[name] for name, number in other.items())
 
+    def _identity(self) -> tuple[Any, ...]:
+        """What pages and graphs depend on. A fingerprint samples weights, so edits of them are counted, too."""
+        edits = [None if each.is_inference() else each._version for each in self.model.parameters()]
+        return self.model.device, fingerprint.identify(self.model), edits
+
     def model_is_unchanged(self) -> bool:
-        """Whether the model is unchanged since the end of the last session. Pages and graphs depend on its weights."""
+        """Whether the model is unchanged since the end of the last session. Pages and graphs depend on its weights.
+        Edits of single numbers through `.data`, which torch does not count, are not noticed."""
         if self._last_model is not None:
-            device, identity = self._last_model
-            if self.model.device != device or fingerprint.identify(self.model) != identity:
+            if self._identity() != self._last_model:
                 return False
             self._last_model = None  # check once per session
         return True
@@ -255,9 +270,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 `tq_hf.batching.options.REQUEST_FIELDS`.
 
         Returns:
-            Id of the answer: `request_id`, with a number appended while another request has that id. `None` if the
-            request was dropped. Further answers of `num_return_sequences` have the ids `{request_id}__child#{i}`. An id
-            like that gets a number, too.
+            Id of the answer: `request_id`, with a number appended while another request has that id. `None` on GPUs
+            that do not drive others. Further answers of `num_return_sequences` have the ids `{request_id}__child#{i}`
+            (`tq_hf.batching.processors.answer_ids`). An id like that gets a number, too. A request that the engine does
+            not take, since it stops or has failed, has an output with an `error`.
 
         Raises:
             ValueError: The prompt is not a list of the model's tokens, or an option would change the answer and is not
@@ -274,7 +290,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         input_ids = prompt_ids(input_ids, self.vocabulary)
         applied = self.options_of(config, extra, len(input_ids))
         if not isinstance(request_id, str | None):
-            raise ValueError(f"`request_id` is {request_id!r}; it must be a text, as {str(request_id)!r}.")
+            raise ValueError(f"`request_id` is {shown(request_id)}; it must be a text.")
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
@@ -282,6 +298,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         request_id = self.output_router.claim(request_id, applied.num_return_sequences)
         self._cancelled = {name for name in self._cancelled if request_id not in (name, split_answer_id(name)[0])}
         ends, added = list(applied.eos_token_ids) or -1, None
+        if self.is_tp_driver and (refused := self._refused()) is not None:
+            state = RequestState(request_id, input_ids, logit_processor_kwargs={OPTIONS: applied})
+            self.output_router.fail_and_deliver(state, refused)
+            return request_id
         try:
             added = super().add_request(
                 input_ids, request_id, applied.max_new_tokens, streaming, record_timestamps, ends, **{OPTIONS: applied}
@@ -289,10 +309,62 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         finally:
             if added is None:  # or the queue is full
                 self.output_router.forget(request_id, applied.num_return_sequences)
+        if self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED:
+            self._fail_unread()
         return added
 
+    @property
+    def error(self) -> str | None:
+        """Text of the error that ended the engine; `None` without one."""
+        fatal = self.background_thread_status.fatal_error
+        return None if fatal is None else one_line(fatal)
+
+    def _refused(self) -> RuntimeError | None:
+        """Why the engine takes no requests; `None` if it does."""
+        if self.error is not None:
+            return RuntimeError(f"The engine has ended with an error, and answers no requests: {self.error}")
+        why = self.background_thread_status.can_accept_new_requests()
+        return None if why is None else RuntimeError("The engine stops, and answers no requests that come later.")
+
+    def _fail_unread(self) -> None:
+        """Fail requests that came while the thread ended."""
+        self._fail_all_remaining_requests(self._refused() or RuntimeError("The engine has ended."), None)
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Register a function that the running event loop calls with the outputs of an answer. An exception of it drops
+        its own output only."""
+        loop = asyncio.get_running_loop()
+
+        def guarded(output: Any) -> None:
+            try:
+                callback(output)
+            except Exception as error:
+                message = f"The result handler of request {request_id} failed, and its output is lost."
+                loop.call_exception_handler({"message": message, "exception": error})
+
+        super().register_result_handler(request_id, guarded)
+
+    def fitting_requests(self, tokens: int) -> int:
+        """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once.
+
+        Raises:
+            ValueError: `tokens` is not a whole number above 0, or there is no pool before `warmup` or `start`.
+        """
+        if self.batch_processor is None:
+            raise ValueError("There is no pool yet. Call `warmup()` first.")
+        cache: Any = self.batch_processor.cache
+        return cache.num_sectors // cache._sectors_of(whole_number("tokens", tokens, 1))
+
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request that is not answered yet. On a CPU, a step without other requests ends at once."""
+        """Cancel an answer that is not given yet. On a CPU, a step without other requests ends at once.
+
+        The id of a request with several answers is that of the first one. Until its prompt is read, it cancels all.
+
+        Raises:
+            ValueError: `request_id` is not a text.
+        """
+        if not isinstance(request_id, str):
+            raise ValueError(f"`request_id` is {shown(request_id)}; it must be a text, as `add_request` returns it.")
         if self.output_router.is_open(request_id):  # otherwise a later request of this id would be cancelled
             self._cancelled.add(request_id)
             super().cancel_request(request_id)
@@ -335,9 +407,13 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             torch.cuda.empty_cache()
         return freed
 
-    def join(self, *args: Any, **options: Any) -> None:
+    def is_running(self) -> bool:
+        """Whether the thread runs. It is asked itself: Python 3.11 takes a thread for ended whose `join` was interrupted."""
+        return super().is_running() or not self._ended.is_set()
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         self._wake_up_loop.set()
-        super().join(*args, **options)
+        super().join(stop_trigger_time, timeout if self._ended.wait(timeout) else 0)
 
     def warmup(self, now: bool = False, behind: bool = False) -> None:
         """Allocate the pool.
@@ -405,13 +481,19 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().start()
 
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
+        self._ended.clear()
         runner = self._runner
-        try:
-            super()._run_generation_loop(use_inference_mode)
-        finally:  # not in `stop`, which may return before requests are answered
-            if runner is not None and not self._keeps_pages:
-                runner.cancel(0)
-            self._end_session()
+        with ExitStack() as at_end:  # not in `stop`, which may return before requests are answered
+            at_end.callback(self._ended.set)
+            at_end.callback(setattr, self, "_processor", None)
+            at_end.callback(self._end_session)
+            at_end.callback(lambda: runner is None or self._keeps_pages or runner.cancel(0))
+            at_end.callback(self._fail_unread)
+            try:
+                super()._run_generation_loop(use_inference_mode)
+            except BaseException as error:  # transformers handles exceptions only
+                logger.error(f"The engine ends: {one_line(error)}", exc_info=error)
+                self._handle_critical_error(error, self._processor)
 
     def _end_session(self) -> None:
         """Restore the attention of the model, and note what the model is."""
@@ -419,7 +501,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if serving.get(self.model) is self:
             del serving[self.model]
         if self._keeps_pages and self.batch_processor is not None:
-            self._last_model = self.model.device, fingerprint.identify(self.model)
+            self._last_model = self._identity()
 
     def stop(
         self,
@@ -429,7 +511,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         hard_stop: bool = False,
     ) -> None:
         """Stop the background thread, which restores the attention of the model when it ends. Arguments are those of
-        transformers' `stop`. Without `keep_for_next_session`, wait for the graph that is being compiled, too."""
+        transformers' `stop`. Without `keep_for_next_session`, wait for the graph that is being compiled, too. On Ctrl-C
+        the stop is hard: a `with` of this manager would wait for all answers."""
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt) and self.is_running():
+            logger.warning("Interrupted: the engine stops after its step, and requests without an answer fail.")
+            hard_stop = True
         self._keeps_pages, runner = keep_for_next_session, self._runner
         super().stop(block, timeout, keep_for_next_session, hard_stop)
         if runner is not None and self.batch_processor is None and not self.is_running():
@@ -445,12 +531,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Pause between two steps, to change the weights of the model for example. Requests go on with their pages;
         pages from before a change are not shared with later requests."""
         with super().pause():
-            before = fingerprint.identify(self.model)
+            before = self._identity()
             try:
                 yield
             finally:
                 # Ranks must agree.
-                changed = self.distributed_helper.tp_size > 1 or fingerprint.identify(self.model) != before
+                changed = self.distributed_helper.tp_size > 1 or self._identity() != before
                 if changed and isinstance(self.batch_processor, TurboQuantBatchProcessor):
                     self.batch_processor.forget_prefixes()
 
@@ -493,7 +579,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self.model.device,
             compiled=options.decode_compile_config is not None and self.model.device.type == "cuda",
         )
-        scheduler: Any = scheduler_class(options.scheduler_type)(
+        scheduler: Any = self._scheduler(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
         scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.forget
@@ -517,12 +603,14 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def _generation_step(self) -> None:
         self._computing = True
-        super()._generation_step()
+        assert self._processor is not None
+        self._processor._generation_step(self.model)  # `stop` may have let go of `batch_processor`
         self._computing = False
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
         """Run a step. If the step fails, its requests fail, and the loop continues with the others."""
         assert isinstance(batch_processor, TurboQuantBatchProcessor)
+        self._processor = batch_processor
         alone = self.distributed_helper.tp_size == 1  # ranks of a group poll each other
         self._wake_up_loop.idle = alone and not batch_processor.has_pending_requests()
         if self._wake_up_loop.idle:
@@ -547,7 +635,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self._computing = False
             return True
 
-    def _handle_critical_error(self, error: Exception, batch_processor: ContinuousBatchProcessor | None) -> None:
+    def _handle_critical_error(self, error: Any, batch_processor: ContinuousBatchProcessor | None) -> None:
         """Fail all requests and tell the other ranks, if they can be reached."""
         try:
             super()._handle_critical_error(error, batch_processor)

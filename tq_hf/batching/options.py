@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,8 @@ MOST_BIASES = 1024
 """Tokens and sequences with a bias per request: banned and suppressed ones count, too."""
 LARGEST_BIAS = 1e6
 """Largest bias or penalty that is added to a logit; larger ones overflow."""
+MOST_STOPS, LONGEST_STOP = 64, 1024
+"""Stop strings of a request, and bytes of the longest. As many of the last tokens are decoded at each step."""
 MOST_PREFIX = 7
 """Tokens before the last one of a sequence with a bias."""
 ALWAYS = 2**31 - 1
@@ -33,19 +35,12 @@ class Rule(NamedTuple):
     """Effect of the field, or the reason why it has none or is refused."""
     neutral: tuple[Any, ...] = ()
     """Values of a refused field that change no answer, besides `None`."""
-    when_sampling: bool = False
-    """Whether the field changes sampled answers only."""
-
-
-def _refused(note: str, *neutral: Any, when_sampling: bool = False) -> Rule:
-    return Rule("refused", note, neutral, when_sampling)
 
 
 _BEAMS = "there are no beams"
-_SPEED = "changes how fast `generate()` is, never an answer"
+_PAGES = "pages are the cache"
+_ENGINE = "the engine's options say it"
 _DRAFTS = "no drafts of tokens are made"
-_OUTPUT = "outputs hold tokens and log-probabilities"
-_SAMPLER = "this way to sample is not implemented here"
 
 FIELDS: dict[str, Rule] = {
     "max_new_tokens": Rule("applied", "most tokens of an answer; unset: until a stop, the model's last position"),
@@ -53,7 +48,7 @@ FIELDS: dict[str, Rule] = {
     "min_new_tokens": Rule("applied", "no end-of-sequence token before"),
     "min_length": Rule("applied", "the same, with the prompt counted, without `min_new_tokens`"),
     "eos_token_id": Rule("applied", "one or several tokens that end an answer"),
-    "stop_strings": Rule("applied", "text that ends an answer; needs `tokenizer`"),
+    "stop_strings": Rule("applied", f"up to {MOST_STOPS} texts that end an answer; needs `tokenizer`"),
     "do_sample": Rule("applied", "greedy, or sampled with the fields below"),
     "temperature": Rule("applied", "if sampled"),
     "top_k": Rule("applied", "if sampled; unset: all tokens, where `generate()` takes 50"),
@@ -64,67 +59,44 @@ FIELDS: dict[str, Rule] = {
     "bad_words_ids": Rule("applied", f"sequences of up to {MOST_PREFIX + 1} tokens"),
     "suppress_tokens": Rule("applied", "never chosen"),
     "begin_suppress_tokens": Rule("applied", "at the first token"),
-    "num_return_sequences": Rule("applied", "answers that share the pages of their prompt"),
-    "num_beams": _refused("continuous batching samples or decodes greedily, without beams", 1),
-    "num_beam_groups": _refused(_BEAMS, 1),
-    "diversity_penalty": _refused(_BEAMS, 0),
-    "constraints": _refused(_BEAMS),
-    "force_words_ids": _refused(_BEAMS),
-    "guidance_scale": _refused("guidance runs the model twice per token", 1),
-    "no_repeat_ngram_size": _refused("n-grams of an answer are not kept on the device", 0),
-    "encoder_no_repeat_ngram_size": _refused("n-grams of a prompt are not kept on the device", 0),
-    "encoder_repetition_penalty": _refused("penalties apply to prompt and answer together", 1),
-    "exponential_decay_length_penalty": _refused("penalties of length are not implemented here"),
-    "forced_bos_token_id": _refused("tokens are not forced"),
-    "forced_eos_token_id": _refused("tokens are not forced"),
-    "remove_invalid_values": _refused("invalid logits are not replaced", False),
-    "typical_p": _refused(_SAMPLER, 1, when_sampling=True),
-    "epsilon_cutoff": _refused(_SAMPLER, 0, when_sampling=True),
-    "eta_cutoff": _refused(_SAMPLER, 0, when_sampling=True),
-    "top_h": _refused(_SAMPLER, when_sampling=True),
-    "watermarking_config": _refused("answers are not watermarked"),
-    "penalty_alpha": _refused("contrastive search is not implemented here", 0),
-    "dola_layers": _refused("decoding by contrasting layers is not implemented here"),
-    "token_healing": _refused("prompts are read as they are", False),
-    "max_time": _refused("answers have no limit in seconds"),
-    "output_attentions": _refused(_OUTPUT, False),
-    "output_hidden_states": _refused(_OUTPUT, False),
-    "output_scores": _refused(_OUTPUT, False),
-    "output_logits": _refused(_OUTPUT, False),
-    "continuous_batching_config": _refused("the engine takes its options as an argument of its own"),
-    "is_assistant": _refused("a batch answers requests, and drafts for no other model", False),
-    "early_stopping": Rule("neutral", _BEAMS),
-    "length_penalty": Rule("neutral", _BEAMS),
-    "low_memory": Rule("neutral", _SPEED),
+    "num_return_sequences": Rule("applied", "answers that share the pages of their prompt, which is read once"),
+    **dict.fromkeys(("early_stopping", "length_penalty"), Rule("neutral", _BEAMS)),
+    "low_memory": Rule("neutral", "changes how fast `generate()` is, never an answer"),
     "renormalize_logits": Rule("neutral", "moves all logits by one number"),
     "return_dict_in_generate": Rule("neutral", "outputs are objects"),
-    "use_cache": Rule("neutral", "pages are the cache"),
-    "cache_implementation": Rule("neutral", "pages are the cache"),
-    "cache_config": Rule("neutral", "pages are the cache"),
-    "max_cache_len": Rule("neutral", "pages are the cache"),
+    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config", "max_cache_len"), Rule("neutral", _PAGES)),
     "prefill_chunk_size": Rule("neutral", "`max_batch_tokens` of the engine says it"),
-    "compile_config": Rule("neutral", "the engine's options say it"),
-    "disable_compile": Rule("neutral", "the engine's options say it"),
+    **dict.fromkeys(("compile_config", "disable_compile"), Rule("neutral", _ENGINE)),
     "pad_token_id": Rule("neutral", "nothing is padded"),
     "bos_token_id": Rule("neutral", "prompts are read as they are"),
     "decoder_start_token_id": Rule("neutral", "of encoder-decoders only"),
-    "use_mtp": Rule("neutral", _DRAFTS),
-    "num_assistant_tokens": Rule("neutral", _DRAFTS),
-    "num_assistant_tokens_schedule": Rule("neutral", _DRAFTS),
-    "assistant_confidence_threshold": Rule("neutral", _DRAFTS),
-    "assistant_early_exit": Rule("neutral", _DRAFTS),
-    "assistant_lookbehind": Rule("neutral", _DRAFTS),
-    "target_lookbehind": Rule("neutral", _DRAFTS),
-    "assistant_ensemble_weight": _refused("ensembles with a draft model are not implemented here", 0, 0.0),
-    "prompt_lookup_num_tokens": Rule("neutral", _DRAFTS),
-    "max_matching_ngram_size": Rule("neutral", _DRAFTS),
-    "speculation_type": Rule("neutral", _DRAFTS),
-    "_from_model_config": Rule("neutral", "not an option"),
-    "transformers_version": Rule("neutral", "not an option"),
+    **dict.fromkeys(
+        (
+            "use_mtp", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+            "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens",
+            "max_matching_ngram_size", "speculation_type",
+        ),
+        Rule("neutral", _DRAFTS),
+    ),
+    **dict.fromkeys(("_from_model_config", "transformers_version"), Rule("neutral", "not an option")),
+}  # fmt: skip
+"""Fields of `GenerationConfig` that are applied or change no answer. All others are refused."""
+UNCHANGED: dict[str, float] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "typical_p"), 1),
+    **dict.fromkeys(("diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "assistant_ensemble_weight", "remove_invalid_values"), 0),
+    **dict.fromkeys(("token_healing", "is_assistant", "output_attentions", "output_hidden_states"), 0),
+    **dict.fromkeys(("output_scores", "output_logits"), 0),
 }
-"""Each field of `GenerationConfig`. Fields of a newer transformers that are missing here are refused."""
+"""Value of a refused field that changes no answer, besides `None`."""
+OF_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+"""Refused fields that change sampled answers only."""
 REQUEST_FIELDS: dict[str, Rule] = {
-    "seed": Rule("applied", "the answer is the same in any batch; answer `i` of several has `seed + i`"),
+    "seed": Rule(
+        "applied",
+        "no other request of the batch changes what is drawn; answer `i` of several has `seed + i`. A prompt that is "
+        "read in parts, or begins with a shared prefix, has slightly other logits, as part of it is read packed",
+    ),
     "presence_penalty": Rule("applied", "over the answer"),
     "frequency_penalty": Rule("applied", "over the answer"),
     "logit_bias": Rule("applied", "a dict of token ids and numbers"),
@@ -206,11 +178,11 @@ def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> Gener
         ValueError: The config is of another type.
     """
     if not isinstance(config, GenerationConfig):
-        raise ValueError(f"`generation_config` is {config!r}; it must be a `GenerationConfig`.")
+        raise ValueError(f"`generation_config` is {shown(config)}; it must be a `GenerationConfig`.")
     merged = deepcopy(config)
     for name, value in vars(defaults).items():
         # transformers counts the answers that it waits for before they are merged.
-        if name in FIELDS and name != "num_return_sequences" and getattr(merged, name, None) is None:
+        if name != "num_return_sequences" and getattr(merged, name, None) is None:
             setattr(merged, name, deepcopy(value))
     return merged
 
@@ -221,9 +193,10 @@ def with_options(config: GenerationConfig, options: dict[str, Any]) -> tuple[Gen
     Raises:
         ValueError: An option has no effect here, or does not exist.
     """
-    known = {name for name, rule in FIELDS.items() if rule.kind != "neutral"}
+    neutral = {name for name, rule in FIELDS.items() if rule.kind == "neutral"}
+    known = (vars(GenerationConfig()).keys() | FIELDS.keys() | UNCHANGED.keys()) - neutral
     if unknown := sorted(options.keys() - known - REQUEST_FIELDS.keys()):
-        names = sorted({name for name, rule in FIELDS.items() if rule.kind == "applied"} | REQUEST_FIELDS.keys())
+        names = sorted((FIELDS.keys() - neutral) | REQUEST_FIELDS.keys())
         raise ValueError(f"A request has no option {', '.join(unknown)}. Its options are {', '.join(names)}.")
     if options.keys() & known:
         config = deepcopy(config)
@@ -234,21 +207,25 @@ def with_options(config: GenerationConfig, options: dict[str, Any]) -> tuple[Gen
 
 def check_refused(config: GenerationConfig) -> None:
     """Raise `ValueError` if a generation config has a field that would change an answer and is not applied."""
-    for name in vars(GenerationConfig()).keys() - FIELDS.keys():
-        if (value := getattr(config, name, None)) is not None:
-            raise ValueError(
-                f"`{name}` is {value!r}, and tq_hf does not know this field of the installed transformers. Leave it "
-                "out, or use `generate()` with a `TurboQuantCache`."
-            )
-    for name, rule in FIELDS.items():
-        value = getattr(config, name, None)
-        if rule.kind != "refused" or value is None or (rule.when_sampling and not config.do_sample):
+    for name in sorted((vars(GenerationConfig()).keys() | UNCHANGED.keys()) - FIELDS.keys()):
+        value, unchanged = getattr(config, name, None), UNCHANGED.get(name)
+        if value is None or (name in OF_SAMPLING and not config.do_sample):
             continue
-        if not any(value is each or value == each for each in rule.neutral):
-            instead = f"Set it to {rule.neutral[0]!r}" if rule.neutral else "Leave it out"
+        if unchanged is None or not isinstance(value, (int, float)) or value != unchanged:
+            instead = "Leave it out" if unchanged is None else f"Set it to {unchanged}"
             raise ValueError(
-                f"`{name}` is {value!r}: {rule.note}. {instead}, or use `generate()` with a `TurboQuantCache`."
+                f"`{name}` is {shown(value)}, and requests of a batch do not apply it. {instead}, or use `generate()` "
+                "with a `TurboQuantCache`."
             )
+
+
+def shown(value: Any) -> str:
+    """Text of a value in a message, shortened. Python has no text for whole numbers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a value with thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
@@ -258,7 +235,7 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
         ValueError: The number is outside of the limits.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError(f"`{name}` is {value!r}; it must be a number between {least:g} and {most:g}.")
+        raise ValueError(f"`{name}` is {shown(value)}; it must be a number between {least:g} and {most:g}.")
     return float(value)
 
 
@@ -279,7 +256,7 @@ def whole_number(name: str, value: Any, least: int, most: int = 2**31 - 1) -> in
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         limits = f"{least} or more" if most == 2**31 - 1 else f"{least} to {most}"
-        raise ValueError(f"`{name}` is {value!r}; it must be a whole number, {limits}.")
+        raise ValueError(f"`{name}` is {shown(value)}; it must be a whole number, {limits}.")
     return value
 
 
@@ -295,7 +272,7 @@ def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
     ids = list(value) if isinstance(value, (Sequence, Set)) else [value]
     for each in ids:
         if isinstance(each, bool) or not isinstance(each, int) or each >= vocabulary:
-            raise ValueError(f"`{name}` has {each!r}; the model's tokens are whole numbers below {vocabulary:,}.")
+            raise ValueError(f"`{name}` has {shown(each)}; the model's tokens are whole numbers below {vocabulary:,}.")
     return tuple(each for each in ids if each >= 0)
 
 
@@ -306,14 +283,19 @@ def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
         ValueError: They are not whole numbers of the vocabulary.
     """
     try:
-        ids = list(map(operator.index, input_ids))
+        if isinstance(input_ids, (str, bytes, bytearray, Set, Mapping)):
+            raise TypeError("it has no tokens in an order")
+        given = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+        if any(type(each) is not int and "bool" in str(getattr(each, "dtype", type(each))) for each in given):
+            raise TypeError("it is a mask")
+        ids = list(map(operator.index, given))
     except TypeError as error:
         raise ValueError(
-            f"A prompt is {input_ids!r:.60}; it must be a list of token ids (`tokenizer(text).input_ids`)."
+            f"A prompt is {shown(input_ids)}; it must be a list of token ids (`tokenizer(text).input_ids`)."
         ) from error
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise ValueError(f"A prompt has the token {wrong}; the model's tokens are whole numbers below {vocabulary:,}.")
+        raise ValueError(f"A prompt has the token {shown(wrong)}; the model's tokens are whole numbers below {vocabulary:,}.")
     return ids
 
 
@@ -336,7 +318,7 @@ def _biases(
     def listed(name: str, ids: Any) -> tuple[int, ...]:
         tokens = token_ids(name, ids, vocabulary)
         if isinstance(ids, int) or not 0 < len(tokens) == len(list(ids)) <= MOST_PREFIX + 1:
-            raise ValueError(f"`{name}` has {ids!r}; it must be a list of 1 to {MOST_PREFIX + 1} token ids.")
+            raise ValueError(f"`{name}` has {shown(ids)}; it must be a list of 1 to {MOST_PREFIX + 1} token ids.")
         return tokens
 
     def banned(ids: Iterable[int], until: int = ALWAYS) -> list[Bias]:
@@ -346,16 +328,16 @@ def _biases(
     sequences = getattr(config, "sequence_bias", None) or {}
     pairs = list(sequences.items()) if isinstance(sequences, dict) else sequences
     if not isinstance(pairs, (list, tuple)) or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
-        raise ValueError(f"`sequence_bias` is {sequences!r}; it must be a list of pairs: token ids and a number.")
+        raise ValueError(f"`sequence_bias` is {shown(sequences)}; it must be a list of pairs: token ids and a number.")
     for ids, value in pairs:
         found.append(Bias(listed("sequence_bias", ids), _bias("sequence_bias", value)))
     if not isinstance(biases := extra.get("logit_bias") or {}, dict):
-        raise ValueError(f"`logit_bias` is {biases!r}; it must be a dict of token ids and numbers.")
+        raise ValueError(f"`logit_bias` is {shown(biases)}; it must be a dict of token ids and numbers.")
     for token, value in biases.items():
-        digits = token if isinstance(token, int) else int(token) if str(token).isdecimal() else token
+        digits = int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
         found.append(Bias(listed("logit_bias", [digits]), _bias("logit_bias", value)))
     if not isinstance(words := getattr(config, "bad_words_ids", None) or (), (list, tuple)):
-        raise ValueError(f"`bad_words_ids` is {words!r}; it must be a list of lists of token ids.")
+        raise ValueError(f"`bad_words_ids` is {shown(words)}; it must be a list of lists of token ids.")
     banned_words = [listed("bad_words_ids", ids) for ids in words]
     found += [Bias(ids, -math.inf) for ids in banned_words if ids not in {(token,) for token in eos}]
     found += banned(token_ids("suppress_tokens", getattr(config, "suppress_tokens", None), vocabulary))
@@ -369,6 +351,25 @@ def _biases(
     if len({bias.tokens for bias in found if len(bias.tokens) == 1 and bias.value == -math.inf}) >= vocabulary:
         raise ValueError(f"The request bans all {vocabulary:,} tokens of the model. Leave one for the answer.")
     return tuple(found)
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    """Check stop strings.
+
+    Raises:
+        ValueError: They are not texts, cannot be encoded, or are too many or too long.
+    """
+    stops = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
+    if not all(isinstance(each, str) and each for each in stops):
+        raise ValueError(f"`stop_strings` is {shown(stops)}; it must be a text or a list of texts.")
+    encoded = [each.encode(errors="replace") for each in stops]  # a lone surrogate becomes a question mark
+    fit = all(len(each) <= LONGEST_STOP and each.decode() == stop for each, stop in zip(encoded, stops, strict=True))
+    if len(stops) > MOST_STOPS or not fit:
+        raise ValueError(
+            f"`stop_strings` is {shown(stops)}; it must be up to {MOST_STOPS} texts of up to {LONGEST_STOP:,} bytes in "
+            "UTF-8."
+        )
+    return stops
 
 
 def options_of(
@@ -401,13 +402,10 @@ def options_of(
             raise ValueError(
                 f"`max_length` is {length}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
             )
-    stops = given("stop_strings", ())
-    stops = tuple(stops) if isinstance(stops, (list, tuple, set)) else (stops,)
-    if not all(isinstance(each, str) and each for each in stops):
-        raise ValueError(f"`stop_strings` is {stops!r}; it must be a text or a list of texts.")
+    stops = _stop_strings(given("stop_strings", ()))
     samples, seed, logprobs = given("do_sample", False), given("seed", None), given("top_logprobs", None)
     if not isinstance(samples, bool):
-        raise ValueError(f"`do_sample` is {samples!r}; it must be true or false.")
+        raise ValueError(f"`do_sample` is {shown(samples)}; it must be true or false.")
     return RequestOptions(
         do_sample=samples,
         temperature=_number("temperature", given("temperature", 1.0), 1e-6, 1e6) if samples else 1.0,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import LogitsProcessorList
@@ -48,6 +48,11 @@ def split_answer_id(answer_id: str) -> tuple[str, int]:
     """Id of the request that an answer is to, and the number of the answer: `x` and i + 1 of `x__child#i`, else 0."""
     request_id, _, number = answer_id.rpartition("__child#")
     return (request_id, int(number) + 1) if request_id and number.isdecimal() else (answer_id, 0)
+
+
+def answer_ids(request_id: str, number: int) -> list[str]:
+    """Ids of the answers to a request: its own, and those of its forks."""
+    return [request_id, *(f"{request_id}__child#{i}" for i in range(number - 1))]
 
 
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -232,8 +237,8 @@ class PreparedStep:
     features: Features
     packed: torch.Tensor
     """Rows of the step on the host."""
-    loads: list[tuple[int, list[int], int, RequestOptions]] = field(default_factory=list)
-    """Arguments of `History.load`."""
+    loads: list[tuple[RequestState, tuple[int, list[int], int, RequestOptions]]] = field(default_factory=list)
+    """Requests whose slot is filled, and arguments of `History.load`."""
     details: torch.Tensor | None = None
     """Log-probabilities on the host, once the step is over."""
 
@@ -298,7 +303,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
                 else:
                     tokens = (state.initial_tokens + state.generated_tokens)[:position]
                     assert len(tokens) == position
-                    step.loads.append((slot, tokens, prompt, options))
+                    step.loads.append((state, (slot, tokens, prompt, options)))
                 self.slots[id(state)] = state, slot, position
             key = GREEDY if not options.do_sample else SAMPLED
             if options.do_sample and options.seed is not None:
@@ -329,9 +334,14 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             self.packed.copy_(self.step.packed, non_blocking=True)
         if self.step.features.history and self.history is None:
             self.history = History(self.size, self.vocabulary, self.device)
-        for load in self.step.loads:
+        for state, load in self.step.loads:
             assert self.history is not None
-            self.history.load(*load)
+            try:
+                self.history.load(*load)
+            except Exception as error:
+                if isinstance(error, torch.AcceleratorError):
+                    raise  # the device is broken
+                cast(Any, state).fail(error)
         return self.step.features
 
     def choose(self, logits: torch.Tensor, tokens: torch.Tensor, features: Features, output: torch.Tensor) -> None:

@@ -11,18 +11,28 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 
+from transformers.utils import logging
+
 from .checks import new_tokens
 from .metrics import Metrics
 from .options import RequestOptions
-from .processors import OPTIONS, TokenLogprobs, split_answer_id
+from .processors import OPTIONS, TokenLogprobs, answer_ids, split_answer_id
+
+logger = logging.get_logger(__name__)
 
 PATIENCE = 1e-3
 """Seconds per prompt token: how long later and shorter prompts may overtake a prompt under "shortest_first"."""
 STEP_TOKENS = 2048
 """Number of prompt tokens per step under "shortest_first" while answers are generated. Each answer gets a token per
 step. A prompt of 8,192 tokens takes 0.27 s on an H100 (8B shape), and one of 2,048 tokens 0.06 s."""
+CPU_STEP_TOKENS = 128
+"""Number of prompt tokens per step on a CPU, where a token of a step costs as much in a short step as in a long one."""
 LISTED = 8
 """Maximum number of requests that a line of the log names."""
+
+
+SHORT_STEPS = "short_steps"
+"""Name of the scheduler `ShortSteps`."""
 
 
 class StepAbandoned(Exception):
@@ -51,9 +61,14 @@ class WakeUp(threading.Event):
         return super().wait(None if self.idle else timeout)
 
 
+def text_of(error: BaseException | str) -> str:
+    """Text of an error, or the name of its type where it has none."""
+    return text if (text := str(error)).strip() else type(error).__name__
+
+
 def one_line(error: BaseException | str) -> str:
     """Text of an error on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(text_of(error).split())
 
 
 def named(names: Collection[str]) -> str:
@@ -89,14 +104,46 @@ class ShortestFirst(FIFOScheduler):
         prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
         if answered:
             token_budget = min(token_budget, len(answered) + STEP_TOKENS)
-        begun = [state for state in prompts if state.status == RequestStatus.PREFILLING]
-        # A begun prompt holds pages: others that took the last ones would stop it.
-        if all(
-            self.cache.can_store_request_tokens(state, len(state.remaining_prefill_tokens), dry_run=True)
-            for state in begun
-        ):
+        if all_fit(self.cache, prompts):
             prompts = self._in_turn(prompts)
         return super()._process_candidates(answered + prompts, token_budget, *others)
+
+
+class ShortSteps(FIFOScheduler):
+    """transformers' FIFO scheduler with steps of `CPU_STEP_TOKENS` tokens of prompts, shared between prompts.
+
+    Half of a step is for the prompt that came first, so that no prompt waits forever. The other prompts are read by the
+    number of tokens that are left, the fewest first.
+    """
+
+    _first: tuple[RequestState | None, int] = (None, 0)
+    """The prompt that came first, and the number of its tokens that a step reads."""
+
+    def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
+        """Schedule requests: those that are answered, then prompts."""
+        answered = [state for state in candidates if state.status == RequestStatus.DECODING]
+        prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
+        if prompts and all_fit(self.cache, prompts):
+            first, *later = sorted(prompts, key=lambda state: state.created_time)
+            later.sort(key=lambda state: len(state.remaining_prefill_tokens))
+            rest = sum(len(state.remaining_prefill_tokens) for state in later)
+            self._first = first, max(CPU_STEP_TOKENS // 2, CPU_STEP_TOKENS - rest)
+            prompts = [first, *later]
+        token_budget = min(token_budget, len(answered) + CPU_STEP_TOKENS)
+        return super()._process_candidates(answered + prompts, token_budget, *others)
+
+    def _schedule_request(self, state: RequestState, tokens: list[int], token_budget: int, *others: Any) -> None:
+        first, most = self._first
+        super()._schedule_request(state, tokens, min(token_budget, most) if state is first else token_budget, *others)
+
+
+def all_fit(cache: Any, prompts: list[RequestState]) -> bool:
+    """Whether there is room for the rest of all prompts that are partly read. They hold pages, and others that took the
+    last ones would stop them."""
+    begun = [state for state in prompts if state.status == RequestStatus.PREFILLING]
+    return all(
+        cache.can_store_request_tokens(state, len(state.remaining_prefill_tokens), dry_run=True) for state in begun
+    )
 
 
 class Detokenizer:
@@ -146,24 +193,40 @@ class TurboQuantRequest(RequestState):
         return self.logit_processor_kwargs.get(OPTIONS)
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
-        """Add a token. An answer also ends with a stop string."""
+        """Add a token. An answer also ends with a stop string, and with an error of its own check."""
         self.first_token_time = self.first_token_time or time.perf_counter()
-        if super().update_and_check_completion(token_id, logprob):
-            return True
-        if self.options and self.options.stop_strings and self.status == RequestStatus.DECODING:
-            assert self.detokenizer is not None
-            size = self.detokenizer.number_of_tokens(self.options.stop_strings)
-            last = (self.initial_tokens[-size:] + self.generated_tokens[-size:])[-size:]
-            if self.detokenizer.completes(last, self.options.stop_strings):
-                self.status = RequestStatus.FINISHED
+        if self.error is None:
+            if super().update_and_check_completion(token_id, logprob):
                 return True
-        return False
+            try:
+                if self.status != RequestStatus.DECODING or not self._stops():
+                    return False
+            except Exception as error:
+                self.fail(error)
+        self.status = RequestStatus.FINISHED
+        return True
+
+    def _stops(self) -> bool:
+        """Whether the newest token completes a stop string."""
+        if not (self.options and self.options.stop_strings):
+            return False
+        assert self.detokenizer is not None
+        size = self.detokenizer.number_of_tokens(self.options.stop_strings)
+        last = (self.initial_tokens[-size:] + self.generated_tokens[-size:])[-size:]
+        return self.detokenizer.completes(last, self.options.stop_strings)
+
+    def fail(self, error: Exception) -> None:
+        """End this request alone, with what is generated, after the step that runs."""
+        self.error = text_of(error)
+        logger.error(f"Request {self.request_id} fails: {one_line(error)}")
 
     def to_generation_output(self) -> GenerationOutput:
         """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
         output.first_token_time = self.first_token_time
+        if self.error is not None:
+            output.status = RequestStatus.FAILED
         output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None
         return output
 
@@ -183,7 +246,8 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
     Requests are turned into `TurboQuantRequest`. A waiting request for which there is no room is passed by later ones
     in one step only: it is the next to begin, so that no prompt waits for as long as shorter ones come.
     """
-    base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
+    own = {"shortest_first": ShortestFirst, SHORT_STEPS: ShortSteps}
+    base: Any = (own | SCHEDULER_MAPPING).get(name, FIFOScheduler)
 
     class CheckedScheduler(base):
         detokenizer: Detokenizer | None = None
@@ -199,6 +263,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             return super()._get_waiting_candidates()
 
         def clear_cancelled_requests(self) -> list[RequestState]:
+            asked = set(self._requests_to_cancel)
             cancelled = super().clear_cancelled_requests()
             self.number_cancelled += len(cancelled)
             for state in cancelled:
@@ -207,6 +272,11 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             if cancelled:  # their pages are free, as after an answer
                 self.block_new_requests = False
                 self._requests_to_fork[:] = [state for state in self._requests_to_fork if state.num_children]
+            states = self.active_requests | self.waiting_requests
+            for name in asked:  # a further answer is cancelled once it is forked
+                request, number = split_answer_id(name)
+                if number and request in states and states[request].num_children:
+                    self.set_request_cancellation(name)
             return cancelled
 
         def drop_waiting(self) -> dict[str, RequestState]:
@@ -296,6 +366,22 @@ class AnswerRouter(OutputRouter):
             self._count_finished(output)
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        by_loop: dict[Any, list[GenerationOutput]] = {}  # transformers would call all handlers in the loop of the last
         with self._ids:
-            super().deliver_batch([output for output in outputs if self._is_awaited(output)])
+            for output in filter(self._is_awaited, outputs):
+                by_loop.setdefault(self.result_handlers.get(output.request_id, (None, None))[1], []).append(output)
+            for group in by_loop.values():
+                super().deliver_batch(group)
             self._count_finished(*outputs)
+
+    def fail_and_deliver(self, state: RequestState, error: Exception) -> None:
+        """Fail a request, and its further answers that do not exist yet: callers wait for them, too."""
+        TurboQuantRequest.of(state, None)
+        failed = [state]
+        for name in answer_ids(state.request_id, 1 + state.num_children)[1:]:
+            more = dict(initial_tokens=state.initial_tokens, logit_processor_kwargs=state.logit_processor_kwargs)
+            failed.append(child := RequestState(name, **more))
+            TurboQuantRequest.of(child, None)
+        for each in failed:
+            each.status, each.error = RequestStatus.FAILED, text_of(error)
+            self.deliver(each.to_generation_output())
