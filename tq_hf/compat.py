@@ -108,10 +108,9 @@ REQUIRED_NAMES: dict[str, dict[str, str]] = {
         "transformers:ContinuousMixin.generate_batch": "inputs generation_config",
     },
     "tq-hf serve": {
-        f"{_SERVER}serve:Serve.__init__": "continuous_batching non_blocking cb_num_blocks",
-        f"{_SERVER}serve:Serve.start_server": "",
-        f"{_SERVER}serving.utils:CBGenerateManager.init_cb": "model gen_config",
-        f"{_SERVER}serving.utils:Modality.LLM": "",
+        f"{_SERVER}serving.utils:get_response_template": "processor model",
+        f"{_SERVER}serving.utils:response_events_to_chunks": "events",
+        "transformers.utils.chat_parsing:ResponseParser": "response_template prefix",
     },
 }
 """Private or changing names of transformers that each feature needs, with the parameters that are used."""

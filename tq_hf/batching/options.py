@@ -295,7 +295,9 @@ def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
         ) from error
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise ValueError(f"A prompt has the token {shown(wrong)}; the model's tokens are whole numbers below {vocabulary:,}.")
+        raise ValueError(
+            f"A prompt has the token {shown(wrong)}; the model's tokens are whole numbers below {vocabulary:,}."
+        )
     return ids
 
 

@@ -19,13 +19,13 @@ from transformers.utils.chat_parsing import ResponseParser
 from ..batching import TurboQuantBatchingManager
 from ..batching.checks import new_tokens
 from ..batching.options import with_options
+from ..batching.processors import answer_ids
 from .fields import (
     DEFAULT_TOKENS,
     LONGEST_STOP,
     MOST_ANSWERS,
     MOST_STOPS,
     Body,
-    ChatBody,
     CompletionBody,
     ToolBody,
     read_body,
@@ -161,7 +161,7 @@ class Prompt(NamedTuple):
 class Question(NamedTuple):
     """A request that was read."""
 
-    body: Body
+    body: Any
     prompts: list[Prompt]
     options: dict[str, Any]
     answers: list[Answer]
@@ -187,8 +187,9 @@ class Answer:
         self.text = Detokenized(lambda ids: engine.decode(ids, skip_special_tokens=self.parser is None))
         self.newest: Any = None
         """Newest output of the engine that was not read yet. It has all tokens."""
-        self.count = self.shown = self.letters = self.calls = 0
-        """Tokens that were read; tokens whose log-probabilities were sent, and letters of these; tool calls."""
+        self.count = self.shown = self.letters = self.calls = self.sent_calls = 0
+        """Tokens that were read; tokens whose log-probabilities were sent, and letters of these; tool
+        calls that were read, and sent."""
         self.raw, self.finish = "", ""
         self.begun = [] if self.parser is None else response_events_to_chunks(self.parser.initial_events)
 
@@ -281,9 +282,9 @@ class Engine:
         self.text_of = lru_cache(65_536)(lambda token: tokenizer.decode([token]))
         self.longest = max(map(len, tokenizer.get_vocab()))
         """Characters of the longest token."""
-        own = manager.model.generation_config.max_new_tokens
-        self.default_tokens = max(DEFAULT_TOKENS, own or 0)
-        self.template = get_response_template(tokenizer, manager.model)
+        model: Any = manager.model
+        self.default_tokens = max(DEFAULT_TOKENS, model.generation_config.max_new_tokens or 0)
+        self.template = get_response_template(tokenizer, model)
         self.short, self.long = ThreadPoolExecutor(4, "short requests"), ThreadPoolExecutor(2, "long requests")
         self.open: set[Exchange] = set()
         self.closing: str | None = None
@@ -291,22 +292,16 @@ class Engine:
     @property
     def failure(self) -> str | None:
         """Sentence about why no request is answered; `None` if requests are."""
-        error = self.manager.background_thread_status.fatal_error
+        error = self.manager.error
         if self.closing or (error is None and self.manager.is_running()):
             return self.closing
-        why = "its thread has ended" if error is None else str(error) or type(error).__name__
-        return f"The engine has stopped: {why}. Restart the server."
+        return f"The engine has stopped: {error or 'its thread has ended'}. Restart the server."
 
-    async def watch(self) -> None:
-        """Fail the open requests if nothing answers them."""
-        if failure := self.failure:
-            for each in list(self.open):
-                each.ready.put_nowait(Refused(failure, 503))
-
-    async def close(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """Take no more requests, and fail the open ones."""
         self.closing = reason
-        await self.watch()
+        for each in self.open:
+            each.ready.put_nowait(Refused(reason, 503))
 
     async def in_thread(self, is_long: bool, call: Callable[..., Result], *arguments: Any) -> Result:
         """Call a function in a thread for short or for long requests."""
@@ -335,9 +330,7 @@ class Engine:
             options = {"num_return_sequences": 1} | body.options()
             chosen = not options.keys().isdisjoint(("max_new_tokens", "max_length"))
             given: list[Any] = body.prompt if isinstance(body, CompletionBody) else [self._rendered(body)]
-            prompts, answers = [], []
-            if len(given) > MOST_ANSWERS:
-                raise ValueError(f"`prompt` has {len(given):,} prompts; at most {MOST_ANSWERS} are answered at once.")
+            prompts, answers = list[Prompt](), list[Answer]()
             for each in given:
                 tokens = self._tokens(each, body) if isinstance(each, str) else each
                 if not chosen:
@@ -400,14 +393,12 @@ class Exchange:
         """Hand the prompts to the engine."""
         manager, each = self.engine.manager, self.question.options["num_return_sequences"]
         for i, prompt in enumerate(self.question.prompts):
-            name = uuid4().hex  # clients may choose the same ids
-            names = [name, *(f"{name}__child#{child}" for child in range(each - 1))]
-            for id_, answer in zip(names, self.answers[i * each :], strict=False):
-                manager.register_result_handler(id_, self._receive(answer))
+            names = answer_ids(uuid4().hex, each)
+            for name, answer in zip(names, self.answers[i * each :], strict=False):
+                manager.register_result_handler(name, self._receive(answer))
             self.names += names
-            added = manager.add_request(prompt.tokens, name, streaming=self.streaming, **self.question.options)
-            if added is None:
-                raise Refused(self.engine.failure or "The engine takes no requests now. Try again later.", 503)
+            options = self.question.options | {"max_new_tokens": prompt.most}
+            manager.add_request(prompt.tokens, names[0], streaming=self.streaming, **options)
 
     def _receive(self, answer: Answer) -> Callable[[Any], None]:
         def receive(output: Any) -> None:
@@ -446,11 +437,16 @@ class Exchange:
                 left -= bool(answer.finish)
                 yield answer, part
         finally:
-            engine.open.discard(self)
-            handlers = engine.manager.output_router.result_handlers
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what is not answered."""
+        self.engine.open.discard(self)
+        with self.engine.manager.output_router._lock:
             for name in self.names:
-                engine.manager.cancel_request(name)  # no effect on those that are answered
-                handlers.pop(name, None)
+                self.engine.manager.output_router.result_handlers.pop(name, None)
+        for name in self.names:
+            self.engine.manager.cancel_request(name)  # no effect on those that are answered
 
     def usage(self) -> tuple[int, int]:
         """Number of tokens of all prompts, and of all answers."""

@@ -3,7 +3,7 @@
 The way of a request: `Guard` checks its key, and cancels what a client that goes away has asked for. `Routes.answer`
 reads the body up to a size. A thread checks its fields (`fields.py`), renders and tokenizes the prompt, and asks the
 engine what it accepts (`answers.py`). The engine generates in its own thread; its tokens become text, parts of text
-become `Completion` or `Response` objects, or events of a stream. What goes wrong is said in OpenAI's form of errors.
+become objects or events (`CompletionForm`, `ResponseForm`). Errors have OpenAI's form.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
 from ipaddress import ip_address
 from typing import Any
 from uuid import uuid4
@@ -34,6 +33,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from ..batching import TurboQuantBatching
+from ..batching.checks import number_of_positions
 from ..config import TurboQuantConfig
 from .answers import LONG, Answer, Engine, Exchange, Part, Refused, in_flags
 from .fields import BODIES, Body, ChatBody
@@ -47,7 +47,9 @@ OPEN = ("/health", "/metrics")
 def error_of(reason: str, status: int) -> dict[str, Any]:
     """An error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": reason, "type": kind, "param": None, "code": "invalid_api_key" if status == 401 else None}}
+    return {
+        "error": {"message": reason, "type": kind, "param": None, "code": "invalid_api_key" if status == 401 else None}
+    }
 
 
 class Guard:
@@ -95,241 +97,206 @@ class Guard:
             watching.cancel()
 
 
-class Completion:
-    """Objects and events of `/v1/chat/completions` and `/v1/completions`."""
+def _event(content: dict[str, Any]) -> str:
+    """An event of a stream. Those of `/v1/responses` have names."""
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {json.dumps(content)}\n\n"
+
+
+class CompletionForm:
+    """The object and the events of `/v1/chat/completions` and `/v1/completions`."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self.body = exchange, exchange.body
-        self.chats = isinstance(self.body, ChatBody)
+        self.exchange, self.chats = exchange, isinstance(exchange.body, ChatBody)
         kind, name = ("chat.completion", "chatcmpl") if self.chats else ("text_completion", "cmpl")
-        self.kind = f"{kind}.chunk" if self.chats and self.body.stream else kind
-        self.head = {
-            "id": f"{name}-{uuid4().hex}",
-            "object": self.kind,
-            "created": int(time.time()),
-            "model": exchange.engine.name,
-        }
+        kind += ".chunk" * (self.chats and bool(exchange.body.stream))
+        own = {"id": f"{name}-{uuid4().hex}", "object": kind}
+        self.head = {**own, "created": int(time.time()), "model": exchange.engine.name}
 
-    def _usage(self) -> dict[str, Any]:
-        prompt, answers = self.exchange.usage()
-        return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+    def _usage(self) -> dict[str, int]:
+        prompt, new = self.exchange.usage()
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def _deltas(self, answer: Answer, part: Part) -> list[Any]:
-        """Parts of a message, or a text."""
-        if not self.chats:
-            return ["".join(part.items)] if part.items else []
-        deltas: list[dict[str, Any]] = []
+    def _deltas(self, answer: Answer, part: Part) -> list[dict[str, Any]]:
+        """Parts of a message."""
+        deltas = list[dict[str, Any]]()
         for item in part.items:
-            name = "reasoning_content" if isinstance(item, ReasoningText) else "content"
             if isinstance(item, ToolCall):
                 call = {"id": f"call_{uuid4().hex}", "type": "function", "function": vars(item)}
-                deltas.append({"tool_calls": [{"index": answer.called, **call}]})
-                answer.called += 1
-            elif deltas and name in deltas[-1]:
-                deltas[-1][name] += item
+                deltas.append({"tool_calls": [{"index": answer.sent_calls, **call}]})
+                answer.sent_calls += 1
             else:
-                deltas.append({name: str(item)})
+                deltas.append({"reasoning_content" if isinstance(item, ReasoningText) else "content": str(item)})
         return deltas
 
     async def whole(self) -> dict[str, Any]:
         """The answers as one object."""
-        choices: dict[int, dict[str, Any]] = {}
-        async with aclosing(self.exchange.parts()) as parts:
-            async for answer, part in parts:
-                own: dict[str, Any]
-                if self.chats:
-                    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-                    for delta in self._deltas(answer, part):
-                        for name, value in delta.items():
-                            message[name] = message[name] + value if name in message else value
-                    own = {"message": message}
-                else:
-                    own = {"text": "".join(part.items)}
-                choices[answer.index] = {
-                    "index": answer.index, **own, "logprobs": part.logprobs, "finish_reason": answer.finish
-                }  # fmt: skip
+        choices = {}
+        async for answer, part in self.exchange.parts():
+            content: dict[str, Any] = {"text": "".join(part.items)} if not self.chats else {}
+            if self.chats:
+                message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+                content["message"] = message
+                for delta in self._deltas(answer, part):
+                    for name, value in delta.items():
+                        message[name] = message[name] + value if name in message else value
+            ends = {"logprobs": part.logprobs, "finish_reason": answer.finish}
+            choices[answer.index] = {"index": answer.index, **content, **ends}
         return self.head | {"choices": [choices[i] for i in sorted(choices)], "usage": self._usage()}
 
-    async def events(self) -> AsyncIterator[str]:
+    async def events(self) -> AsyncGenerator[str, None]:
         """The answers as events, side by side."""
-        counts = bool((self.body.stream_options or {}).get("include_usage"))  # type: ignore[attr-defined]
+        counts = bool((self.exchange.body.stream_options or {}).get("include_usage"))
+        head = self.head | ({"usage": None} if counts else {})
 
-        def event(choices: list[Any], usage: Any = None) -> str:
-            return _event(self.head | {"choices": choices} | ({"usage": usage} if counts else {}))
-
-        def choice(answer: Answer, delta: Any, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
-            own = {"delta": delta} if self.chats else {"text": delta}
-            return {"index": answer.index, **own, "logprobs": logprobs, "finish_reason": finish}
+        def event(answer: Answer, content: Any, logprobs: Any = None, finish: str | None = None) -> str:
+            own = {"delta" if self.chats else "text": content, "logprobs": logprobs, "finish_reason": finish}
+            return _event({**head, "choices": [{"index": answer.index, **own}]})
 
         try:
             for answer in self.exchange.answers if self.chats else ():
-                yield event([choice(answer, {"role": "assistant", "content": ""})])
-            async with aclosing(self.exchange.parts()) as parts:
-                async for answer, part in parts:
-                    logprobs = part.logprobs
-                    for delta in self._deltas(answer, part):
-                        yield event([choice(answer, delta, logprobs)])
-                        logprobs = None
-                    if answer.finish:
-                        yield event([choice(answer, {} if self.chats else "", logprobs, answer.finish)])
+                yield event(answer, {"role": "assistant", "content": ""})
+            async for answer, part in self.exchange.parts():
+                deltas: list[Any] = self._deltas(answer, part) if self.chats else part.items
+                logprobs = part.logprobs
+                for delta in deltas:
+                    yield event(answer, delta, logprobs)
+                    logprobs = None
+                if answer.finish:
+                    yield event(answer, {} if self.chats else "", logprobs, answer.finish)
             if counts:
-                yield event([], self._usage())
+                yield _event(self.head | {"choices": [], "usage": self._usage()})
         except Refused as error:
             yield _event(error_of(str(error), error.status))
         yield "data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> str:
-    name = f"event: {content['type']}\n" if "type" in content else ""
-    return f"{name}data: {json.dumps(content)}\n\n"
-
-
-class Response_:
+class ResponseForm:
     """The object and the events of `/v1/responses`."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self.body = exchange, exchange.body
-        body: Any = self.body
+        self.exchange, body = exchange, exchange.body
         self.output: list[dict[str, Any]] = []
-        """Items of the output. The last one may be open."""
-        self.open = ""
-        """Type of the open item."""
+        """Items of the output."""
+        self.open: str | None = None
+        """Type of the last item, if it is not complete."""
         self.number = 0
         self.head = {
-            "id": f"resp_{uuid4().hex}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": (body.model_extra or {}).get("metadata") or {},
-            "model": exchange.engine.name,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_p": body.top_p,
-            "truncation": "disabled",
+            **{"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time.time())},
+            **{"model": exchange.engine.name, "error": None, "incomplete_details": None},
+            **{name: getattr(body, name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
+            **{"metadata": (body.model_extra or {}).get("metadata") or {}, "store": False, "usage": None},
+            **{"tools": body.tools or [], "tool_choice": body.tool_choice or "auto"},
+            **{"parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None},
+            **{"text": {"format": {"type": "text"}}, "truncation": "disabled"},
         }
 
     def _event(self, kind: str, **content: Any) -> dict[str, Any]:
         self.number += 1
-        return {"type": kind, "sequence_number": self.number - 1, **content}
+        return {"type": f"response.{kind}", "sequence_number": self.number - 1, **content}
 
-    def _object(self, status: str, **more: Any) -> dict[str, Any]:
-        return self.head | {"status": status, "output": self.output, "usage": None} | more
+    def _of_whole(self, kind: str, status: str, **content: Any) -> dict[str, Any]:
+        whole = self.head | {"status": status, "output": list(self.output), **content}
+        return self._event(kind, response=whole)
 
-    def _place(self, **more: Any) -> dict[str, Any]:
-        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, **more}
+    def _of_item(self, kind: str, **content: Any) -> dict[str, Any]:
+        return self._event(kind, output_index=len(self.output) - 1, **content)
 
-    def _item(self, step: str) -> dict[str, Any]:
-        return self._event(f"response.output_item.{step}", output_index=len(self.output) - 1, item=dict(self.output[-1]))
+    def _of_text(self, kind: str, **content: Any) -> dict[str, Any]:
+        name = "reasoning_text" if self.open == "reasoning" else "output_text"
+        own: dict[str, Any] = {"logprobs": []} if self.open == "message" and not kind.startswith("content") else {}
+        kind = kind if kind.startswith("content") else f"{name}.{kind}"
+        return self._of_item(kind, item_id=self.output[-1]["id"], content_index=0, **content, **own)
 
-    def _begin(self, kind: str, **content: Any) -> list[dict[str, Any]]:
-        """Add an item to the output."""
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        self.output.append({"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress", **content})
+    def _begin(self, kind: str, **content: Any) -> Iterator[dict[str, Any]]:
+        """Begin an item."""
+        name = f"{kind[:2]}_{uuid4().hex}"
+        self.output.append({"id": name, "type": kind, "status": "in_progress", **content})
         self.open = kind
-        events = [self._item("added")]
+        yield self._of_item("output_item.added", item=dict(self.output[-1]))
         if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self.output[-1]["content"] = [part]
-            events.append(self._event("response.content_part.added", **self._place(content_index=0, part=dict(part))))
-        return events
+            self.output[-1]["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+            yield self._of_text("content_part.added", part=dict(self.output[-1]["content"][0]))
+        elif kind == "reasoning":
+            self.output[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
 
-    def _end(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Close the open item."""
-        kind, self.open, events = self.open, "", []
-        if not kind:
-            return []
-        item = self.output[-1] | {"status": status}
-        self.output[-1] = item
-        if kind == "function_call":
-            names = {name: item[name] for name in ("name", "arguments")}
-            events.append(self._event("response.function_call_arguments.done", **self._place(**names)))
+    def _end(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """End the open item."""
+        if self.open is None:
+            return
+        item = self.output[-1]
+        item["status"] = status
+        if self.open == "function_call":
+            own = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+            yield self._of_item("function_call_arguments.done", **own)
         else:
-            name = "output_text" if kind == "message" else "reasoning_text"
-            text = {"content_index": 0, "text": item["content"][0]["text"]}
-            own = {"logprobs": []} if kind == "message" else {}
-            events.append(self._event(f"response.{name}.done", **self._place(**text, **own)))
-            if kind == "message":
-                part = self._place(content_index=0, part=item["content"][0])
-                events.append(self._event("response.content_part.done", **part))
-        return [*events, self._item("done")]
+            yield self._of_text("done", text=item["content"][0]["text"])
+        if self.open == "message":
+            yield self._of_text("content_part.done", part=item["content"][0])
+        yield self._of_item("output_item.done", item=item)
+        self.open = None
 
-    def _add(self, item: Any) -> list[dict[str, Any]]:
+    def _add(self, item: Any) -> Iterator[dict[str, Any]]:
         """Add a part of the answer."""
         if isinstance(item, ToolCall):
-            call = {"call_id": f"call_{uuid4().hex}", "name": item.name, "arguments": item.arguments}
-            return [*self._end(), *self._begin("function_call", **call), *self._end()]
+            yield from self._end()
+            yield from self._begin("function_call", call_id=f"call_{uuid4().hex}", **vars(item))
+            yield from self._end()
+            return
         kind = "reasoning" if isinstance(item, ReasoningText) else "message"
-        events = []
         if self.open != kind:
-            own = {"role": "assistant", "content": []} if kind == "message" else {"summary": []}
-            events = [*self._end(), *self._begin(kind, **own)]
-            if kind == "reasoning":
-                self.output[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
+            yield from self._end()
+            own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            yield from self._begin(kind, **own, content=[])
         self.output[-1]["content"][0]["text"] += item
-        name = "output_text" if kind == "message" else "reasoning_text"
-        own = {"logprobs": []} if kind == "message" else {}
-        delta = self._place(content_index=0, delta=str(item), **own)
-        return [*events, self._event(f"response.{name}.delta", **delta)]
+        yield self._of_text("delta", delta=str(item))
 
-    async def steps(self) -> AsyncIterator[dict[str, Any]]:
-        """The events. The last one has the whole object."""
-        for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._object("in_progress", output=[]))
-        async with aclosing(self.exchange.parts()) as parts:
-            async for answer, part in parts:
-                for item in part.items:
-                    for event in self._add(item):
-                        yield event
-        status = "incomplete" if answer.finish == "length" else "completed"
-        if not self.output:
-            for event in self._add(""):
-                yield event
-        for event in self._end(status):
+    async def _steps(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Events. The last one has the whole object."""
+        yield self._of_whole("created", "in_progress")
+        yield self._of_whole("in_progress", "in_progress")
+        async for _, part in self.exchange.parts():
+            for item in part.items:
+                for event in self._add(item):
+                    yield event
+        cut = self.exchange.answers[0].finish == "length"
+        status = "incomplete" if cut else "completed"
+        for event in self._end(status) if self.output else [*self._add(""), *self._end(status)]:
             yield event
         prompt, new = self.exchange.usage()
-        usage = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": new,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + new,
-        }
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        whole = self._object(status, usage=usage, incomplete_details=details)
-        yield self._event(f"response.{status}", response=whole)
+        usage: dict[str, Any] = {"input_tokens": prompt, "output_tokens": new, "total_tokens": prompt + new}
+        usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        details = {"reason": "max_output_tokens"} if cut else None
+        yield self._of_whole(status, status, usage=usage, incomplete_details=details)
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        async with aclosing(self.steps()) as steps:
-            async for event in steps:
-                last = event
+        async for event in self._steps():
+            last = event
         return last["response"]
 
-    async def events(self) -> AsyncIterator[str]:
+    async def events(self) -> AsyncGenerator[str, None]:
         """The answer as events."""
         try:
-            async with aclosing(self.steps()) as steps:
-                async for event in steps:
-                    yield _event(event)
+            async for event in self._steps():
+                yield _event(event)
         except Refused as error:
             failed = {"code": "server_error", "message": str(error)}
-            yield _event(self._event("response.failed", response=self._object("failed", error=failed)))
+            yield _event(self._of_whole("failed", "failed", error=failed))
 
 
 class EventStream(StreamingResponse):
-    """A stream whose generator is closed as soon as nobody reads it."""
+    """A stream of events. Its requests are cancelled if the client goes away."""
+
+    def __init__(self, exchange: Exchange, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.exchange = exchange
 
     async def stream_response(self, send: Any) -> None:
-        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+        try:
             await super().stream_response(send)
+        finally:
+            self.exchange.close()
 
 
 class Routes:
@@ -342,6 +309,7 @@ class Routes:
 
     def __init__(self, engine: Engine, most_bytes: int) -> None:
         self.engine, self.most_bytes = engine, most_bytes
+        self.card = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "tq-hf"}
 
     def app(self, key: str | None, cors: bool) -> Starlette:
         """Create the application."""
@@ -384,7 +352,9 @@ class Routes:
             if size <= self.most_bytes:
                 data += chunk
         if size > self.most_bytes:
-            raise Refused(f"The body has {size:,} bytes, and the server reads up to {self.most_bytes:,}. Shorten it.", 413)
+            raise Refused(
+                f"The body has {size:,} bytes, and the server reads up to {self.most_bytes:,}. Shorten it.", 413
+            )
         return bytes(data)
 
     async def answer(self, request: Request, kind: type[Body]) -> Response:
@@ -394,27 +364,22 @@ class Routes:
             raise Refused(failure, 503)
         question = await self.engine.in_thread(len(data) > LONG, self.engine.read, kind, data)
         exchange = Exchange(self.engine, question, bool(question.body.stream))
-        form = Response_(exchange) if kind is BODIES["responses"] else Completion(exchange)
+        form: Any = ResponseForm(exchange) if kind is BODIES["responses"] else CompletionForm(exchange)
         if question.body.stream:
-            return EventStream(form.events(), media_type="text/event-stream")
+            return EventStream(exchange, form.events())
         content = await form.whole()
         big = exchange.usage()[1] > 1024
         return Response(await self.engine.in_thread(big, _encoded, content), media_type="application/json")
 
-    def _model(self) -> dict[str, Any]:
-        return {"id": self.engine.name, "object": "model", "created": self.created, "owned_by": "tq-hf"}
-
-    created = int(time.time())
-
     async def models(self, request: Request) -> Response:
         """List the served model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self.card]})
 
     async def model(self, request: Request) -> Response:
         """Describe the served model."""
         if (name := request.path_params["name"]) != self.engine.name:
             raise Refused(f"There is no model {name!r:.100}; this server serves {self.engine.name!r}.", 404)
-        return JSONResponse(self._model())
+        return JSONResponse(self.card)
 
     async def load_model(self, request: Request) -> Response:
         """Say that the model is loaded, as `transformers chat` asks."""
@@ -445,7 +410,7 @@ class HttpServer(uvicorn.Server):
     engine: Engine
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.engine.close("The server is stopping. Try again later.")
+        self.engine.close("The server is stopping. Try again later.")
         stop = asyncio.to_thread(self.engine.manager.stop, block=True, timeout=GRACE, hard_stop=True)
         await asyncio.gather(super().shutdown(sockets), stop)
 
@@ -466,20 +431,103 @@ def sockets_of(host: str, port: int) -> list[socket.socket]:
             own.bind(address)
             found.append(own)
     except OSError as error:
-        raise ValueError(f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--port`.") from None
+        raise ValueError(
+            f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--port`."
+        ) from None
     return found
+
+
+def check_access(host: str, port: int, key: str | None) -> tuple[list[socket.socket], str | None]:
+    """Bind the port, and return a warning if others may use the server.
+
+    Raises:
+        ValueError: `--port` is in use, or `--api-key` is empty.
+    """
+    if key is not None and not key.strip():
+        raise ValueError("`--api-key` is empty. Leave it out for a server without a key.")
+    sockets = sockets_of(host, port)
+    open_ = key is None and not all(ip_address(own.getsockname()[0].partition("%")[0]).is_loopback for own in sockets)
+    warning = "Warning: this server answers all who reach it. Set `--api-key`, or keep `--host localhost`."
+    return sockets, warning if open_ else None
+
+
+def check_installed() -> None:
+    """Raise `ValueError` if several processes were started."""
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise ValueError(
+            f"torchrun started {processes} processes, and this server is one process on one GPU. Start one server per "
+            "GPU, each with its own `--port`, or use `examples/ray_serve.py` for one address. A model that needs "
+            "several GPUs can answer batches: `examples/serve_many.py --tp`."
+        )
+
+
+def room(engine: Engine) -> str:
+    """Sentence about how many requests the cache has room for."""
+    most, manager = engine.cache.max_request_tokens, engine.manager
+    positions = number_of_positions(engine.cache.config) or most
+    lengths = sorted({min(length, most, positions) for length in (1024, 8192, positions)})
+    counts = [f"{manager.fitting_requests(length):,} of {length:,} tokens" for length in lengths]
+    return f"Room for requests at once, each with its answer: {' or '.join(counts)}."
 
 
 def serve(
     name: str,
-    load: Callable[[], tuple[Any, Any]],
+    model: Any,
+    tokenizer: Any,
     config: TurboQuantConfig,
+    options: ContinuousBatchingConfig,
     *,
+    sockets: list[socket.socket],
     say: Callable[[str], None],
-    host: str,
-    port: int,
-    cache_tokens: int | None,
-    options: dict[str, Any],
-    access: dict[str, Any],
+    key: str | None,
+    cors: bool,
+    most_bytes: int,
 ) -> None:
-    """Serve a model until the server is told to stop."""
+    """Serve a model until the server is told to stop. Graphs are captured, and steps compiled, while it answers.
+
+    Args:
+        name: Name of the model for clients.
+        model: The model.
+        tokenizer: Its tokenizer.
+        config: Encoding of pages.
+        options: Options of the engine.
+        sockets: Bound sockets to listen at.
+        say: Function that is called with sentences for the operator before the first request is accepted.
+        key: Key that clients must send.
+        cors: Whether web pages of other origins may send requests.
+        most_bytes: Maximum size of a body.
+
+    Raises:
+        ValueError: Packed pages cannot hold the model, or the options do not fit into memory.
+    """
+    if type(model).__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        raise ValueError(
+            f"{type(model).__name__} reads more than text, and this server reads text only. Use `generate()` with a "
+            "`TurboQuantCache`."
+        )
+    try:
+        batching = TurboQuantBatching(model, config, tokenizer=tokenizer)
+        manager = batching.init_continuous_batching(continuous_batching_config=options)
+        manager.warmup(behind=True)
+    except (ValueError, MemoryError, RuntimeError) as error:  # torch has no class for memory that a CPU lacks
+        if isinstance(error, ValueError) or "memory" in str(error).lower() or isinstance(error, MemoryError):
+            raise ValueError(
+                in_flags(str(error) or "The cache does not fit into memory. Lower `--cache-tokens`.")
+            ) from None
+        raise
+    try:
+        manager.start()
+        engine = Engine(name, manager, tokenizer)
+        app = Routes(engine, most_bytes).app(key, cors)
+        server = HttpServer(
+            uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=GRACE)
+        )
+        server.engine = engine
+        for each in sockets:
+            each.listen()
+        say(room(engine))
+        server.run(sockets=sockets)
+    except KeyboardInterrupt:  # uvicorn raises it again once it has stopped
+        pass
+    finally:
+        manager.stop(block=True, timeout=GRACE, hard_stop=True)  # at once, even while compiling
