@@ -18,7 +18,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from ..batching import TurboQuantBatchingManager
 from ..batching.checks import new_tokens
-from ..batching.options import with_options
+from ..batching.options import prompt_ids, with_options
 from ..batching.processors import answer_ids
 from .fields import (
     DEFAULT_TOKENS,
@@ -190,7 +190,8 @@ class Answer:
         self.count = self.shown = self.letters = self.calls = self.sent_calls = 0
         """Tokens that were read; tokens whose log-probabilities were sent, and letters of these; tool
         calls that were read, and sent."""
-        self.raw, self.finish = "", ""
+        self.finish = self.unsent = ""
+        """Why the answer ends; and text of a tool call that is not complete."""
         self.begun = [] if self.parser is None else response_events_to_chunks(self.parser.initial_events)
 
     def read(self, output: Any) -> Part:
@@ -226,11 +227,14 @@ class Answer:
                         continue
                 found.append(item)
         except (ValueError, KeyError, TypeError, RuntimeError):
-            self.parser, raw = None, self.raw
-            return [raw + text]
-        for event in events:
-            closes = event["type"] == "region_close"
-            self.raw = "" if closes else self.raw + event["text"] if event.get("dirty") else self.raw
+            self.parser = None
+            return [self.unsent + text]
+        self.unsent += text
+        newest = events[-1] if events else {}
+        if newest.get("type") == "region_close":
+            self.unsent = ""
+        elif newest.get("text") and not newest["dirty"]:
+            self.unsent = self.unsent.rpartition(newest["text"])[2]
         return found
 
     def _logprobs(self, tokens: list[int], rows: list[Any], last: bool) -> dict[str, Any] | None:
@@ -332,7 +336,9 @@ class Engine:
             given: list[Any] = body.prompt if isinstance(body, CompletionBody) else [self._rendered(body)]
             prompts, answers = list[Prompt](), list[Answer]()
             for each in given:
-                tokens = self._tokens(each, body) if isinstance(each, str) else each
+                tokens = (
+                    self._tokens(each, body) if isinstance(each, str) else prompt_ids(each, self.manager.vocabulary)
+                )
                 if not chosen:
                     room = self.cache.max_request_tokens + 1 - len(tokens)
                     options["max_new_tokens"] = max(1, min(self.default_tokens, room))

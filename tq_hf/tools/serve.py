@@ -421,16 +421,17 @@ def sockets_of(host: str, port: int) -> list[socket.socket]:
     Raises:
         ValueError: The port is in use, or the host has no address here.
     """
+    found = list[socket.socket]()
     try:
-        found = []
         for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
-            own = socket.socket(family, socket.SOCK_STREAM)
+            found.append(own := socket.socket(family, socket.SOCK_STREAM))
             own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             own.bind(address)
-            found.append(own)
     except OSError as error:
+        for own in found:
+            own.close()
         raise ValueError(
             f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--port`."
         ) from None
@@ -441,24 +442,20 @@ def check_access(host: str, port: int, key: str | None) -> tuple[list[socket.soc
     """Bind the port, and return a warning if others may use the server.
 
     Raises:
-        ValueError: `--port` is in use, or `--api-key` is empty.
+        ValueError: `--port` is in use, `--api-key` is empty, or several processes were started.
     """
-    if key is not None and not key.strip():
-        raise ValueError("`--api-key` is empty. Leave it out for a server without a key.")
-    sockets = sockets_of(host, port)
-    open_ = key is None and not all(ip_address(own.getsockname()[0].partition("%")[0]).is_loopback for own in sockets)
-    warning = "Warning: this server answers all who reach it. Set `--api-key`, or keep `--host localhost`."
-    return sockets, warning if open_ else None
-
-
-def check_installed() -> None:
-    """Raise `ValueError` if several processes were started."""
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise ValueError(
             f"torchrun started {processes} processes, and this server is one process on one GPU. Start one server per "
             "GPU, each with its own `--port`, or use `examples/ray_serve.py` for one address. A model that needs "
             "several GPUs can answer batches: `examples/serve_many.py --tp`."
         )
+    if key is not None and not key.strip():
+        raise ValueError("`--api-key` is empty. Leave it out for a server without a key.")
+    sockets = sockets_of(host, port)
+    open_ = key is None and not all(ip_address(own.getsockname()[0].partition("%")[0]).is_loopback for own in sockets)
+    warning = "Warning: this server answers all who reach it. Set `--api-key`, or keep `--host localhost`."
+    return sockets, warning if open_ else None
 
 
 def room(engine: Engine) -> str:
@@ -530,4 +527,5 @@ def serve(
     except KeyboardInterrupt:  # uvicorn raises it again once it has stopped
         pass
     finally:
-        manager.stop(block=True, timeout=GRACE, hard_stop=True)  # at once, even while compiling
+        if manager.is_running():
+            manager.stop(block=True, timeout=GRACE, hard_stop=True)  # at once, even while compiling
