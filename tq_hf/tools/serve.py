@@ -9,6 +9,7 @@ become objects or events (`CompletionForm`, `ResponseForm`). Errors have OpenAI'
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import json
 import os
@@ -25,7 +26,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from transformers import ContinuousBatchingConfig
@@ -331,7 +332,7 @@ class Routes:
                 Route("/metrics", self.metrics),
             ],
             middleware=[*middleware, Middleware(Guard, key=key)],
-            exception_handlers={Refused: self.refuse, HTTPException: self.refuse, Exception: self.refuse},
+            exception_handlers=dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), self.refuse),
         )
 
     async def refuse(self, request: Request, error: Any) -> Response:
@@ -523,6 +524,7 @@ def serve(
         for each in sockets:
             each.listen()
         say(room(engine))
+        gc.freeze()  # a request that makes many objects would have all of the model's modules collected
         server.run(sockets=sockets)
     except KeyboardInterrupt:  # uvicorn raises it again once it has stopped
         pass
