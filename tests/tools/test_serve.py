@@ -497,7 +497,10 @@ def test_what_changes_nothing_is_accepted(served: Callable[..., str], odd_folder
         "input": ("responses", {"input": "What?", "max_output_tokens": 4}),
         "items": ("responses", {"input": items, "max_output_tokens": 4}),
         "flat": ("responses", {"input": [{"type": "input_text", "text": "x"}], "max_output_tokens": 4}),
-        "both": ("responses", {"input": [{"role": "system", "content": "S"}, USER], "instructions": "I"}),
+        "both": (
+            "responses",
+            {"input": [{"role": "system", "content": "S"}, USER], "instructions": "I", "max_output_tokens": 4},
+        ),
     }
     prompts: dict[str, str] = {}
 
@@ -590,7 +593,7 @@ def test_an_error_in_a_stream_has_openais_form(
     served(ask, folder)
 
 
-@pytest.mark.parametrize("asked", [{"max_tokens": 4}, {"max_tokens": 1200, "logprobs": 2}], ids=str)
+@pytest.mark.parametrize("asked", [{"max_tokens": 4}, {"max_tokens": 100, "logprobs": 2}], ids=str)
 def test_no_request_is_read_or_written_on_the_event_loop(
     served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -40,6 +40,8 @@ TEMPLATE_LINES = 3_000_000
 """Lines of a chat template that a request may run."""
 WINDOW = 16
 """Tokens that are decoded again with the next one, so that characters of several tokens are whole."""
+HANDLED = 60
+"""Seconds for which outputs of a cancelled request are still received."""
 FLAGS = {
     "`num_blocks`": "`--cache-tokens`",
     "`max_memory_percent`": "`--memory-share`",
@@ -50,12 +52,7 @@ Result = TypeVar("Result")
 
 
 class Refused(Exception):
-    """A request is not answered.
-
-    Args:
-        reason: A sentence for the client.
-        status: Status of HTTP.
-    """
+    """A request is not answered: a sentence for the client, and the status of HTTP."""
 
     def __init__(self, reason: object, status: int = 400) -> None:
         super().__init__(in_flags(reason))
@@ -70,19 +67,15 @@ def in_flags(reason: object) -> str:
     return text
 
 
-def limited(call: Callable[[], Result], lines: int = TEMPLATE_LINES) -> Result:
-    """Call a function that runs at most `lines` lines of a template.
-
-    Raises:
-        ValueError: It ran more.
-    """
-    left = lines
+def limited(call: Callable[[], Result]) -> Result:
+    """Call a function that runs up to `TEMPLATE_LINES` lines of a template, and raise `ValueError` if it runs more."""
+    left = TEMPLATE_LINES
 
     def count(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise ValueError(f"it does not end within {lines:,} lines")
+            raise ValueError(f"it does not end within {TEMPLATE_LINES:,} lines")
         return count if frame.f_code.co_filename == "<template>" else None
 
     before = sys.gettrace()
@@ -158,15 +151,6 @@ class Prompt(NamedTuple):
     ends: frozenset[int]
 
 
-class Question(NamedTuple):
-    """A request that was read."""
-
-    body: Any
-    prompts: list[Prompt]
-    options: dict[str, Any]
-    answers: list[Answer]
-
-
 class Answer:
     """One of the answers to a request.
 
@@ -188,8 +172,7 @@ class Answer:
         self.newest: Any = None
         """Newest output of the engine that was not read yet. It has all tokens."""
         self.count = self.shown = self.letters = self.calls = self.sent_calls = 0
-        """Tokens that were read; tokens whose log-probabilities were sent, and letters of these; tool
-        calls that were read, and sent."""
+        """Tokens that were read; tokens and letters whose log-probabilities were sent; calls that were read, and sent."""
         self.finish = self.unsent = ""
         """Why the answer ends; and text of a tool call that is not complete."""
         self.begun = [] if self.parser is None else response_events_to_chunks(self.parser.initial_events)
@@ -319,8 +302,8 @@ class Engine:
         tools = {"tools": body.template_options()["tools"]} if "tools" in signature(ResponseParser).parameters else {}
         return ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
 
-    def read(self, kind: type[Body], data: bytes) -> Question:
-        """Read a request: its fields, its prompts, and the options of the engine.
+    def read(self, kind: type[Body], data: bytes) -> Exchange:
+        """Read a request: its fields, its prompts, and the options of the engine. Nothing is asked yet.
 
         Raises:
             Refused: Something is wrong with the request.
@@ -336,9 +319,7 @@ class Engine:
             given: list[Any] = body.prompt if isinstance(body, CompletionBody) else [self._rendered(body)]
             prompts, answers = list[Prompt](), list[Answer]()
             for each in given:
-                tokens = (
-                    self._tokens(each, body) if isinstance(each, str) else prompt_ids(each, self.manager.vocabulary)
-                )
+                tokens = prompt_ids(self._tokens(each, body), self.manager.vocabulary)
                 if not chosen:
                     room = self.cache.max_request_tokens + 1 - len(tokens)
                     options["max_new_tokens"] = max(1, min(self.default_tokens, room))
@@ -354,7 +335,7 @@ class Engine:
                 prompts.append(prompt := Prompt(tokens, most, frozenset(applied.eos_token_ids)))
                 for _ in range(applied.num_return_sequences):
                     answers.append(Answer(self, len(answers), prompt, stops, applied.top_logprobs, body))
-            return Question(body, prompts, options, answers)
+            return Exchange(self, body, prompts, options, answers)
         except ValueError as error:
             raise Refused(sentence(error)) from None
 
@@ -371,7 +352,10 @@ class Engine:
         except Exception as error:  # a template may raise any exception
             raise ValueError(f"The chat template of this model refuses the messages: {error!s:.300}.") from None
 
-    def _tokens(self, text: str, body: Body) -> list[int]:
+    def _tokens(self, text: Any, body: Body) -> list[int]:
+        """Tokens of a prompt that is text or tokens."""
+        if not isinstance(text, str):
+            return text
         if len(text) > self.longest * self.cache.max_request_tokens:
             raise ValueError(
                 f"A prompt of {len(text):,} characters has more tokens than the cache, which has room for "
@@ -381,30 +365,31 @@ class Engine:
 
 
 class Exchange:
-    """A request that the engine answers, from the event loop's side.
+    """A request that was read, and its answers. All methods belong to the event loop."""
 
-    Args:
-        engine: The engine.
-        question: The request.
-        streaming: Whether the answers are read as they come.
-    """
-
-    def __init__(self, engine: Engine, question: Question, streaming: bool) -> None:
-        self.engine, self.body, self.question = engine, question.body, question
-        self.answers, self.streaming = question.answers, streaming
+    def __init__(
+        self, engine: Engine, body: Any, prompts: list[Prompt], options: dict[str, Any], answers: list[Answer]
+    ) -> None:
+        self.engine, self.body, self.prompts, self.options, self.answers = engine, body, prompts, options, answers
         self.ready: asyncio.Queue[Answer | Refused] = asyncio.Queue()
-        self.names: list[str] = []
+        """Answers with an output that was not read yet."""
+        each = options["num_return_sequences"]
+        self.names = [answer_ids(uuid4().hex, each) for _ in prompts]
+        """Ids of answers in the engine, by prompt. Clients may choose the same ids."""
+        self.closed = False
 
     def _ask(self) -> None:
-        """Hand the prompts to the engine."""
-        manager, each = self.engine.manager, self.question.options["num_return_sequences"]
-        for i, prompt in enumerate(self.question.prompts):
-            names = answer_ids(uuid4().hex, each)
-            for name, answer in zip(names, self.answers[i * each :], strict=False):
-                manager.register_result_handler(name, self._receive(answer))
-            self.names += names
-            options = self.question.options | {"max_new_tokens": prompt.most}
-            manager.add_request(prompt.tokens, names[0], streaming=self.streaming, **options)
+        """Hand the prompts to the engine, from a thread: options of many prompts take long to check."""
+        for names, prompt in zip(self.names, self.prompts, strict=True):
+            if not self.closed:
+                own = self.options | {"max_new_tokens": prompt.most, "streaming": bool(self.body.stream)}
+                self.engine.manager.add_request(prompt.tokens, names[0], **own)
+        if self.closed:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for name in chain(*self.names):
+            self.engine.manager.cancel_request(name)  # no effect on an answer that is complete
 
     def _receive(self, answer: Answer) -> Callable[[Any], None]:
         def receive(output: Any) -> None:
@@ -425,16 +410,15 @@ class Exchange:
         try:
             if engine.failure:
                 raise Refused(engine.failure, 503)
-            self._ask()
+            for name, answer in zip(chain(*self.names), self.answers, strict=True):
+                engine.manager.register_result_handler(name, self._receive(answer))
+            await engine.in_thread(len(self.prompts) > 1, self._ask)
             while left:
-                answer = await self.ready.get()
-                if isinstance(answer, Refused):
+                if isinstance(answer := await self.ready.get(), Refused):
                     raise answer
                 output, answer.newest = answer.newest, None
                 if output.error is not None:
-                    raise Refused(
-                        engine.failure or output.error or "The engine has failed.", 503 if engine.failure else 500
-                    )
+                    raise Refused(engine.failure or output.error, 503 if engine.failure else 500)
                 new = len(output.generated_tokens) - answer.count
                 if new <= INLINE:
                     part = answer.read(output)
@@ -447,13 +431,17 @@ class Exchange:
 
     def close(self) -> None:
         """Cancel what is not answered."""
-        self.engine.open.discard(self)
-        with self.engine.manager.output_router._lock:
-            for name in self.names:
-                self.engine.manager.output_router.result_handlers.pop(name, None)
-        for name in self.names:
-            self.engine.manager.cancel_request(name)  # no effect on those that are answered
+        if not self.closed:
+            self.closed = True
+            self.engine.open.discard(self)
+            self._cancel()
+            # Without a handler, outputs of the step that runs would be kept.
+            asyncio.get_running_loop().call_later(HANDLED, self._forget)
+
+    def _forget(self) -> None:
+        for name in chain(*self.names):
+            self.engine.manager.output_router.result_handlers.pop(name, None)
 
     def usage(self) -> tuple[int, int]:
         """Number of tokens of all prompts, and of all answers."""
-        return sum(len(each.tokens) for each in self.question.prompts), sum(each.count for each in self.answers)
+        return sum(len(each.tokens) for each in self.prompts), sum(each.count for each in self.answers)

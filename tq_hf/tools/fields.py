@@ -362,7 +362,7 @@ def read_body(kind: type[Body], data: bytes) -> Any:
     marks = data.count(b",") + 2 * sum(map(data.count, (b"[", b"{", b":")))
     if marks > MOST_MARKS:
         raise ValueError(
-            f"The body has too many brackets, colons and commas: {MOST_MARKS:,} commas are read, or half as many others."
+            f"The body has too many brackets, colons and commas: {MOST_MARKS:,} commas or half as many others fit."
         )
     return kind.model_validate_json(data)
 

@@ -9,6 +9,7 @@ become objects or events (`CompletionForm`, `ResponseForm`). Errors have OpenAI'
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import hmac
 import json
@@ -211,7 +212,7 @@ class ResponseForm:
 
     def _begin(self, kind: str, **content: Any) -> Iterator[dict[str, Any]]:
         """Begin an item."""
-        name = f"{kind[:2]}_{uuid4().hex}"
+        name = f"{ {'message': 'msg', 'reasoning': 'rs'}.get(kind, 'fc') }_{uuid4().hex}"
         self.output.append({"id": name, "type": kind, "status": "in_progress", **content})
         self.open = kind
         yield self._of_item("output_item.added", item=dict(self.output[-1]))
@@ -363,10 +364,9 @@ class Routes:
         data = await self.read(request)
         if failure := self.engine.failure:
             raise Refused(failure, 503)
-        question = await self.engine.in_thread(len(data) > LONG, self.engine.read, kind, data)
-        exchange = Exchange(self.engine, question, bool(question.body.stream))
+        exchange = await self.engine.in_thread(len(data) > LONG, self.engine.read, kind, data)
         form: Any = ResponseForm(exchange) if kind is BODIES["responses"] else CompletionForm(exchange)
-        if question.body.stream:
+        if exchange.body.stream:
             return EventStream(exchange, form.events())
         content = await form.whole()
         big = exchange.usage()[1] > 1024
@@ -422,20 +422,25 @@ def sockets_of(host: str, port: int) -> list[socket.socket]:
     Raises:
         ValueError: The port is in use, or the host has no address here.
     """
-    found = list[socket.socket]()
+    found, why = list[socket.socket](), OSError("it has no address here")
     try:
-        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        addresses, why = [], error
+    for family, *_, address in addresses:
+        try:
             found.append(own := socket.socket(family, socket.SOCK_STREAM))
             own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             own.bind(address)
-    except OSError as error:
+        except OSError as error:  # a machine without IPv6 may still name its address
+            found.pop().close()
+            why = error
+    if not found or why.errno == errno.EADDRINUSE:
         for own in found:
             own.close()
-        raise ValueError(
-            f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--port`."
-        ) from None
+        raise ValueError(f"Cannot listen at {host}:{port}: {why.strerror or why}. Choose another `--port`.")
     return found
 
 
@@ -484,14 +489,11 @@ def serve(
     """Serve a model until the server is told to stop. Graphs are captured, and steps compiled, while it answers.
 
     Args:
-        name: Name of the model for clients.
-        model: The model.
-        tokenizer: Its tokenizer.
-        config: Encoding of pages.
-        options: Options of the engine.
+        name, model, tokenizer: The model, its name for clients, and its tokenizer.
+        config, options: Encoding of pages, and options of the engine.
         sockets: Bound sockets to listen at.
-        say: Function that is called with sentences for the operator before the first request is accepted.
-        key: Key that clients must send.
+        say: Function that prints a sentence before the first request is accepted.
+        key: Key that clients must send; `None` for none.
         cors: Whether web pages of other origins may send requests.
         most_bytes: Maximum size of a body.
 
