@@ -1,5 +1,7 @@
 """`tq-hf serve` samples by request: each has its own temperature, top_p, seed and stop strings."""
 
+# ruff: noqa: F811 - fixtures of another file
+
 from __future__ import annotations
 
 import asyncio
@@ -164,7 +166,7 @@ def read_as(text: str, size: int, **options: Any) -> tuple[list[Any], str]:
     )  # fmt: skip
     engine.parser = lambda *given: answers.Engine.parser(engine, *given)
     body = read_body(BODIES["responses"], json.dumps({"input": "x"} | options).encode())
-    answer = answers.Answer(engine, 0, answers.Prompt([5], None, frozenset()), (), None, body)
+    answer = answers.Choice(engine, 0, answers.PromptTokens([5], None, frozenset()), (), None, body)
     items, ids = [], list(text.encode())
     for end in range(size, len(ids) + size, size):
         output = SimpleNamespace(generated_tokens=ids[:end], top_logprobs=None, is_finished=lambda e=end: e >= len(ids))
@@ -206,10 +208,7 @@ def text_of(client: Any, **options: Any) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def test_requests_at_once_have_their_own_sampling(
-    served: Callable[..., str],  # noqa: F811
-    folder: Path,  # noqa: F811
-) -> None:
+def test_requests_at_once_have_their_own_sampling(served: Callable[..., str], folder: Path) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "free": {"temperature": 1.5},  # the first one's would once have been everybody's
         "greedy": {"temperature": 0.0},
@@ -232,7 +231,7 @@ def test_requests_at_once_have_their_own_sampling(
     served(ask, folder)
 
 
-def test_options_of_a_request_reach_its_answer(served: Callable[..., str], folder: Path) -> None:  # noqa: F811
+def test_options_of_a_request_reach_its_answer(served: Callable[..., str], folder: Path) -> None:
     """The small model's tokens are letters, so a bias of the right size shows."""
 
     def ask(client: Any) -> None:
@@ -299,7 +298,7 @@ def close(values: Any, expected: Any) -> None:
         assert values == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
 
 
-def test_several_answers_and_log_probabilities_are_streamed(served: Callable[..., str], folder: Path) -> None:  # noqa: F811
+def test_several_answers_and_log_probabilities_are_streamed(served: Callable[..., str], folder: Path) -> None:
     """Joined, the parts are the answers that are not streamed."""
 
     def ask(client: Any) -> None:
@@ -329,9 +328,7 @@ def test_several_answers_and_log_probabilities_are_streamed(served: Callable[...
 
 
 def test_an_answer_ends_before_its_stop_string(
-    served: Callable[..., str],  # noqa: F811
-    folder: Path,  # noqa: F811
-    managers: list[TurboQuantBatchingManager],  # noqa: F811
+    served: Callable[..., str], folder: Path, managers: list[TurboQuantBatchingManager]
 ) -> None:
     def ask(client: Any) -> None:
         whole = text_of(client, temperature=0.0, max_tokens=40)
@@ -360,7 +357,7 @@ def test_an_answer_ends_before_its_stop_string(
     served(ask, folder)
 
 
-def test_requests_of_one_id_are_answered_each(served: Callable[..., str], folder: Path) -> None:  # noqa: F811
+def test_requests_of_one_id_are_answered_each(served: Callable[..., str], folder: Path) -> None:
     """At once, one after the other, and beside the further answers of another request."""
 
     def ask(client: Any) -> None:
@@ -382,10 +379,7 @@ def test_requests_of_one_id_are_answered_each(served: Callable[..., str], folder
 
 @pytest.mark.parametrize("options", [{}, {"stop": "~~~~"}, {"stream": True, "n": 2, "logprobs": 1}], ids=str)
 def test_a_client_that_goes_away_gives_its_pages_back(
-    options: dict[str, Any],
-    served: Callable[..., str],  # noqa: F811
-    folder: Path,  # noqa: F811
-    managers: list[TurboQuantBatchingManager],  # noqa: F811
+    options: dict[str, Any], served: Callable[..., str], folder: Path, managers: list[TurboQuantBatchingManager]
 ) -> None:
     async def call(app: Any) -> list[Any]:
         sent, messages = [], [{"type": "http.request", "body": json.dumps(body(max_tokens=5000, **options)).encode()}]

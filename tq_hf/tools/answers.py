@@ -36,7 +36,7 @@ LONG = 65_536
 """Bytes of a body from which a request is read in the threads of long ones, so that short ones do not wait."""
 INLINE = 64
 """Tokens up to which text is made on the event loop. A stream has one at a time."""
-TEMPLATE_LINES = 3_000_000
+TEMPLATE_LINES = 1_000_000
 """Lines of a chat template that a request may run."""
 WINDOW = 16
 """Tokens that are decoded again with the next one, so that characters of several tokens are whole."""
@@ -45,6 +45,7 @@ HANDLED = 60
 FLAGS = {
     "`num_blocks`": "`--cache-tokens`",
     "`max_memory_percent`": "`--memory-share`",
+    "`max_batch_tokens`": "`--batch-tokens`",
     " of the ContinuousBatchingConfig": "",
 }
 """Flags of the command for what messages of the engine name."""
@@ -143,7 +144,7 @@ class Part(NamedTuple):
     logprobs: dict[str, Any] | None
 
 
-class Prompt(NamedTuple):
+class PromptTokens(NamedTuple):
     """A prompt, with the maximum number of new tokens after it, and the tokens that end an answer."""
 
     tokens: list[int]
@@ -151,7 +152,7 @@ class Prompt(NamedTuple):
     ends: frozenset[int]
 
 
-class Answer:
+class Choice:
     """One of the answers to a request.
 
     Args:
@@ -164,7 +165,7 @@ class Answer:
     """
 
     def __init__(
-        self, engine: Engine, index: int, prompt: Prompt, stops: tuple[str, ...], top: int | None, body: Body
+        self, engine: Engine, index: int, prompt: PromptTokens, stops: tuple[str, ...], top: int | None, body: Body
     ) -> None:
         self.engine, self.index, self.prompt, self.top, self.body = engine, index, prompt, top, body
         self.stops, self.parser = Stops(stops), engine.parser(prompt, body)
@@ -172,7 +173,7 @@ class Answer:
         self.newest: Any = None
         """Newest output of the engine that was not read yet. It has all tokens."""
         self.count = self.shown = self.letters = self.calls = self.sent_calls = 0
-        """Tokens that were read; tokens and letters whose log-probabilities were sent; calls that were read, and sent."""
+        """Tokens that were read; tokens and letters of sent log-probabilities; calls that were read, and sent."""
         self.finish = self.unsent = ""
         """Why the answer ends; and text of a tool call that is not complete."""
         self.begun = [] if self.parser is None else response_events_to_chunks(self.parser.initial_events)
@@ -295,7 +296,7 @@ class Engine:
         pool = self.long if is_long else self.short
         return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)
 
-    def parser(self, prompt: Prompt, body: Body) -> Any:
+    def parser(self, prompt: PromptTokens, body: Body) -> Any:
         """transformers' parser of reasoning and tool calls; `None` if the model has none, or the request is no chat."""
         if self.template is None or not isinstance(body, ToolBody):
             return None
@@ -317,7 +318,7 @@ class Engine:
             options = {"num_return_sequences": 1} | body.options()
             chosen = not options.keys().isdisjoint(("max_new_tokens", "max_length"))
             given: list[Any] = body.prompt if isinstance(body, CompletionBody) else [self._rendered(body)]
-            prompts, answers = list[Prompt](), list[Answer]()
+            prompts, answers = list[PromptTokens](), list[Choice]()
             for each in given:
                 tokens = prompt_ids(self._tokens(each, body), self.manager.vocabulary)
                 if not chosen:
@@ -332,9 +333,9 @@ class Engine:
                 if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
                     raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")
                 most = new_tokens(len(tokens), applied.max_new_tokens, self.cache.config)
-                prompts.append(prompt := Prompt(tokens, most, frozenset(applied.eos_token_ids)))
+                prompts.append(prompt := PromptTokens(tokens, most, frozenset(applied.eos_token_ids)))
                 for _ in range(applied.num_return_sequences):
-                    answers.append(Answer(self, len(answers), prompt, stops, applied.top_logprobs, body))
+                    answers.append(Choice(self, len(answers), prompt, stops, applied.top_logprobs, body))
             return Exchange(self, body, prompts, options, answers)
         except ValueError as error:
             raise Refused(sentence(error)) from None
@@ -368,10 +369,10 @@ class Exchange:
     """A request that was read, and its answers. All methods belong to the event loop."""
 
     def __init__(
-        self, engine: Engine, body: Any, prompts: list[Prompt], options: dict[str, Any], answers: list[Answer]
+        self, engine: Engine, body: Any, prompts: list[PromptTokens], options: dict[str, Any], answers: list[Choice]
     ) -> None:
         self.engine, self.body, self.prompts, self.options, self.answers = engine, body, prompts, options, answers
-        self.ready: asyncio.Queue[Answer | Refused] = asyncio.Queue()
+        self.ready: asyncio.Queue[Choice | Refused] = asyncio.Queue()
         """Answers with an output that was not read yet."""
         each = options["num_return_sequences"]
         self.names = [answer_ids(uuid4().hex, each) for _ in prompts]
@@ -391,7 +392,7 @@ class Exchange:
         for name in chain(*self.names):
             self.engine.manager.cancel_request(name)  # no effect on an answer that is complete
 
-    def _receive(self, answer: Answer) -> Callable[[Any], None]:
+    def _receive(self, answer: Choice) -> Callable[[Any], None]:
         def receive(output: Any) -> None:
             if answer.newest is None and not answer.finish:
                 self.ready.put_nowait(answer)
@@ -399,7 +400,7 @@ class Exchange:
 
         return receive
 
-    async def parts(self) -> AsyncIterator[tuple[Answer, Part]]:
+    async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
         """Yield the parts of all answers as they come. If the caller goes away, the requests are cancelled.
 
         Raises:
@@ -410,11 +411,12 @@ class Exchange:
         try:
             if engine.failure:
                 raise Refused(engine.failure, 503)
-            for name, answer in zip(chain(*self.names), self.answers, strict=True):
-                engine.manager.register_result_handler(name, self._receive(answer))
+            for name, each in zip(chain(*self.names), self.answers, strict=True):
+                engine.manager.register_result_handler(name, self._receive(each))
             await engine.in_thread(len(self.prompts) > 1, self._ask)
             while left:
-                if isinstance(answer := await self.ready.get(), Refused):
+                answer: Any = await self.ready.get()
+                if isinstance(answer, Refused):
                     raise answer
                 output, answer.newest = answer.newest, None
                 if output.error is not None:

@@ -415,7 +415,7 @@ def serve_command(
         except ImportError as error:  # transformers is too old, or a package is missing
             missing = f'A package of the server is missing ({error.name}): `pip install "tq-hf[serving]"`.'
             raise ValueError(missing if error.name else str(error)) from None
-        sockets, warning = server.check_access(host, port, api_key)
+        warning = server.check_access(host, port, api_key)
         loaded, tokenizer = _loaded(name, kind, device)
         # The option counts pages of transformers' default size. `paged_options` converts them.
         blocks = None if cache_tokens is None else -(-cache_tokens // ContinuousBatchingConfig.page_size)
@@ -437,7 +437,7 @@ def serve_command(
                 console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
 
         access = {"key": api_key, "cors": cors, "most_bytes": max_body_size}
-        server.serve(name, loaded, tokenizer, config, options, sockets=sockets, say=say, **access)
+        server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **access)
 
 
 if __name__ == "__main__":

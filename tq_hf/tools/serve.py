@@ -9,12 +9,12 @@ become objects or events (`CompletionForm`, `ResponseForm`). Errors have OpenAI'
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import hmac
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from ipaddress import ip_address
@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from ..batching import TurboQuantBatching
 from ..batching.checks import number_of_positions
 from ..config import TurboQuantConfig
-from .answers import LONG, Answer, Engine, Exchange, Part, Refused, in_flags
+from .answers import LONG, Choice, Engine, Exchange, Part, Refused, in_flags
 from .fields import BODIES, Body, ChatBody
 
 GRACE = 5
@@ -100,7 +100,7 @@ class Guard:
 
 
 def _event(content: dict[str, Any]) -> str:
-    """An event of a stream. Those of `/v1/responses` have names."""
+    """Text of an event. Events of `/v1/responses` have names."""
     name = f"event: {content['type']}\n" if "type" in content else ""
     return f"{name}data: {json.dumps(content)}\n\n"
 
@@ -119,7 +119,7 @@ class CompletionForm:
         prompt, new = self.exchange.usage()
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def _deltas(self, answer: Answer, part: Part) -> list[dict[str, Any]]:
+    def _deltas(self, answer: Choice, part: Part) -> list[dict[str, Any]]:
         """Parts of a message."""
         deltas = list[dict[str, Any]]()
         for item in part.items:
@@ -151,7 +151,7 @@ class CompletionForm:
         counts = bool((self.exchange.body.stream_options or {}).get("include_usage"))
         head = self.head | ({"usage": None} if counts else {})
 
-        def event(answer: Answer, content: Any, logprobs: Any = None, finish: str | None = None) -> str:
+        def event(answer: Choice, content: Any, logprobs: Any = None, finish: str | None = None) -> str:
             own = {"delta" if self.chats else "text": content, "logprobs": logprobs, "finish_reason": finish}
             return _event({**head, "choices": [{"index": answer.index, **own}]})
 
@@ -416,39 +416,11 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(super().shutdown(sockets), stop)
 
 
-def sockets_of(host: str, port: int) -> list[socket.socket]:
-    """Bind the addresses of a host.
+def check_access(host: str, port: int, key: str | None) -> str | None:
+    """Return a warning if others may use the server.
 
     Raises:
-        ValueError: The port is in use, or the host has no address here.
-    """
-    found, why = list[socket.socket](), OSError("it has no address here")
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        addresses, why = [], error
-    for family, *_, address in addresses:
-        try:
-            found.append(own := socket.socket(family, socket.SOCK_STREAM))
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            own.bind(address)
-        except OSError as error:  # a machine without IPv6 may still name its address
-            found.pop().close()
-            why = error
-    if not found or why.errno == errno.EADDRINUSE:
-        for own in found:
-            own.close()
-        raise ValueError(f"Cannot listen at {host}:{port}: {why.strerror or why}. Choose another `--port`.")
-    return found
-
-
-def check_access(host: str, port: int, key: str | None) -> tuple[list[socket.socket], str | None]:
-    """Bind the port, and return a warning if others may use the server.
-
-    Raises:
-        ValueError: `--port` is in use, `--api-key` is empty, or several processes were started.
+        ValueError: The port is in use, the key is empty, or several processes were started.
     """
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise ValueError(
@@ -458,10 +430,16 @@ def check_access(host: str, port: int, key: str | None) -> tuple[list[socket.soc
         )
     if key is not None and not key.strip():
         raise ValueError("`--api-key` is empty. Leave it out for a server without a key.")
-    sockets = sockets_of(host, port)
-    open_ = key is None and not all(ip_address(own.getsockname()[0].partition("%")[0]).is_loopback for own in sockets)
-    warning = "Warning: this server answers all who reach it. Set `--api-key`, or keep `--host localhost`."
-    return sockets, warning if open_ else None
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+            is_open = key is None and not ip_address(taken.getsockname()[0]).is_loopback
+    except OSError as error:
+        raise ValueError(
+            f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--port`."
+        ) from None
+    return (
+        "Warning: this server answers all who reach it. Set `--api-key`, or keep `--host localhost`." * is_open or None
+    )
 
 
 def room(engine: Engine) -> str:
@@ -480,7 +458,7 @@ def serve(
     config: TurboQuantConfig,
     options: ContinuousBatchingConfig,
     *,
-    sockets: list[socket.socket],
+    address: tuple[str, int],
     say: Callable[[str], None],
     key: str | None,
     cors: bool,
@@ -491,7 +469,7 @@ def serve(
     Args:
         name, model, tokenizer: The model, its name for clients, and its tokenizer.
         config, options: Encoding of pages, and options of the engine.
-        sockets: Bound sockets to listen at.
+        address: Host and port to listen at.
         say: Function that prints a sentence before the first request is accepted.
         key: Key that clients must send; `None` for none.
         cors: Whether web pages of other origins may send requests.
@@ -519,15 +497,15 @@ def serve(
         manager.start()
         engine = Engine(name, manager, tokenizer)
         app = Routes(engine, most_bytes).app(key, cors)
-        server = HttpServer(
-            uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=GRACE)
-        )
+        host, port = address
+        own: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none"}
+        server = HttpServer(uvicorn.Config(app, host, port, timeout_graceful_shutdown=GRACE, **own))
         server.engine = engine
-        for each in sockets:
-            each.listen()
+        check_access(host, port, key)  # another process may have taken the port meanwhile
         say(room(engine))
-        gc.freeze()  # a request that makes many objects would have all of the model's modules collected
-        server.run(sockets=sockets)
+        gc.freeze()  # a request that makes many objects would have all modules of the model visited
+        sys.setswitchinterval(1e-3)  # between threads that read long requests, the engine's and the event loop's
+        server.run()
     except KeyboardInterrupt:  # uvicorn raises it again once it has stopped
         pass
     finally:
