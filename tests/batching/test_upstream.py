@@ -42,11 +42,13 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
     ContinuousMixin,
+    OutputRouter,
 )
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import Scheduler
 
 READ: dict[Any, dict[str, tuple[str, str]]] = {
     PagedAttentionCache: {
@@ -57,6 +59,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
     PagedAttentionMemoryHandler: {
         "__init__": ("26595d2cfbe5 61c50474b2ea", "extended: batching/cache.py"),
         "bytes_per_cache_token": ("94a5f81fd8af", "replaced: batching/cache.py"),
+        "_check_footprint": ("bfbf376d8b5b", "replaced: batching/cache.py"),
     },
     FullAttentionCacheAllocator: {
         "__init__": ("06ce8c87d7e0", "extended: batching/allocators.py"),
@@ -84,11 +87,23 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "add_request": ("614fe428df5a", "extended: batching/manager.py"),
         "_generation_loop_body": ("b138833254b2", "wrapped: batching/manager.py"),
         "_handle_critical_error": ("84bd1f89da0d", "wrapped: batching/manager.py"),
+        "_run_generation_loop": ("56c9cdba165c", "wrapped: batching/manager.py"),
+        "_generation_step": ("33491329c3ae", "replaced: batching/manager.py"),
+        "_fail_all_remaining_requests": ("f0d58d1d4c08", "relied upon: batching/manager.py"),
     },
     ContinuousBatchProcessor: {
         "__init__": ("589aafcfc508", "relied upon: makes the runner that batching/manager.py extends"),
         "_handle_request_error": ("61bcda761e41", "extended: batching/manager.py"),
         "update_batch": ("cbad955852af", "relied upon: batching/manager.py, allocators.py"),
+    },
+    OutputRouter: {
+        "deliver_batch": ("837fee22f767", "extended: batching/requests.py"),
+        "fail_and_deliver": ("aeb3ffdafba8", "replaced: batching/requests.py"),
+    },
+    Scheduler: {
+        "_process_candidates": ("095deb6081af", "extended: batching/requests.py"),
+        "_schedule_request": ("647344a9b5a0", "extended: batching/requests.py"),
+        "clear_cancelled_requests": ("c3c5dd503929", "extended: batching/requests.py"),
     },
     OffloadingManager: {
         "offload_requests": ("750d6cb99a3a", "relied upon: which requests batching/manager.py starts anew"),

@@ -41,7 +41,8 @@ def pages_of_step(kwargs: dict[str, Any]) -> TurboQuantPagedCache:
         raise ValueError(
             "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
             "first (`manager.stop()`, or leave the `with`): the model then has its own attention again. If the manager "
-            "itself made this call, the model's layers do not pass pages on to attention: use `generate()`."
+            "itself made this call, the model's layers do not hand the arguments of a call on to attention: use "
+            "`generate()` with a `TurboQuantCache`."
         )
     return cache
 

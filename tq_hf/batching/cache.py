@@ -89,8 +89,8 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
             pool = "a page" if blocks is None else f"a pool of {blocks:,} pages (`num_blocks`)"
             raise ValueError(
                 f"{pool.capitalize()} and steps of {max_batch_tokens:,} tokens (`max_batch_tokens`) take "
-                f"{needed / gib:.2f} GiB, {step / gib:.2f} of them for the steps; {self.available_memory / gib:.2f} GiB "
-                f"may be taken (`max_memory_percent` is {self.cb_config.max_memory_percent}). Change one of these "
+                f"{needed / gib:.2f} GiB, {step / gib:.2f} of them for the steps. {self.available_memory / gib:.2f} "
+                f"GiB may be taken (`max_memory_percent` is {self.cb_config.max_memory_percent}). Change one of these "
                 "arguments of the ContinuousBatchingConfig."
             )
         return max_batch_tokens, num_sectors

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import os
-from collections.abc import Iterator
 from copy import copy
 from functools import cache
 from inspect import getsource, signature
-from textwrap import dedent
 from typing import Any, NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..balance import POSITIONS
@@ -24,8 +22,9 @@ from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
 from ..layers.expansion import agrees, up_projection
-from ..ops.dispatch import widest_paged_head
-from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, page_owners, paged_layers
+from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
+from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, packed_layout, page_owners, paged_layers
+from .options import whole_number
 
 logger = logging.get_logger(__name__)
 
@@ -110,11 +109,6 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
             f"{name} takes no positions (`position_ids`), so it reads the requests of a batch as one text. {INSTEAD}"
         )
     _check_heads(model, name)
-    if place := _class_without_kwargs(model):
-        raise ValueError(
-            f"{name} does not hand the arguments of a call on to attention ({place} drops them), so its layers would "
-            f"not find their pages. {INSTEAD}"
-        )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(
@@ -253,27 +247,6 @@ def check_expansion(model: Any) -> None:
             )
 
 
-def _class_without_kwargs(model: Any) -> str | None:
-    """Name a class whose `forward` drops `**kwargs` on the way to attention (as StableLM's layers do).
-
-    The engine's arguments arrive in `**kwargs`. The source of `forward` is searched for calls of `self.<name>` without
-    them. Returns `None` if no class drops them, or if there is no source.
-    """
-    modules, decoder = dict(model.named_modules()), set(model.get_decoder().modules())
-    linear = {each.module for each in linear_modules(model)}
-    paths = [path for path, module in modules.items() if module in decoder and (module in linear or _attends(module))]
-    ways = {(type(modules[above]), name) for path in paths for above, name in _steps_to(path)}
-    return next((kind.__name__ for kind, name in sorted(ways, key=str) if _drops_arguments(kind, name)), None)
-
-
-def _steps_to(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of each module above `path`, and the name of its child on the way to `path`."""
-    while path:
-        above, _, name = path.rpartition(".")
-        yield above, name
-        path = above
-
-
 def _attends(module: Any) -> bool:
     """Whether a module calls an attention function for a layer of the cache."""
     kind: Any = type(module)
@@ -290,21 +263,14 @@ def _passes_shared_states(model: Any) -> bool:
 def _source(kind: Any) -> str:
     """Source of `forward`, or an empty string."""
     try:
-        return dedent(getsource(kind.forward))
+        return getsource(kind.forward)
     except (AttributeError, OSError, TypeError):
         return ""
 
 
-def _drops_arguments(kind: type, name: str) -> bool:
-    """Whether `forward` calls `self.<name>`, and never with a `**` argument. False if the source cannot be parsed."""
-    try:
-        tree = ast.parse(_source(kind))
-    except SyntaxError:  # a comment or a string in the source begins at the margin, so `dedent` removed nothing
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"]
-    return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
-
-
+CPU_REQUESTS, CPU_TOKENS = 16, 8192
+"""Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
+share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
 EXTENDED = ("linear", "yarn")
 """Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
 FOLLOWING = ("dynamic", "longrope")
@@ -340,7 +306,7 @@ def check_positions(prompt: int, config: Any) -> None:
             + (
                 f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
                 if follows
-                else ". Shorten it; or raise `max_position_embeddings` of the model's config, if the model can read more."
+                else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
             )
         )
 
@@ -352,6 +318,52 @@ def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
         return most
     left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
     return left if most is None else min(most, left)
+
+
+def default_requests(model: Any, config: ContinuousBatchingConfig) -> WorkloadHints | None:
+    """Requests that a pool on a CPU has room for if its size is not given."""
+    if model.device.type != "cpu" or (config.num_blocks, config.max_memory_percent) != (None, None):
+        return None
+    positions = number_of_positions(model.config.get_text_config()) or CPU_TOKENS
+    return WorkloadHints(min(CPU_TOKENS, positions), 0, CPU_REQUESTS)
+
+
+def choose_graphs(
+    model: Any, config: TurboQuantConfig, options: ContinuousBatchingConfig, dense: list[int], processes: bool
+) -> None:
+    """Set what the user left open of CUDA graphs, asynchronous batching and memory, to what kernels support.
+    `processes`: whether all requests have processors of logits by default.
+
+    Raises:
+        ValueError: The options ask for graphs of steps with prompts, which cannot be captured.
+    """
+    if model.device.type != "cuda":
+        return
+    decoder = model.config.get_text_config()
+    states = torch.empty(0, dtype=model.dtype, device=model.device)
+    layout, latents = packed_layout(config, decoder), holds_latents(decoder)
+    kernels = not dense and (supports_paged_latents if latents else supports_paged_decode)(states, layout)
+    if dense:
+        logger.warning_once(
+            f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
+            "these layers, request by request, and steps are not captured in CUDA graphs."
+        )
+    elif latents and not kernels:
+        logger.warning_once("No kernel reads pages of these latents (MLA): torch does, and steps are not captured.")
+    if options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
+        raise ValueError(
+            f"`use_cuda_graph` is {options.use_cuda_graph!r}, and steps with prompts of heads of {layout.key_dim} "
+            "channels cannot be captured: torch computes their attention, and reads lengths on the host. Leave it out, "
+            "or say `(False, True)`."
+        )
+    if options.use_cuda_graph is None:
+        # Steps with prompts come in all sizes, and each size would need a graph. Without kernels, lengths are read on
+        # the host, which no graph can capture.
+        options.use_cuda_graph = (False, kernels)
+    if options.use_async_batching is None:
+        options.use_async_batching = True
+    if processes and options.max_memory_percent is None:
+        options.max_memory_percent = 0.8  # as transformers leaves for processors
 
 
 def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:
@@ -382,6 +394,9 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
         )
     if config.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
         raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")
+    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        if (value := getattr(config, name)) is not None:
+            whole_number(name, value, 1)
     options = copy(config)  # a new config would apply deprecated options twice
     options.page_size = BLOCK_TOKENS
     if config.num_blocks is not None:

@@ -35,15 +35,18 @@ class TurboQuantBatching(ContinuousMixin):
     ```
 
     Methods are those of transformers, such as `generate_batch` and `continuous_batching_context_manager`. Answers equal
-    those of `generate()` on a `TurboQuantCache` with the same channel scales, except that a shared prefix is read
-    packed. Pages hold full attention (packed), and sliding windows or the states of linear layers (dense). "Many
-    requests at once" in `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
+    those of `generate()` on a `TurboQuantCache` with the same channel scales, except that a shared prefix, and earlier
+    parts of a prompt that takes several steps, are read packed. Pages hold full attention (packed), and sliding windows
+    or the states of linear layers (dense). "Many requests at once" in `examples/README.md` has compile levels,
+    schedulers, the size of the pool, and `sleep`.
 
     Pages hold latents (MLA) packed. Kernels attend to them from single new tokens, and torch from prompts one by one.
 
     Not supported: beams, latents beside linear or sliding layers or an indexer, presets per layer, encoder-decoders,
     sliding windows beside linear layers. A model with sliding or linear layers shares no prefixes. A prompt longer than
-    the model's positions fails with a sentence as its `error`; an answer ends with the last position.
+    the model's positions fails with a sentence as its `error`; an answer ends with the last position. That is the last
+    one of the training where rotary embeddings are of the kind dynamic or longrope: beyond, requests would change each
+    other's answers.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT).

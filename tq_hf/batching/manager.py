@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 import threading
@@ -21,19 +20,19 @@ from transformers.utils import logging
 
 from ..balance import Balance
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
-from ..config import TurboQuantConfig, holds_latents
-from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_latents, supports_paged_prompts
+from ..config import TurboQuantConfig
+from ..ops.dispatch import check_choice
 from ..saving import fingerprint
 from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
-from .checks import check_expansion, check_model, number_of_positions, paged_options
+from .checks import check_expansion, check_model, choose_graphs, default_requests, paged_options
 from .geometry import TableShape
 from .linear import LinearLayers
 from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions, split_answer_id
-from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
+from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
 from .runner import compile_config_of
 
 logger = logging.get_logger(__name__)
@@ -41,9 +40,6 @@ logger = logging.get_logger(__name__)
 UNKNOWN_LENGTH = 32_768
 """Number of tokens that a block table covers if neither hints nor the model set a limit. Steps with longer requests use
 lists instead of a block table."""
-CPU_REQUESTS, CPU_TOKENS = 16, 8192
-"""Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
-share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
 
 serving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The manager that serves a model, by model, from `start` until the thread ends."""
@@ -75,6 +71,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     output_router: AnswerRouter
     _wake_up_loop: WakeUp
+    _processor: TurboQuantBatchProcessor | None = None
+    """Processor of the steps of the thread. `stop` may let go of `batch_processor` before the thread ends."""
 
     def __init__(
         self,
@@ -98,56 +96,27 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
         self._cancelled: set[str] = set()
         """Ids of cancelled requests, cleared when the engine is idle."""
-        self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
+        self._computing, self._keeps_pages = False, False
+        self._graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         # Requests of a batch are known, and none comes later that could wait for them.
-        short = requested.max_batch_tokens is None and not hints.num_requests
-        short = short and model.device.type == "cpu" and requested.scheduler_type != "prefill_first"
-        self._scheduler = scheduler_class(SHORT_STEPS if short else requested.scheduler_type)
-        self._ended, self._processor = threading.Event(), None
-        """Set while no thread runs; and the processor of the steps of the thread."""
+        ours = requested.max_batch_tokens is None and not hints.num_requests and model.device.type == "cpu"
+        name = requested.scheduler_type
+        self._scheduler = scheduler_class(SHORT_STEPS if ours and name != "prefill_first" else name)
+        self._ended = threading.Event()
         self._ended.set()
         self.requests = hints if known else None
         """Requests that limit the size of the pool; `None` if memory or the user's options set the size."""
-        self._default_requests = None
-        if model.device.type == "cpu" and requested.num_blocks is requested.max_memory_percent is None:
-            length = min(CPU_TOKENS, number_of_positions(model.config.get_text_config()) or CPU_TOKENS)
-            self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
-        self._keeps_pages = False
+        self._default_requests = default_requests(model, requested)
         self._last_model: tuple[Any, ...] | None = None
         """Identity of the model at the end of the last session. Pages kept from it depend on them."""
         self._linear = LinearLayers(model)
-        on_cuda = model.device.type == "cuda"
-        states = torch.empty(0, dtype=model.dtype, device=model.device)
-        layout, latents = packed_layout(config, decoder := model.config.get_text_config()), holds_latents(decoder)
-        supports = supports_paged_latents if latents else supports_paged_decode
-        kernels = on_cuda and not dense and supports(states, layout)
-        if on_cuda and dense:
-            logger.warning_once(
-                f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
-                "these layers, request by request, and steps are not captured in CUDA graphs."
-            )
-        elif on_cuda and latents and not kernels:
-            logger.warning_once("No kernel reads pages of these latents (MLA): torch does, and steps are not captured.")
-        if on_cuda and options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
-            raise ValueError(
-                f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and steps with prompts of heads of "
-                f"{layout.key_dim} channels cannot be captured: torch computes their attention, and reads lengths on "
-                "the host. Leave it out, or say `(False, True)`."
-            )
-        if on_cuda and requested.use_cuda_graph is None:
-            # Steps with prompts come in all sizes, and each size would need a graph. Without kernels, lengths are read
-            # on the host, which no graph can capture.
-            options.use_cuda_graph = (False, kernels)
-        if on_cuda and requested.use_async_batching is None:
-            options.use_async_batching = True
+        choose_graphs(model, config, options, dense, default.do_sample or default.has_history)
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
         # Do not compile steps with prompts (as with flash attention): their graph would break at every layer.
         options.default_compile_level = 0
-        if on_cuda and (default.do_sample or default.has_history) and options.max_memory_percent is None:
-            options.max_memory_percent = 0.8  # as transformers leaves for processors
         with self._restoring_on_failure(), layer_types_known(LINEAR + WITHOUT_CACHE):
             # transformers would create processors for all requests from the generation config.
             super().__init__(model, GenerationConfig(eos_token_id=-1), options, workload_hints)
@@ -176,7 +145,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return all(0 < number <= own[name] for name, number in other.items())
 
     def _identity(self) -> tuple[Any, ...]:
-        """What pages and graphs depend on. A fingerprint samples weights, so edits of them are counted, too."""
+        """State of the model that pages and graphs depend on. A fingerprint samples weights: edits are counted."""
         edits = [None if each.is_inference() else each._version for each in self.model.parameters()]
         return self.model.device, fingerprint.identify(self.model), edits
 
@@ -184,7 +153,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Whether the model is unchanged since the end of the last session. Pages and graphs depend on its weights.
         Edits of single numbers through `.data`, which torch does not count, are not noticed."""
         if self._last_model is not None:
-            if self._identity() != self._last_model:
+            if self.model.device != self._last_model[0] or self._identity() != self._last_model:
                 return False
             self._last_model = None  # check once per session
         return True
@@ -298,9 +267,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         request_id = self.output_router.claim(request_id, applied.num_return_sequences)
         self._cancelled = {name for name in self._cancelled if request_id not in (name, split_answer_id(name)[0])}
         ends, added = list(applied.eos_token_ids) or -1, None
-        if self.is_tp_driver and (refused := self._refused()) is not None:
+        if self.is_tp_driver and self.background_thread_status.can_accept_new_requests() is not None:
             state = RequestState(request_id, input_ids, logit_processor_kwargs={OPTIONS: applied})
-            self.output_router.fail_and_deliver(state, refused)
+            self.output_router.fail_and_deliver(state, self._refusal())
             return request_id
         try:
             added = super().add_request(
@@ -316,33 +285,21 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     @property
     def error(self) -> str | None:
         """Text of the error that ended the engine; `None` without one."""
-        fatal = self.background_thread_status.fatal_error
-        return None if fatal is None else one_line(fatal)
+        return one_line(fatal) if (fatal := self.background_thread_status.fatal_error) is not None else None
 
-    def _refused(self) -> RuntimeError | None:
-        """Why the engine takes no requests; `None` if it does."""
-        if self.error is not None:
-            return RuntimeError(f"The engine has ended with an error, and answers no requests: {self.error}")
-        why = self.background_thread_status.can_accept_new_requests()
-        return None if why is None else RuntimeError("The engine stops, and answers no requests that come later.")
+    def _refusal(self) -> RuntimeError:
+        """Why an engine that stops, or has failed, takes no requests."""
+        why = "stops, and" if self.error is None else f"has ended with an error ({self.error}), and"
+        return RuntimeError(f"The engine {why} answers no requests that come later.")
 
     def _fail_unread(self) -> None:
         """Fail requests that came while the thread ended."""
-        self._fail_all_remaining_requests(self._refused() or RuntimeError("The engine has ended."), None)
+        self._fail_all_remaining_requests(self._refusal(), None)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Register a function that the running event loop calls with the outputs of an answer. An exception of it drops
         its own output only."""
-        loop = asyncio.get_running_loop()
-
-        def guarded(output: Any) -> None:
-            try:
-                callback(output)
-            except Exception as error:
-                message = f"The result handler of request {request_id} failed, and its output is lost."
-                loop.call_exception_handler({"message": message, "exception": error})
-
-        super().register_result_handler(request_id, guarded)
+        super().register_result_handler(request_id, guarded(request_id, callback))
 
     def fitting_requests(self, tokens: int) -> int:
         """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once.
@@ -408,7 +365,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return freed
 
     def is_running(self) -> bool:
-        """Whether the thread runs. It is asked itself: Python 3.11 takes a thread for ended whose `join` was interrupted."""
+        """Whether the thread runs. Python 3.11 takes a thread for ended whose `join` was interrupted."""
         return super().is_running() or not self._ended.is_set()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
@@ -604,7 +561,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     def _generation_step(self) -> None:
         self._computing = True
         assert self._processor is not None
-        self._processor._generation_step(self.model)  # `stop` may have let go of `batch_processor`
+        self._processor._generation_step(self.model)
         self._computing = False
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:

@@ -37,65 +37,61 @@ class Rule(NamedTuple):
     """Values of a refused field that change no answer, besides `None`."""
 
 
-_BEAMS = "there are no beams"
-_PAGES = "pages are the cache"
-_ENGINE = "the engine's options say it"
-_DRAFTS = "no drafts of tokens are made"
-
-FIELDS: dict[str, Rule] = {
-    "max_new_tokens": Rule("applied", "most tokens of an answer; unset: until a stop, the model's last position"),
-    "max_length": Rule("applied", "most tokens of prompt and answer, without `max_new_tokens`"),
-    "min_new_tokens": Rule("applied", "no end-of-sequence token before"),
-    "min_length": Rule("applied", "the same, with the prompt counted, without `min_new_tokens`"),
-    "eos_token_id": Rule("applied", "one or several tokens that end an answer"),
-    "stop_strings": Rule("applied", f"up to {MOST_STOPS} texts that end an answer; needs `tokenizer`"),
-    "do_sample": Rule("applied", "greedy, or sampled with the fields below"),
-    "temperature": Rule("applied", "if sampled"),
-    "top_k": Rule("applied", "if sampled; unset: all tokens, where `generate()` takes 50"),
-    "top_p": Rule("applied", "if sampled"),
-    "min_p": Rule("applied", "if sampled"),
-    "repetition_penalty": Rule("applied", "over prompt and answer"),
-    "sequence_bias": Rule("applied", f"sequences of up to {MOST_PREFIX + 1} tokens"),
-    "bad_words_ids": Rule("applied", f"sequences of up to {MOST_PREFIX + 1} tokens"),
-    "suppress_tokens": Rule("applied", "never chosen"),
-    "begin_suppress_tokens": Rule("applied", "at the first token"),
-    "num_return_sequences": Rule("applied", "answers that share the pages of their prompt, which is read once"),
-    **dict.fromkeys(("early_stopping", "length_penalty"), Rule("neutral", _BEAMS)),
-    "low_memory": Rule("neutral", "changes how fast `generate()` is, never an answer"),
-    "renormalize_logits": Rule("neutral", "moves all logits by one number"),
-    "return_dict_in_generate": Rule("neutral", "outputs are objects"),
-    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config", "max_cache_len"), Rule("neutral", _PAGES)),
-    "prefill_chunk_size": Rule("neutral", "`max_batch_tokens` of the engine says it"),
-    **dict.fromkeys(("compile_config", "disable_compile"), Rule("neutral", _ENGINE)),
-    "pad_token_id": Rule("neutral", "nothing is padded"),
-    "bos_token_id": Rule("neutral", "prompts are read as they are"),
-    "decoder_start_token_id": Rule("neutral", "of encoder-decoders only"),
-    **dict.fromkeys(
-        (
-            "use_mtp", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-            "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens",
-            "max_matching_ngram_size", "speculation_type",
-        ),
-        Rule("neutral", _DRAFTS),
-    ),
-    **dict.fromkeys(("_from_model_config", "transformers_version"), Rule("neutral", "not an option")),
-}  # fmt: skip
-"""Fields of `GenerationConfig` that are applied or change no answer. All others are refused."""
-UNCHANGED: dict[str, float] = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "typical_p"), 1),
-    **dict.fromkeys(("diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha"), 0),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "assistant_ensemble_weight", "remove_invalid_values"), 0),
-    **dict.fromkeys(("token_healing", "is_assistant", "output_attentions", "output_hidden_states"), 0),
-    **dict.fromkeys(("output_scores", "output_logits"), 0),
+APPLIED = {
+    "max_new_tokens": "most tokens of an answer; unset: until a stop, the model's last position",
+    "max_length": "most tokens of prompt and answer, without `max_new_tokens`",
+    "min_new_tokens": "no end-of-sequence token before",
+    "min_length": "the same, with the prompt counted, without `min_new_tokens`",
+    "eos_token_id": "one or several tokens that end an answer",
+    "stop_strings": f"up to {MOST_STOPS} texts that end an answer; needs `tokenizer`",
+    "do_sample": "greedy, or sampled with the fields below",
+    "temperature": "if sampled",
+    "top_k": "if sampled; unset: all tokens, where `generate()` takes 50",
+    "top_p": "if sampled",
+    "min_p": "if sampled",
+    "repetition_penalty": "over prompt and answer",
+    "sequence_bias": f"sequences of up to {MOST_PREFIX + 1} tokens",
+    "bad_words_ids": f"sequences of up to {MOST_PREFIX + 1} tokens",
+    "suppress_tokens": "never chosen",
+    "begin_suppress_tokens": "at the first token",
+    "num_return_sequences": "answers that share the pages of their prompt, which is read once",
 }
-"""Value of a refused field that changes no answer, besides `None`."""
+NEUTRAL = {
+    "there are no beams": "early_stopping length_penalty",
+    "changes how fast `generate()` is, never an answer": "low_memory",
+    "moves all logits by one number": "renormalize_logits",
+    "outputs are objects": "return_dict_in_generate",
+    "pages are the cache": "use_cache cache_implementation cache_config max_cache_len",
+    "`max_batch_tokens` of the engine says it": "prefill_chunk_size",
+    "the engine's options say it": "compile_config disable_compile",
+    "nothing is padded": "pad_token_id",
+    "prompts are read as they are": "bos_token_id",
+    "of encoder-decoders only": "decoder_start_token_id",
+    "no drafts of tokens are made": "use_mtp num_assistant_tokens num_assistant_tokens_schedule speculation_type "
+    "assistant_confidence_threshold assistant_early_exit assistant_lookbehind target_lookbehind "
+    "prompt_lookup_num_tokens max_matching_ngram_size",
+    "not an option": "_from_model_config transformers_version",
+}
+FIELDS = {name: Rule("applied", note) for name, note in APPLIED.items()}
+FIELDS |= {name: Rule("neutral", note) for note, names in NEUTRAL.items() for name in names.split()}
+"""Fields of `GenerationConfig` that are applied or change no answer. All others are refused."""
 OF_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 """Refused fields that change sampled answers only."""
+UNCHANGED = dict.fromkeys(
+    "num_beams num_beam_groups guidance_scale encoder_repetition_penalty typical_p".split(), 1
+) | dict.fromkeys(
+    "diversity_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size penalty_alpha epsilon_cutoff eta_cutoff "
+    "assistant_ensemble_weight remove_invalid_values token_healing is_assistant output_attentions "
+    "output_hidden_states output_scores output_logits".split(),
+    0,
+)
+"""Value of a refused field that changes no answer, besides `None`."""
 REQUEST_FIELDS: dict[str, Rule] = {
     "seed": Rule(
         "applied",
         "no other request of the batch changes what is drawn; answer `i` of several has `seed + i`. A prompt that is "
-        "read in parts, or begins with a shared prefix, has slightly other logits, as part of it is read packed",
+        "read in parts, begins with a shared prefix or gets several answers has slightly other logits: part of it is "
+        "read packed",
     ),
     "presence_penalty": Rule("applied", "over the answer"),
     "frequency_penalty": Rule("applied", "over the answer"),
@@ -295,9 +291,8 @@ def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
         ) from error
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise ValueError(
-            f"A prompt has the token {shown(wrong)}; the model's tokens are whole numbers below {vocabulary:,}."
-        )
+        what = f"A prompt has the token {shown(wrong)}"
+        raise ValueError(f"{what}; the model's tokens are whole numbers below {vocabulary:,}.")
     return ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -10,7 +11,6 @@ from typing import Any
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
-
 from transformers.utils import logging
 
 from .checks import new_tokens
@@ -25,8 +25,8 @@ PATIENCE = 1e-3
 STEP_TOKENS = 2048
 """Number of prompt tokens per step under "shortest_first" while answers are generated. Each answer gets a token per
 step. A prompt of 8,192 tokens takes 0.27 s on an H100 (8B shape), and one of 2,048 tokens 0.06 s."""
-CPU_STEP_TOKENS = 128
-"""Number of prompt tokens per step on a CPU, where a token of a step costs as much in a short step as in a long one."""
+CPU_STEP_TOKENS = 256
+"""Number of prompt tokens per step on a CPU, which reads some 100 to 200 tokens of a small model per second."""
 LISTED = 8
 """Maximum number of requests that a line of the log names."""
 
@@ -112,12 +112,12 @@ class ShortestFirst(FIFOScheduler):
 class ShortSteps(FIFOScheduler):
     """transformers' FIFO scheduler with steps of `CPU_STEP_TOKENS` tokens of prompts, shared between prompts.
 
-    Half of a step is for the prompt that came first, so that no prompt waits forever. The other prompts are read by the
-    number of tokens that are left, the fewest first.
+    Beside others, the prompt that came first gets half of that, so that no prompt waits forever. The other half is for
+    the prompts with the fewest tokens left.
     """
 
     _first: tuple[RequestState | None, int] = (None, 0)
-    """The prompt that came first, and the number of its tokens that a step reads."""
+    """The prompt that came first, and the number of its tokens that a step may read."""
 
     def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
         """Schedule requests: those that are answered, then prompts."""
@@ -125,10 +125,8 @@ class ShortSteps(FIFOScheduler):
         prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
         if prompts and all_fit(self.cache, prompts):
             first, *later = sorted(prompts, key=lambda state: state.created_time)
-            later.sort(key=lambda state: len(state.remaining_prefill_tokens))
-            rest = sum(len(state.remaining_prefill_tokens) for state in later)
-            self._first = first, max(CPU_STEP_TOKENS // 2, CPU_STEP_TOKENS - rest)
-            prompts = [first, *later]
+            self._first = first, CPU_STEP_TOKENS // 2 if answered or later else CPU_STEP_TOKENS
+            prompts = [first, *sorted(later, key=lambda state: len(state.remaining_prefill_tokens))]
         token_budget = min(token_budget, len(answered) + CPU_STEP_TOKENS)
         return super()._process_candidates(answered + prompts, token_budget, *others)
 
@@ -308,6 +306,20 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
     return CheckedScheduler
 
 
+def guarded(request_id: str, callback: Callable[[GenerationOutput], None]) -> Callable[[GenerationOutput], None]:
+    """Hand exceptions of a result handler to the running event loop, which then calls the handlers of others."""
+    loop = asyncio.get_running_loop()
+
+    def call(output: GenerationOutput) -> None:
+        try:
+            callback(output)
+        except Exception as error:
+            message = f"The result handler of request {request_id} failed, and its output is lost."
+            loop.call_exception_handler({"message": message, "exception": error})
+
+    return call
+
+
 class AnswerRouter(OutputRouter):
     """transformers' output router with unique ids: two requests of one id would share pages and an answer."""
 
@@ -379,9 +391,9 @@ class AnswerRouter(OutputRouter):
         TurboQuantRequest.of(state, None)
         failed = [state]
         for name in answer_ids(state.request_id, 1 + state.num_children)[1:]:
-            more = dict(initial_tokens=state.initial_tokens, logit_processor_kwargs=state.logit_processor_kwargs)
-            failed.append(child := RequestState(name, **more))
+            child = RequestState(name, state.initial_tokens, logit_processor_kwargs=state.logit_processor_kwargs)
             TurboQuantRequest.of(child, None)
+            failed.append(child)
         for each in failed:
             each.status, each.error = RequestStatus.FAILED, text_of(error)
             self.deliver(each.to_generation_output())

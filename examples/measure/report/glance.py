@@ -165,7 +165,7 @@ def quality() -> str:
 
 def options() -> str:
     """Fields of a generation config, and options of a request that it lacks: applied, neutral or refused."""
-    from tq_hf.batching.options import FIELDS, REQUEST_FIELDS  # needs a newer transformers than other tables
+    from tq_hf.batching.options import FIELDS, REQUEST_FIELDS, UNCHANGED  # needs a newer transformers than other tables
 
     shown = {name: rule for name, rule in FIELDS.items() if rule.note != "not an option"}
     rows = []
@@ -173,6 +173,8 @@ def options() -> str:
         for (kind, note), group in groupby(rules.items(), key=lambda item: (item[1].kind, item[1].note)):
             names = ", ".join(f"`{name}`" for name, _ in group)
             rows.append([names, kind, note])
+    neutral = ", ".join(f"`{name}`" for name in UNCHANGED)
+    rows.append(["all others", "refused", f"unless unset, or at the value that changes nothing ({neutral})"])
     order = ("applied", "refused", "neutral")
     return table(["field", "is", ""], sorted(rows, key=lambda row: order.index(row[1])), "---")
 
