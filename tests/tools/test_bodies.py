@@ -17,7 +17,6 @@ from test_cli import saved_model
 
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
-pytest.importorskip("tq_hf.tools.serve", reason="the server's parts are an extra")
 
 from test_serve import chat, folder, served  # noqa: E402, F401 - fixtures
 

@@ -21,7 +21,6 @@ from packaging.version import Version
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
 
-pytest.importorskip("tq_hf.tools.serve", reason="the server's parts are an extra")
 
 from test_serve import events_of, folder, managers, served  # noqa: E402, F401 - fixtures
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template  # noqa: E402

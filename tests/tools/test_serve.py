@@ -23,14 +23,15 @@ from tests.support.tiny_models import build
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
 
-serve: Any = pytest.importorskip("tq_hf.tools.serve", reason="the server's parts are an extra")
+for part in ("pydantic", "starlette", "uvicorn"):
+    pytest.importorskip(part, reason="the server's parts are an extra")
 
 from starlette.testclient import TestClient  # noqa: E402
 
 from tests.support.batching_cases import Oracle  # noqa: E402
 from tq_hf import Balance, TurboQuantConfig  # noqa: E402
 from tq_hf.batching import TurboQuantBatchingManager  # noqa: E402
-from tq_hf.tools import answers  # noqa: E402
+from tq_hf.tools import answers, serve  # noqa: E402
 
 SPECIAL = "?\0"
 """Tokens that are left out of an answer's text."""
