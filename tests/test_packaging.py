@@ -345,3 +345,9 @@ def test_the_demo_installs_what_it_runs_on_and_nothing_else(metadata: email.mess
                 imported.add(str(node.module).split(".")[0])
     own = {"examples", "needle_data", "provenance", "real_model", "tq_hf", "tq_kernels"}
     assert imported - own - set(sys.stdlib_module_names) <= needed
+
+
+def test_the_loop_is_a_function_whatever_is_imported_before() -> None:
+    """`tq_hf.graph_decoding` is also the name of a room, to which importing one of its modules would bind it."""
+    code = "import tq_hf.graph_decoding.loop, tq_hf; assert callable(tq_hf.graph_decoding)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

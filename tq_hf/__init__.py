@@ -56,10 +56,12 @@ def __getattr__(name: str) -> Any:
 
 def set_up() -> None:
     """Register attention and mask, and log a line about untested versions."""
+    global graph_decoding  # also a room: importing a module of that room would bind the name to the room
     from .compat import naming_versions, report_untested
 
     with naming_versions():
         from .attention import register
+        from .graph_decoding import graph_decoding
     register()
     report_untested()
 

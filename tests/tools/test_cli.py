@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, __version__
 from tq_hf.compat import as_input
+from tq_hf.saving.cache_file import save_cache
 from tq_hf.tools import cli
 from tq_hf.tools.chat import Chat, Printer
 from tq_hf.tools.estimate import Estimator
@@ -49,7 +50,7 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return saved_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def run(*arguments: object, typed: str | None = None, status: int = 0) -> str:
+def run(*arguments: object, typed: str | bytes | None = None, status: int = 0) -> str:
     """What the command prints to both streams."""
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=typed)
     assert result.exit_code == status, (result.output, result.exception)
@@ -309,10 +310,13 @@ def test_chat_survives_mistakes(llama_folder, tmp_path):
         model(torch.zeros(1, 4, dtype=torch.long), **as_input(cache))
     cache.save(tmp_path / "plain.safetensors", model)
     plain = tmp_path / "plain.safetensors"
-    typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/what\n/reset\n/quit\n"
-    output = run("chat", llama_folder, typed=typed)
+    deep = tmp_path / "deep.safetensors"
+    save_cache(cache, deep, model, {"ids": "[" * 100_000, "messages": "[]"})
+    typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/load {deep}\n/what\n/reset\n"
+    output = run("chat", llama_folder, typed=typed.encode() + b"/n\xff\n/quit\n")  # a byte that is not UTF-8
+    assert output.count("holds a cache but no conversation") == 2
     messages = ["Name a file: /save PATH.", "holds no tokens", "There is no file", "no conversation", "/load PATH "]
-    messages += [f"`/save {tmp_path / 'no'}` writes one", "There is no command /what."]
+    messages += [f"`/save {tmp_path / 'no'}` writes one", "There is no command /what.", "no command /n\ufffd."]
     for message in messages:
         assert message in output, message
 

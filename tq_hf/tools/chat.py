@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import unicodedata
+from io import TextIOWrapper
 from typing import Any
 
 import torch
@@ -124,7 +126,7 @@ class Chat:
             ids, messages = json.loads(notes["ids"]), json.loads(notes["messages"])
             valid = len(ids) >= int(cache.get_seq_length()) and all(type(token) is int for token in ids)
             valid = valid and all({type(message[key]) for key in ("role", "content")} == {str} for message in messages)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             valid = False
         if not valid:
             raise ValueError(f"{path} holds a cache but no conversation. Load a file that `/save` wrote.")
@@ -147,6 +149,8 @@ class Printer(TextStreamer):
 
 def converse(chat: Chat, console: Console) -> None:
     """Read commands and messages until the user quits."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a pasted byte may be of another encoding
     while True:
         try:
             line = console.input("[bold]> [/]")

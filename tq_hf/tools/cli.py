@@ -5,11 +5,12 @@ Commands import what they run, torch and transformers among it, when they run: h
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import textwrap
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -400,46 +401,60 @@ def serve_command(
             min=0, max=3, help="Compile level of decode steps, in the background; 0 for none. Default: 1 on a GPU."
         ),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="TQ_HF_API_KEY", show_envvar=True, help="Key that clients must send. Default: none."),
+    ] = None,
+    max_body_size: Annotated[
+        int, typer.Option(min=1, help="Maximum number of bytes of a request's body. Larger ones are refused.")
+    ] = 4 << 20,
     cors: Annotated[bool, typer.Option("--cors", help="Allow web pages of other origins.")] = False,
 ) -> None:
-    """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.
+    """Serve a model with the API of OpenAI, with the tokens of all requests in packed pages.
 
     Needs the extra `serving` and transformers 5.19. Requests start and end at any time. Requests with a common prefix
     share pages. Each request has its own temperature, top_p, seed and stop strings.
     """
-    with _errors_as_sentences(), ExitStack() as loading:
+    with _errors_as_sentences():
+        from ..compat import check_required_names
         from ..config import TurboQuantConfig, preset_name
 
         console = Console()
         preset, name, device = preset_name(preset), _model_name(model), _device(device)
         config = TurboQuantConfig.from_preset(preset, sink_tokens=sink_tokens, residual_length=residual_length)
+        if memory_share == 0:
+            raise ValueError("`--memory-share` is 0; the cache needs a share above 0. Leave it out for a default.")
         try:
-            from .serve import TurboQuantServer
-        except ImportError as error:  # transformers is too old
-            raise ValueError(str(error)) from None
+            check_required_names("tq-hf serve", "Use `TurboQuantBatching` in Python.")
+            from transformers import ContinuousBatchingConfig
 
-        loading.enter_context(working(f"Loading {name}"))
-
-        def started(processor: Any) -> None:
-            loading.close()
-            console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", highlight=False, soft_wrap=True)
-            if not processor.chat_template:
-                console.print("This model has no chat template: ask /v1/completions to continue a text.")
-
-        TurboQuantServer(
-            name,
-            config,
-            started,
-            cache_tokens=cache_tokens,
-            compile_level=compile_level,
-            host=host,
-            port=port,
-            dtype=dtype or "auto",
-            device=device,
-            cb_max_memory_percent=memory_share,
-            cb_max_batch_tokens=batch_tokens,
-            enable_cors=cors,
+            server = importlib.import_module(".serve", __package__)
+        except ImportError as error:  # transformers is too old, or a package is missing
+            missing = f'A package of the server is missing ({error.name}): `pip install "tq-hf[serving]"`.'
+            raise ValueError(missing if error.name else str(error)) from None
+        warning = server.check_access(host, port, api_key)
+        loaded, tokenizer = _loaded(name, dtype, device)
+        # The option counts pages of transformers' default size. `paged_options` converts them.
+        blocks = None if cache_tokens is None else -(-cache_tokens // ContinuousBatchingConfig.page_size)
+        level = int(device.startswith("cuda")) if compile_level is None else compile_level
+        options = ContinuousBatchingConfig(
+            num_blocks=blocks,
+            max_memory_percent=memory_share,
+            max_batch_tokens=batch_tokens,
+            default_compile_level=level,
+            scheduler_type="shortest_first",
         )
+
+        def say(room: str) -> None:
+            console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", highlight=False, soft_wrap=True)
+            console.print(room, highlight=False, soft_wrap=True)
+            if not tokenizer.chat_template:
+                console.print("This model has no chat template: ask /v1/completions to continue a text.")
+            if warning:
+                console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
+
+        access: dict[str, Any] = {"key": api_key, "cors": cors, "most_bytes": max_body_size}
+        server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **access)
 
 
 if __name__ == "__main__":

@@ -200,16 +200,17 @@ def options() -> str:
 
 
 def request_fields() -> str:
-    """Fields of requests to the server, by endpoint: applied, neutral or refused."""
-    from tq_hf.tools.fields import ENDPOINTS
+    """Fields of requests to the server, by endpoint: applied or neutral."""
+    from tq_hf.tools.fields import rules
 
     places: dict[tuple[str, str, str], list[str]] = {}
-    for endpoint, rules in ENDPOINTS.items():
-        for name, rule in rules.items():
+    endpoints = rules()
+    for endpoint, fields in endpoints.items():
+        for name, rule in fields.items():
             places.setdefault((name, rule.kind, rule.note), []).append(endpoint)
-    order = ("applied", "refused", "neutral")
+    order = ("applied", "neutral")
     rows = [
-        [f"`{name}`", kind, "all" if len(where) == len(ENDPOINTS) else ", ".join(where), note]
+        [f"`{name}`", kind, "all" if len(where) == len(endpoints) else ", ".join(where), note]
         for (name, kind, note), where in sorted(places.items(), key=lambda item: order.index(item[0][1]))
     ]
     return table(["field", "is", "of", ""], rows, "---")
