@@ -336,6 +336,19 @@ def prefix(record: dict[str, Any]) -> str:
     return text + note(record) + source(record)
 
 
+def pages(record: dict[str, Any]) -> str:
+    """Decode steps over pages beside those over a preallocated cache's tensors."""
+    lines = []
+    for cell in record["cells"]:
+        heads, times = "/".join(map(str, cell["heads"])), cell["tensors_us"]
+        named = [heads, shape(cell["batch"], cell["length"]), f"`{cell['preset']}`"]
+        lines.append(
+            [*named, *(f"**{cell['pages_us'][dense] / time:.2f}×** {time:.1f} µs" for dense, time in times.items())]
+        )
+    dense = [f"{number} dense tokens" for number in record["cells"][0]["tensors_us"]]
+    return table(["heads", "sequences", "preset", *dense], lines) + note(record) + source(record)
+
+
 def prefill(record: dict[str, Any]) -> str:
     """Time to the first token, and a long prompt in chunks."""
     first = [
@@ -533,6 +546,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels": kernels,
     "multi-gpu": multi_gpu,
     "offload": offload,
+    "pages": pages,
     "passkey": passkey,
     "prefill": prefill,
     "prefix": prefix,
