@@ -39,11 +39,11 @@ PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 COMMA := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newest test-oldest test-next test-kernels test-slow test-cuda test-images lint format tables notebooks wheel clean
+.PHONY: help venv demo docs test test-newest test-oldest test-next test-kernels test-slow test-cuda test-images lint format tables notebooks wheel clean
 
 help:
 	@echo "make demo | test | test-newest | test-oldest | test-next | test-kernels | test-slow | test-cuda | test-images | lint | format"
-	@echo "make tables | notebooks | wheel | venv | clean"
+	@echo "make tables | notebooks | docs | wheel | venv | clean"
 
 # $(call install,PACKAGES,WHAT): says what is downloaded, and afterwards how much it was and how long it took.
 define install
@@ -136,6 +136,12 @@ tables: $(STAMP)
 # The notebooks' outputs, on this machine's CPU.
 notebooks: $(STAMP)
 	env CUDA_VISIBLE_DEVICES= $(BIN)/python -m examples.measure.report.run_notebooks
+
+# The site of the documentation, from the pages of the repository and from docstrings, into build/site.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/python docs/site.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
 
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -7,6 +7,7 @@ import email
 import email.message
 import graphlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -108,6 +109,53 @@ def test_an_installation_imports_and_generates_from_an_empty_directory(installed
     assert all(Path(file).is_relative_to(home) for file in files), files
 
 
+TYPED = """
+import tq_hf
+from typing import Any, Iterator
+
+config: Any = None
+model: Any = None
+reveal_type(tq_hf.TurboQuantCache(config, "4bit_nc", max_cache_len=4096))
+reveal_type(tq_hf.TurboQuantCache(config).memory_footprint().ratio)
+reveal_type(tq_hf.TurboQuantCache.load("prompt.safetensors", model))
+reveal_type(tq_hf.TurboQuantBatching(model).generate_batch([[1, 2]]))
+reveal_type(tq_hf.TurboQuantConfig.from_preset("k8v4").key_bits)
+reveal_type(tq_hf.PRESETS["k8v4"].layout(128).block_bytes)
+reveal_type(tq_hf.Balance.of(model))
+with tq_hf.continuous_batching(model) as batching:
+    reveal_type(batching)
+tq_hf.TurboQuantCache(config, max_cache_len="4096")
+tq_hf.TurboQuantConfig(key_bits="4")
+"""
+
+
+def test_the_types_of_the_public_api_reach_a_user(wheel: Path, tmp_path: Path) -> None:
+    """Of an installed wheel, with mypy --strict. What others' packages return is left out: torch takes a minute."""
+    pytest.importorskip("mypy")
+    python = make_environment(tmp_path / "venv")
+    pip("--python", python, "install", "--no-deps", wheel)
+    (tmp_path / "user.py").write_text(TYPED)
+    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "transformers", "triton"))
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = true\ncache_dir = {os.devnull}\n{skipped}")
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    revealed = [name.split(".")[-1] for name in re.findall(r'Revealed type is "([^"]+)"', done.stdout)]
+    assert revealed == [
+        *(
+            "TurboQuantCache",
+            "float",
+            "TurboQuantCache",
+            "dict[str, Any]",
+            "int",
+            "int",
+            "Balance",
+            "TurboQuantBatching",
+        )
+    ], done.stdout
+    errors = re.findall(r"user.py:\d+: error: Argument .*? \[([\w-]+)\]", done.stdout)
+    assert errors == ["arg-type", "arg-type"] and done.stdout.count("error:") == 2, done.stdout
+
+
 def test_an_installation_exposes_no_other_names(installed: Path, tmp_path: Path) -> None:
     code = """
         import importlib.util
@@ -128,6 +176,7 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel: Path) -> None:
     sources = [*(ROOT / "tq_hf").rglob("*.py"), *(KERNELS / "tq_kernels").rglob("*.py")]
     wanted = {str(path.relative_to(KERNELS if path.is_relative_to(KERNELS) else ROOT)) for path in sources}
     assert wanted == {name for name in names if name.endswith(".py")}
+    assert {"tq_hf/py.typed", "tq_kernels/py.typed"} <= set(names)
 
 
 @pytest.mark.slow
@@ -296,3 +345,9 @@ def test_the_demo_installs_what_it_runs_on_and_nothing_else(metadata: email.mess
                 imported.add(str(node.module).split(".")[0])
     own = {"examples", "needle_data", "provenance", "real_model", "tq_hf", "tq_kernels"}
     assert imported - own - set(sys.stdlib_module_names) <= needed
+
+
+def test_the_loop_is_a_function_whatever_is_imported_before() -> None:
+    """`tq_hf.graph_decoding` is also the name of a room, to which importing one of its modules would bind it."""
+    code = "import tq_hf.graph_decoding.loop, tq_hf; assert callable(tq_hf.graph_decoding)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -18,8 +18,9 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import tq_hf
 from tests.support.tiny_models import build, dense_attention
-from tq_hf import TurboQuantCache
+from tq_hf import TurboQuantCache, attention
 from tq_hf.compat import CACHE_NAME, as_input
+from tq_hf.layers import advice
 
 FAMILIES = ["llama", "gemma3", "gpt_oss"]
 ROOM = 512
@@ -109,6 +110,81 @@ def test_both_names_of_a_cache_are_taken(name: str) -> None:
         assert model(ids, **{name: cache})[CACHE_NAME] is cache and cache.get_seq_length() == 300
 
 
+@pytest.mark.parametrize("way", ["", "graph_decoding", "lookup", "beams"])
+@pytest.mark.parametrize("tokens, held", [(300, 0), (1, 0), (300, 290)])
+def test_room_for_the_whole_answer_is_asked_for_before_the_prompt_is_read(way: str, tokens: int, held: int) -> None:
+    options: dict[str, Any] = {
+        "": {},
+        "graph_decoding": dict(custom_generate=tq_hf.graph_decoding),
+        "lookup": dict(prompt_lookup_num_tokens=3),
+        "beams": dict(num_beams=2),
+    }[way]
+    model, ids = model_of("llama"), prompt()["input_ids"][:, :tokens]
+    cache, enough = (packed(model, max_cache_len=tokens + room) for room in (3, 15))
+    if held:
+        model(ids[:, :held], **as_input(cache))
+    with pytest.raises(ValueError, match=f"{tokens + 11} tokens: .*{tokens + 3}. .*`max_new_tokens=4`"):
+        model.generate(ids, max_new_tokens=12, **as_input(cache), **options)
+    assert int(cache.get_seq_length()) == held
+    model.generate(ids, max_new_tokens=12, **as_input(enough), **options)
+
+
+def test_a_cache_or_an_attention_that_gains_nothing_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for module in (advice, attention):
+        module.logger.warning_once.cache_clear()
+        monkeypatch.setattr(module.logger, "warning", lambda message, *_, **__: said.append(message))
+    model, ids = build("llama"), prompt()["input_ids"]
+    wrong = {"turboquant": DynamicCache(config=model.config), "sdpa": packed(model)}
+    for name, cache in wrong.items():
+        model.set_attn_implementation(name)
+        for _ in range(2):
+            model.generate(ids, max_new_tokens=3, **as_input(cache))
+    dynamic, dense = said
+    assert "this DynamicCache has none" in dynamic and f"`{CACHE_NAME}=tq_hf.TurboQuantCache(" in dynamic
+    assert "dequantizes the whole cache" in dense and 'attn_implementation="turboquant"' in dense
+    model.set_attn_implementation("turboquant")
+    model.generate(ids, max_new_tokens=3, **as_input(packed(model, skip_layers=(0,))))
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_a_repository_of_the_hub_brings_the_cache(
+    room: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hub/`, from its folder. The model has its own attention afterwards."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    model, ids = model_of("llama"), prompt()["input_ids"]
+    cache = TurboQuantCache(model.config, "3bit_nc", max_cache_len=room)
+    expected = model.generate(ids, **GREEDY, **as_input(cache))
+    model.set_attn_implementation("sdpa")
+    way = dict(custom_generate=str(Path(__file__).resolve().parents[1] / "hub"), trust_remote_code=True)
+    found = model.generate(ids, **GREEDY, **way, preset="3bit_nc", max_cache_len=room)
+    assert torch.equal(found, expected) and model.config._attn_implementation == "sdpa"
+    held = packed(model)
+    model.generate(ids, **GREEDY, **way, **as_input(held))
+    assert held.memory_footprint().packed > 0
+
+
+def test_the_code_at_the_top_of_readme_runs_without_a_warning(tmp_path: Path) -> None:
+    """On a tiny model and a CPU. An older transformers gets the name that the comment in the code says."""
+    from tests.tools.test_cli import saved_model
+
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert code.count("cache=cache") == 1 and "`past_key_values=` before transformers 5.24" in code
+    folder = saved_model("qwen3", tmp_path)
+    changes = {'"Qwen/Qwen3-4B"': repr(str(folder)), ".cuda()": "", '.to("cuda")': "", "32768": "512"}
+    for old, new in (changes | {"cache=cache": f"{CACHE_NAME}=cache"}).items():
+        code = code.replace(old, new)
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        exec(code, names)
+    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert int(names["cache"].get_seq_length()) == names["output"].shape[1] - 1
+
+
 @batches
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inference", [False, True])
@@ -117,6 +193,7 @@ def test_batches_answer_as_generate(family: str, inference: bool) -> None:
 
     model, inputs = build(family), prompts([20, 290])
     batching = tq_hf.TurboQuantBatching(model)
+    assert repr(batching) == f"TurboQuantBatching({type(model).__name__}, 4bit_nc)"
     with torch.inference_mode(inference):
         found = answers(batching.generate_batch(inputs, greedy(8), options()))
     oracle = Oracle(model, balance=batching.balance)

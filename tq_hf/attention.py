@@ -10,8 +10,17 @@ from tq_kernels.types import AttentionOptions, KeyValue, Mask
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.utils import logging
 
-from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
+from .compat import (
+    CACHE_NAME,
+    autocast_dtype,
+    cache_of_caller,
+    is_tracing,
+    outside_autocast,
+    takes_attention_functions,
+    takes_other_states,
+)
 from .layers.expansion import ExpandedStates, pending, real, up_projection
 from .layers.handle import Handle, LazyStates, resolve, without_backward
 from .ops import dispatch
@@ -19,6 +28,8 @@ from .ops.latent_pages import expand
 from .stores import graph_ops
 from .tensors.layer import DeviceCounts, View, check_room
 from .tensors.sinks import SinkOrder
+
+logger = logging.get_logger(__name__)
 
 NAME = "turboquant"
 TAKE_BACK = "A cache has the tokens of this call in its first layers by now: call `cache.crop(0)`, or take a new one."
@@ -314,6 +325,13 @@ def turboquant_mask(
     if "config" in kwargs and not takes_attention_functions(type(kwargs["config"])):
         start: Any = q_offset
         return eager_mask(batch_size, q_length, kv_length, start, attention_mask=attention_mask, **kwargs)
+    if q_length == 1 < kv_length and not torch.compiler.is_dynamo_compiling():
+        cache = cache_of_caller()
+        if cache is not None and not hasattr(cache, "memory_footprint"):
+            logger.warning_once(
+                f'"turboquant" attention reads packed keys and values, and this {type(cache).__name__} has none. Pass '
+                f"`{CACHE_NAME}=tq_hf.TurboQuantCache(model.config)` to `generate()`."
+            )
     # An offset on the device is that of a preallocated cache: empty rows may follow the query's own.
     preallocated = isinstance(q_offset, torch.Tensor)
     local = kwargs.get("local_size")

@@ -23,10 +23,12 @@ from transformers.utils import logging
 
 from .balance import Balance
 from .compat import (
+    CACHE_NAME,
     asked_by_prefill,
     check_required_names,
     has_attention_heads,
     is_capturing,
+    length_of_generation,
     model_about_to_switch,
     padding_mask_of_caller,
     takes_attention_functions,
@@ -54,7 +56,7 @@ class TurboQuantCache(Copyable, DynamicCache):
     ```python
     cache = TurboQuantCache(model.config)                       # grows
     cache = TurboQuantCache(model.config, max_cache_len=32768)  # fixed size; decoding compiles
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)  # `past_key_values=cache` before transformers 5.24
     ```
 
     The first `sink_tokens` tokens, padding not counted, and the newest `residual_length` stay exact; older ones are
@@ -139,10 +141,10 @@ class TurboQuantCache(Copyable, DynamicCache):
         tokens = next(iter(held_lengths(self.layers).values()), 0)
         room = "" if self.preallocated_for is None else f" of {self.preallocated_for:,}"
         others = f"other presets in {len(self.config.layers)} of " if self.config.layers else ""
-        size = f"{footprint.total / 2**20:.2f} MiB, {footprint.ratio:.1%} of 16 bits" if tokens else "empty"
+        size = f"{footprint.total / 2**20:.2f} MiB, {footprint.bf16_equivalent / 2**20:.2f} in 16 bits"
         return (
             f"TurboQuantCache({self.config.preset or bits}, {others}{len(self.layers)} layers, {tokens:,}{room} "
-            f"tokens, {size})"
+            f"tokens, {size if tokens else 'empty'})"
         )
 
     @property
@@ -150,7 +152,7 @@ class TurboQuantCache(Copyable, DynamicCache):
         """Always an `AttributeError`, so that PEFT does not replace this cache."""
         raise AttributeError(
             "A TurboQuantCache has no `max_cache_len`; call `get_max_length()`. (PEFT reads `max_cache_len` in prefix "
-            "tuning, to replace this cache with its own: call a model with prefix tuning without `past_key_values`.)"
+            "tuning, to replace this cache with its own: call a model with prefix tuning without a cache.)"
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -236,7 +238,7 @@ class TurboQuantCache(Copyable, DynamicCache):
             layer.crop(-new)
         raise ValueError(
             f"Layer {layer_idx} of this cache was updated with {new} tokens of the decoder, and then with {tokens} of "
-            "the encoder: cross-attention needs a second cache. Pass `past_key_values=EncoderDecoderCache("
+            f"the encoder: cross-attention needs a second cache. Pass `{CACHE_NAME}=EncoderDecoderCache("
             "TurboQuantCache(model.config), DynamicCache(config=model.config))` from transformers."
         )
 
@@ -287,12 +289,21 @@ class TurboQuantCache(Copyable, DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_room(self, tokens: int) -> None:
-        """Raise a `ValueError` if a preallocated cache with layers of linear attention has no room for `tokens` more.
-        Layers of linear attention read them before another layer could refuse them, and forget nothing."""
-        if self.preallocated_for is None or not self._has_linear_layers or is_capturing():
-            return
+        """Raise a `ValueError` if a preallocated cache has no room for the answer that `generate()` begins, or, with
+        layers of linear attention, for `tokens` more: they read them before another layer could refuse them, and forget
+        nothing."""
         full = next((layer for layer in self.layers if isinstance(layer, FullAttentionLayer)), None)
-        if full is not None:
+        if self.preallocated_for is None or full is None or is_capturing():
+            return
+        begins = tokens > 1 or not full.is_initialized
+        if begins and (asked := length_of_generation()) is not None and asked[0] > self.preallocated_for:
+            (most, new), room = asked, self.preallocated_for
+            raise ValueError(
+                f"This call of `generate()` may fill the cache with {most} tokens: {most + 1 - new} of its "
+                f"input and `max_new_tokens={new}`, less the last. The cache has room for {room}. Make the cache with "
+                f"`max_cache_len={most}`, or pass `max_new_tokens={max(0, new - most + room)}`."
+            )
+        if self._has_linear_layers:
             check_room(tokens, full.count_tokens(), self.preallocated_for)
 
     def _observe_padding(self) -> Padding | None:
@@ -445,7 +456,7 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
     if not has_attention_heads(decoder_config):
         raise ValueError(
             f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
-            "and values to compress. Let the model make its own cache: leave out `past_key_values`."
+            "and values to compress. Let the model make its own cache: pass none."
         )
     if max_cache_len is None:
         layers = DynamicCache(config=model_config).layers

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature, unwrap
+from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
 from threading import get_ident
@@ -40,9 +41,7 @@ TESTED: dict[str, tuple[Number, Number]] = {
     "transformers": ((5, 17), (5, 24)),
     "triton": ((3, 5), (3, 9)),
 }
-"""Oldest and newest version of each package that tests have run with. `pyproject.toml` allows a wider range: each torch
-requires its own Triton, and newer versions may work."""
-
+"""Oldest and newest version of each package that tests have run with. `pyproject.toml` allows newer ones."""
 
 REQUIRED_NAMES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("required_names.json").read_text())
 """Names of transformers and torch that each way needs, by the class or module that has them: what our classes override,
@@ -176,10 +175,8 @@ def report_untested() -> None:
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` outside of inference mode and without gradients, independent of the mode of the caller.
-
-    Inference tensors cannot be written in place outside of inference mode, where a cache may be used later.
-    """
+    """Run `function` outside of inference mode and without gradients: inference tensors cannot be written in place
+    outside of inference mode, where a cache may be used later."""
     # The order matters: leaving inference mode turns gradients on.
     guarded = torch.inference_mode(False)(torch.no_grad()(function))
 
@@ -207,10 +204,8 @@ def outside_modes(make: Callable[P, R]) -> Callable[P, R]:
 
 
 def cached_table(make: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of `make`, one per set of hashable arguments. `torch.compile` takes them as constants.
-
-    Dynamo warns about a plain `lru_cache`, ignores it and computes the table again in each graph.
-    """
+    """Cache the results of `make`, one per set of hashable arguments. `torch.compile` takes them as constants: it would
+    ignore a plain `lru_cache`, with a warning."""
     cached = lru_cache(outside_modes(make))
 
     @torch.compiler.assume_constant_result
@@ -222,12 +217,9 @@ def cached_table(make: Callable[P, R]) -> Callable[P, R]:
 
 
 def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which sdpa computes on the device of `states`, or `None` outside of autocast.
-
-    Under autocast values are in 16 bits and keys, after the rotary embedding, in float32. Caches store both in float32,
-    and sdpa casts them (`_is_any_autocast_enabled`: torch 2.9 to 2.15).
-    """
-    # Check this first: reading the type of a device takes torch longer than the rest.
+    """Return the dtype in which sdpa computes on the device of `states`, or `None` outside of autocast. Caches store
+    keys and values in float32 there, and sdpa casts them (`_is_any_autocast_enabled`: torch 2.9 to 2.15)."""
+    # Reading the type of a device takes torch longer than the rest.
     if not torch._C._is_any_autocast_enabled():
         return None
     device = states.device.type
@@ -311,11 +303,14 @@ def current_raw_stream(device: int) -> int:
 
 
 def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell `torch.compile` that the addresses of tensors do not change, so that graphs need no copies (torch 2.9 to
-    2.15)."""
-    mark = torch._dynamo.mark_static_address
+    """Tell `torch.compile` that addresses do not change, so that graphs need no copies (torch 2.9 to 2.15)."""
     for tensor in tensors:
-        mark(tensor)
+        torch._dynamo.mark_static_address(tensor)
+
+
+def mark_static_shape(tensor: torch.Tensor) -> None:
+    """Let the compiler compile for this shape, also after others (torch 2.9 to 2.15)."""
+    torch._dynamo.mark_static(tensor)
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
@@ -335,7 +330,7 @@ def changes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def has_forward_hooks(module: Any) -> bool:
-    """Whether a module calls hooks after `forward` (torch 2.9 to 2.15)."""
+    """Whether a module has hooks after `forward` (torch 2.9 to 2.15)."""
     return bool(getattr(module, "_forward_hooks", None))
 
 
@@ -353,8 +348,8 @@ METADATA: set[Any] = {
 CACHE_NAME = (
     "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 )
-"""Name of the cache among a model's inputs and outputs: `past_key_values` in transformers 5.17 to 5.23, `cache` in
-5.24. `generate()` and models of 5.24 also take the older name, with a warning."""
+"""Name of the cache among a model's inputs and outputs: `past_key_values` before transformers 5.24, which takes this
+name with a warning."""
 
 
 def as_input(cache: Cache) -> dict[str, Cache]:
@@ -392,10 +387,8 @@ def attends_to_own_tokens(module: Any) -> bool:
 
 
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
-    """`config._attn_implementation` (transformers 5.17 to 5.24).
-
-    Configs look up attributes in Python, which takes as long as a kernel launch: read what is beneath the property.
-    """
+    """`config._attn_implementation` (transformers 5.17 to 5.24), read beneath the property: configs look up attributes
+    in Python, which takes as long as a kernel launch."""
     if not torch.compiler.is_dynamo_compiling() and config is not None:
         attributes: dict[str, Any] = object.__getattribute__(config, "__dict__")
         if "_attn_implementation_internal" in attributes:
@@ -490,17 +483,20 @@ def _models() -> Iterator[type[PreTrainedModel]]:
             yield model
 
 
+def _callers(frame: FrameType | None, but: str = "") -> Iterator[FrameType]:
+    """`frame` and those that called it, without functions called `but`, as an encoder-decoder's cache has."""
+    while frame is not None:
+        if frame.f_code.co_name != but:
+            yield frame
+        frame = frame.f_back
+
+
 def asked_by_prefill() -> bool:
     """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled, as the
     loop over steps does with the same `_valid_auto_compile_criteria` (transformers 5.17 to 5.24)."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    names: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and len(names) < 2:
-        if frame.f_code.co_name != "is_compileable":  # the property of an encoder-decoder's cache
-            names.append(frame.f_code.co_name)
-        frame = frame.f_back
+    names = [frame.f_code.co_name for frame in islice(_callers(sys._getframe(2), but="is_compileable"), 2)]
     return names == ["_valid_auto_compile_criteria", "_prefill"]
 
 
@@ -521,14 +517,29 @@ def model_about_to_switch() -> Any:
     return frame.f_locals["self"] if asks else None
 
 
+def length_of_generation() -> tuple[int, int] | None:
+    """Largest number of tokens that the calling `generate()` lets a cache hold, and its `max_new_tokens`; `None`
+    outside of `generate()`, or without that option (transformers 5.17 to 5.24). The last token is never cached."""
+    names = "_prefill", "_assisted_decoding"
+    loops = (frame for frame in _callers(sys._getframe(2)) if frame.f_code.co_name in names)
+    loop = next(loops, None)
+    config = None if loop is None else loop.f_locals.get("generation_config")
+    new = getattr(config, "max_new_tokens", None)
+    return None if config is None or new is None else (config.max_length - 1, new)
+
+
 def padding_mask_of_caller() -> torch.Tensor | None:
-    """Padding mask `[B, T]` bool for which `get_mask_sizes` of a cache is asked; `None` without one. It is a local
-    variable, `attention_mask`, of the function that makes masks (transformers 5.17 to 5.24)."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "get_mask_sizes":  # of an encoder-decoder's cache, too
-        frame = frame.f_back
-    mask = None if frame is None else frame.f_locals.get("attention_mask")
+    """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one. It is a local variable of
+    the function that makes masks and calls `get_mask_sizes` of a cache (transformers 5.17 to 5.24)."""
+    mask = next(_callers(sys._getframe(2), but="get_mask_sizes")).f_locals.get("attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def cache_of_caller() -> Cache | None:
+    """Cache for which a mask is made: the local variable of the caller, a function that makes masks (transformers 5.17
+    to 5.24). The self-attention cache of an encoder-decoder."""
+    cache = sys._getframe(2).f_locals.get(CACHE_NAME)
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def arguments_of_generate() -> dict[str, Any]:
@@ -572,7 +583,7 @@ def pad_token(config: Any) -> torch.Tensor:
 
 
 def longer_inputs(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Inputs of a model extended by `tokens` tokens, as assisted decoding does (transformers 5.17 to 5.24)."""
+    """Inputs of a model for `tokens` tokens more, as in assisted decoding (transformers 5.17 to 5.24)."""
     inputs = dict(inputs)
     for name, extend in (
         ("attention_mask", lambda length: candidate_generator._prepare_attention_mask(inputs, length, False)),
@@ -582,11 +593,6 @@ def longer_inputs(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
         if (held := inputs.get(name)) is not None:
             extend(held.shape[-1] + tokens)
     return inputs
-
-
-def mark_static_shape(tensor: torch.Tensor) -> None:
-    """Let the compiler compile for this shape, also after others (torch 2.9 to 2.15)."""
-    torch._dynamo.mark_static(tensor)
 
 
 _NAMES = ("add_", "sub", "clamp_max", "clamp_min_", "minimum_")

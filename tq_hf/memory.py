@@ -49,10 +49,8 @@ class MemoryFootprint:
             for f in fields(self)
             if f.name not in ("bf16_equivalent", "by_device")
         )
-        return (
-            f"{self.total / 2**20:.2f} MiB ({parts}); bf16 would be {self.bf16_equivalent / 2**20:.2f} MiB, "
-            f"held {self.ratio:.1%}"
-        )
+        held = f", held {self.ratio:.1%}" if self.ratio <= 1 else ""
+        return f"{self.total / 2**20:.2f} MiB ({parts}); bf16 would be {self.bf16_equivalent / 2**20:.2f} MiB{held}"
 
 
 def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:

@@ -75,7 +75,7 @@ def test_options_beside_a_config_object_are_refused():
 
 
 def test_config_without_attention_heads_is_refused():
-    with pytest.raises(ValueError, match="MambaConfig has no attention heads.*leave out `past_key_values`"):
+    with pytest.raises(ValueError, match="MambaConfig has no attention heads.*pass none"):
         TurboQuantCache(MambaConfig())
 
 
@@ -347,6 +347,7 @@ def test_what_a_cache_is_shows():
     assert repr(cache).startswith("TurboQuantCache(4bit_nc, 2 layers, 300 of 1,000 tokens, 0.") and "MiB, " in str(
         cache
     )
+    assert repr(cache).endswith(" in 16 bits)") and "%" not in repr(cache)  # larger than 16 bits, preallocated
     assert repr(TurboQuantCache(llama_config(), key_bits=3)).startswith("TurboQuantCache(key_bits=3, value_bits=4, 2")
 
 

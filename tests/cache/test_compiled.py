@@ -194,7 +194,7 @@ def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=250, **OPTIONS)
     with pytest.raises(ValueError, match="max_cache_len"):
-        generate(model, cache, inputs(), compile_config=compile_config())
+        model.generate(**inputs(), **as_input(cache), do_sample=False, max_length=264, compile_config=compile_config())
     assert cache.get_seq_length() == 250
     exact = TurboQuantCache(model.config, **OPTIONS)
     model.generate(**inputs(), **as_input(exact), do_sample=False, max_new_tokens=11)

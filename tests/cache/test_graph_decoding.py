@@ -95,10 +95,10 @@ def test_an_answer_may_fill_the_cache(model, ends, monkeypatch) -> None:
         end = free[last] if ends else None
         call = partial(model.generate, **inputs, **as_input(cache), do_sample=False, eos_token_id=end, **loop)
         if ends:
-            assert call(max_new_tokens=100)[0, 20:].tolist() == free[: last + 1]
+            assert call(max_length=120)[0, 20:].tolist() == free[: last + 1]
         else:
             with pytest.raises(ValueError, match=f"to the {20 + last} in this cache exceeds its `max_cache_len`"):
-                call(max_new_tokens=100)
+                call(max_length=120)
         assert int(cache.get_seq_length()) == 20 + last
 
 

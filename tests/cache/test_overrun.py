@@ -117,7 +117,7 @@ def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
     if compiled:
         options = dict(compile_config=compile_config(fullgraph=False))
     with pytest.raises(ValueError, match="exceeds its `max_cache_len`"):
-        model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), max_new_tokens=8, **options)
+        model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), max_length=ROOM + 6, **options)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [ROOM] * 2
 
 

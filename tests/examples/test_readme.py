@@ -85,6 +85,14 @@ def test_python_examples_parse() -> None:
     assert "```python" in TEXT
 
 
+def test_the_older_name_of_a_cache_stands_only_where_its_versions_do() -> None:
+    """transformers 5.24 warns about `past_key_values=`; older ones take no other name."""
+    texts = [*PAGES, *(ROOT / "examples").glob("*.ipynb"), *(p for p in SOURCES if "tests" not in p.parts)]
+    lines = [line for path in texts for line in path.read_text(encoding="utf-8").splitlines()]
+    named = [line for line in lines if "past_key_values=" in line]
+    assert len(named) >= 3 and [line for line in named if "before transformers 5.24" not in line] == []
+
+
 def test_every_architecture_that_is_tested_is_listed() -> None:
     (rows,) = re.findall(r"\| architecture \|.*?\n\n", TEXT, flags=re.DOTALL)
     names = [name for line in rows.strip().splitlines()[2:] for name in line.split("|")[1].split(",")]

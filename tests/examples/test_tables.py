@@ -37,6 +37,8 @@ KERNELS = {
         kernel_cell([16, 8, 256], 8, "4bit_nc", 125.0),
     ],
 }
+PAGES_CELL = {"heads": [32, 8, 128], "preset": "4bit_nc", "batch": 8, "length": 32768}
+PAGES = {"cells": [PAGES_CELL | {"tensors_us": {"2": 94.0, "130": 95.44}, "pages_us": {"2": 98.7, "130": 95.44}}]}
 GENERATE = {
     "rows": [
         {"batch": 1, "context": 2048, "cache": "DynamicCache", "ms_per_step": 21.5, "peak_bytes_beyond_weights": 2**30},
@@ -212,6 +214,8 @@ EXPECTED = [
     ("generate", GENERATE, ["| DynamicCache | **21.5** ms, 1.0 GiB | – | out of memory |", "1 × 2k | 1 × 1,000 | 8 ×"]),
     ("generate", GENERATE, ["| `4bit_nc`, compiled | – | **6.5** ms, 0.0 GiB | – |"]),
     ("generate", GENERATE, ["| `4bit_nc`, graph_decoding, host work × 2 | – | – | **8.4** ms, 2.0 GiB |"]),
+    ("pages", PAGES, ["| 2 dense tokens | 130 dense tokens |"]),
+    ("pages", PAGES, ["| 32/8/128 | 8 × 32k | `4bit_nc` | **1.05×** 94.0 µs | **1.00×** 95.4 µs |"]),
     ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
     ("prefix", PREFIX, ["| new on history | fused | flash |", "| 17 on 4,096 | 0.087 | 0.042 |"]),
     ("prefill", PREFILL, ["| 32,768 | 168.0 ms | 169.5 ms | 1.01× |", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),

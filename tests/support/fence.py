@@ -23,7 +23,7 @@ import transformers
 from packaging.version import Version
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModel, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, EncoderDecoderCache, LinearAttentionLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -45,10 +45,12 @@ OWNERS = by_name(
     {
         "model": [PreTrainedModel, GenerationMixin],
         "config generation_config decoder": [PreTrainedConfig, GenerationConfig, GenerationMixin, PreTrainedModel],
-        "cache": [Cache],
+        "cache": [Cache, EncoderDecoderCache],
+        "AutoConfig AutoModelForCausalLM AutoTokenizer ContinuousBatchingConfig": [AutoModel],
         "layer module": [DynamicSlidingWindowLayer, LinearAttentionLayer, torch.nn.Module],
         "inner": [OptimizedModule],
         "kind": [AutoModel],
+        "type": [GenerationMixin],
         "c criterion": [EosTokenCriteria],
     }
 )
@@ -59,6 +61,12 @@ FRAMES = {
     "asked_by_prefill": [
         (GenerationMixin, "_prefill(._valid_auto_compile_criteria)"),
         (GenerationMixin, "_valid_auto_compile_criteria(.is_compileable)"),
+    ],
+    "model_about_to_switch": [(GenerationMixin, "prepare_inputs_for_generation")],
+    "cache_of_caller": [(transformers.masking_utils, f"_preprocess_mask_arguments({compat.CACHE_NAME})")],
+    "length_of_generation": [
+        (GenerationMixin, "_prefill(generation_config)"),
+        (GenerationMixin, "_assisted_decoding(generation_config)"),
     ],
     "padding_mask_of_caller": [
         (transformers.masking_utils, "_preprocess_mask_arguments(attention_mask,.get_mask_sizes)")
@@ -102,8 +110,6 @@ OTHERS = {
 
 if Version(transformers.__version__) >= Version("5.19"):
     from transformers import ContinuousBatchingConfig
-    from transformers.cli.serving import chat_completion, model_manager
-    from transformers.cli.serving import utils as serving
     from transformers.generation.continuous_batching import cache, cache_allocators, input_outputs, utils
     from transformers.generation.continuous_batching import continuous_api as api
     from transformers.generation.continuous_batching import requests as states
@@ -125,7 +131,7 @@ if Version(transformers.__version__) >= Version("5.19"):
     ENGINE = by_name(
         {
             "model": [api.ContinuousMixin, api.ContinuousBatchingManager],
-            "state child s": [states.RequestState, serving.GenerationState],
+            "state child s": [states.RequestState],
             "request future": [states.FutureRequestState],
             "output newest": [states.GenerationOutput],
             "scheduler": [FIFOScheduler],
@@ -136,7 +142,8 @@ if Version(transformers.__version__) >= Version("5.19"):
             "cache": [cache.PagedAttentionCache],
             "pool": [cache_allocators.CachePool],
             "ledger": [cache_allocator.BlockLedger],
-            "allocator own windows states each": [*ALLOCATORS, serving.CBGenerateManager],
+            "allocator own windows each": ALLOCATORS,
+            "states": [*ALLOCATORS, states.RequestState],
             "output_router": [api.OutputRouter],
             "runner": [ModelRunner],
             "batch_processor": [api.ContinuousBatchProcessor],
@@ -145,11 +152,6 @@ if Version(transformers.__version__) >= Version("5.19"):
             "manager other": [api.ContinuousBatchingManager],
             "io pairs host device inputs_and_outputs _inputs": IOS,
             "pair io_pairs": [input_outputs.HostDeviceIOPair],
-            "models _model_manager": [model_manager.ModelManager],
-            "_generation_state": [serving.GenerationState],
-            "loaded": [model_manager.TimedModel],
-            "wrapper": [serving.CBGenerateManager],
-            "chats completions handler": [serving.BaseHandler, chat_completion.ChatCompletionHandler],
         }
     )
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, __version__
 from tq_hf.compat import as_input
+from tq_hf.saving.cache_file import save_cache
 from tq_hf.tools import cli
-from tq_hf.tools.chat import Printer
+from tq_hf.tools.chat import Chat, Printer
 from tq_hf.tools.estimate import Estimator
 
 TEMPLATE = (
@@ -48,7 +50,7 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return saved_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def run(*arguments: object, typed: str | None = None, status: int = 0) -> str:
+def run(*arguments: object, typed: str | bytes | None = None, status: int = 0) -> str:
     """What the command prints to both streams."""
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=typed)
     assert result.exit_code == status, (result.output, result.exception)
@@ -84,8 +86,8 @@ def test_help_is_made_of_sentences():
         assert re.match(r"[A-Z]", first) and len(first) > 40
     for name in ("estimate", "sweep", "compare", "chat", "serve"):
         text = re.sub(r"[│╭╮╰╯─\s]+", " ", run(name, "--help"))
-        paragraphs = [p for p in cli_docstring(name).split("\n\n") if p.strip()]
-        assert all("\n" not in paragraph for paragraph in paragraphs)  # wraps where the terminal ends
+        for paragraph in cli_docstring(name).split("\n\n"):  # flows, and wraps where the terminal ends
+            assert " ".join(paragraph.replace("`", "").split()) in text
         assert "model of the Hugging Face hub" in text
 
 
@@ -162,7 +164,7 @@ def test_estimate_takes_presets_by_layer(llama_folder):
 def test_estimate_says_what_is_wrong(llama_folder, tmp_path):
     assert "Unknown preset '5bit'" in fails("estimate", llama_folder, "--preset", "5bit")
     assert "not an amount of memory" in fails("estimate", llama_folder, "--gpu-memory", "lots")
-    assert "must be one of bfloat16" in fails("estimate", llama_folder, "--dtype", "int3")
+    assert "bfloat16" in run("estimate", llama_folder, "--dtype", "int3", status=2)
     (tmp_path / "config.json").write_text("{}")
     assert "Cannot read the config" in fails("estimate", tmp_path)
     assert "1" in run("estimate", llama_folder, "--context", 0, status=2)
@@ -192,7 +194,7 @@ def test_without_a_checkout_the_default_model_is_explained(monkeypatch, tmp_path
     monkeypatch.setattr(cli, "EXAMPLES", tmp_path / "examples")
     for command in ("estimate", "chat"):
         message = fails(command)
-        assert "not part of an installed package" in message and "Or name a model" in message
+        assert "does not exist" in message and "or name a model" in message
 
 
 @pytest.mark.skipif(not (cli.EXAMPLES / "needle" / "config.json").exists(), reason="the shipped model is not there")
@@ -223,20 +225,20 @@ def test_a_conversation_saved_and_loaded_goes_on_as_if_nothing_had_happened(mode
 
 
 def test_a_conversation_that_is_loaded_starts_over_with_the_presets_of_its_file(llama_folder, tmp_path):
-    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
-    tokenizer = cli.AutoTokenizer.from_pretrained(llama_folder)
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
+    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
     config = TurboQuantConfig.from_preset("3bit_nc", layers={0: "k8v4", -1: None})
-    saved, chat = cli.Chat(model, tokenizer, config, 3), cli.Chat(model, tokenizer, "4bit_nc", 3)
+    saved, chat = Chat(model, tokenizer, config, 3), Chat(model, tokenizer, "4bit_nc", 3)
     saved.say("x")
     saved.save(tmp_path / "chat.safetensors")
     chat.load(tmp_path / "chat.safetensors")
     chat.reset()
-    assert chat.cache.config == config and chat.say("x") == cli.Chat(model, tokenizer, config, 3).say("x")
+    assert chat.cache.config == config and chat.say("x") == Chat(model, tokenizer, config, 3).say("x")
 
 
 def test_chat_runs_only_new_tokens_through_the_model(llama_folder, monkeypatch):
     widths = []
-    forward = cli.AutoModelForCausalLM.from_pretrained(llama_folder).__class__.forward
+    forward = AutoModelForCausalLM.from_pretrained(llama_folder).__class__.forward
 
     def counted(self, input_ids=None, **kwargs):
         widths.append(input_ids.shape[1])
@@ -249,19 +251,17 @@ def test_chat_runs_only_new_tokens_through_the_model(llama_folder, monkeypatch):
 
 def test_chat_starts_over_where_the_conversation_changes(model_folder):
     """A template that drops what was said (as those of reasoning models do) still gets right answers."""
-    tokenizer = cli.AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}"
-    model = cli.AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
-    chat = cli.Chat(model, tokenizer, "4bit_nc", 7)
-    fresh = cli.Chat(model, tokenizer, "4bit_nc", 7)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
+    chat = Chat(model, tokenizer, "4bit_nc", 7)
+    fresh = Chat(model, tokenizer, "4bit_nc", 7)
     chat.say("x" * 120)
     answer = chat.say("second")
     fresh.messages = [{"role": "user", "content": "x" * 120}]
     assert answer == fresh.say("second")
     chat.reset()
-    assert chat.cache.get_seq_length() == 0 and chat.say("third") == cli.Chat(model, tokenizer, "4bit_nc", 7).say(
-        "third"
-    )
+    assert chat.cache.get_seq_length() == 0 and chat.say("third") == Chat(model, tokenizer, "4bit_nc", 7).say("third")
 
 
 def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
@@ -273,9 +273,9 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
             if value.numel() == 1:
                 raise UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)")
 
-    tokenizer = cli.AutoTokenizer.from_pretrained(model_folder)
-    model = cli.AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
-    chat, undisturbed = (cli.Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
+    chat, undisturbed = (Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
     for text in ("one", "two"):
         with pytest.raises(UnicodeEncodeError):
             chat.say(f"broken {text} " * 10, Broken())
@@ -286,10 +286,10 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
 
 
 def test_a_model_without_a_template_continues_the_text(llama_folder):
-    tokenizer = cli.AutoTokenizer.from_pretrained(llama_folder)
+    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
     tokenizer.chat_template = None
-    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
-    chat = cli.Chat(model, tokenizer, "4bit_nc", 6)
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
+    chat = Chat(model, tokenizer, "4bit_nc", 6)
     chat.say("one and")
     said = list(chat.ids)
     chat.say(" two and")
@@ -299,7 +299,7 @@ def test_a_model_without_a_template_continues_the_text(llama_folder):
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(capsys):
-    Printer(None, cli.Console()).on_finalized_text("a\x1b[2Jb\nc\x07\x9b", stream_end=True)
+    Printer(None, Console()).on_finalized_text("a\x1b[2Jb\nc\x07\x9b", stream_end=True)
     assert capsys.readouterr().out == "a[2Jb\nc\n"
 
 
@@ -310,10 +310,13 @@ def test_chat_survives_mistakes(llama_folder, tmp_path):
         model(torch.zeros(1, 4, dtype=torch.long), **as_input(cache))
     cache.save(tmp_path / "plain.safetensors", model)
     plain = tmp_path / "plain.safetensors"
-    typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/what\n/reset\n/quit\n"
-    output = run("chat", llama_folder, typed=typed)
+    deep = tmp_path / "deep.safetensors"
+    save_cache(cache, deep, model, {"ids": "[" * 100_000, "messages": "[]"})
+    typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/load {deep}\n/what\n/reset\n"
+    output = run("chat", llama_folder, typed=typed.encode() + b"/n\xff\n/quit\n")  # a byte that is not UTF-8
+    assert output.count("holds a cache but no conversation") == 2
     messages = ["Name a file: /save PATH.", "holds no tokens", "There is no file", "no conversation", "/load PATH "]
-    messages += [f"`/save {tmp_path / 'no'}` writes one", "There is no command /what."]
+    messages += [f"`/save {tmp_path / 'no'}` writes one", "There is no command /what.", "no command /n\ufffd."]
     for message in messages:
         assert message in output, message
 

@@ -1,9 +1,15 @@
-"""`tq-hf serve`: transformers' server on packed pages, asked as a client asks it."""
+"""`tq-hf serve`: OpenAI's API on packed pages, asked as a client asks it."""
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +23,15 @@ from tests.support.tiny_models import build
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
 
-from tests.support.batching_cases import Oracle
-from tq_hf import Balance, TurboQuantConfig
-from tq_hf.batching import TurboQuantBatchingManager
-from tq_hf.tools import serve
-from tq_hf.tools.fields import ENDPOINTS
+for part in ("pydantic", "starlette", "uvicorn"):
+    pytest.importorskip(part, reason="the server's parts are an extra")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from tests.support.batching_cases import Oracle  # noqa: E402
+from tq_hf import Balance, TurboQuantConfig  # noqa: E402
+from tq_hf.batching import TurboQuantBatchingManager  # noqa: E402
+from tq_hf.tools import answers, serve  # noqa: E402
 
 SPECIAL = "?\0"
 """Tokens that are left out of an answer's text."""
@@ -38,8 +48,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_not_installed_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
+    monkeypatch.delitem(sys.modules, "tq_hf.tools.serve")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert 'pip install "tq-hf[serving]"' in fails("serve", folder)
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"Cannot listen at 127.0.0.1:{port}" in fails("serve", "nowhere", "--host", "127.0.0.1", "--port", port)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--memory-share", 0), "`--memory-share` is 0"),
+        (("--cache-tokens", 10**11), "`--cache-tokens`"),
+        (("--cache-tokens", 100), "`--cache-tokens`"),
+        (("--api-key", " "), "`--api-key` is empty"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_are_answered_in_the_names_of_flags(
+    served: Callable[..., str], folder: Path, options: tuple[Any, ...], words: str
+) -> None:
+    output = served(lambda client: None, folder, *options, status=1)
+    assert words in output and "num_blocks" not in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("host, key, warned", [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("::1", None, False)])
+def test_a_server_that_others_reach_without_a_key_is_warned_about(host: str, key: str | None, warned: bool) -> None:
+    warning = serve.check_access(host, 0, key)
+    assert (warning is not None and "Set `--api-key`" in warning) == warned
 
 
 def test_processes_of_torchrun_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,12 +91,13 @@ def test_processes_of_torchrun_are_refused(folder: Path, monkeypatch: pytest.Mon
 def test_a_preset_that_does_not_exist_is_said_before_anything_is_loaded(folder: Path) -> None:
     assert "Unknown preset 'x'" in fails("serve", folder, "--preset", "x")
     assert "Unknown preset 'auto'. Valid presets: k8v4, " in fails("serve", folder, "--preset", "auto")
-    assert "`--dtype` is 'int4'" in fails("serve", folder, "--dtype", "int4")
+    assert "int4" in run("serve", folder, "--dtype", "int4", status=2)
 
 
 def test_what_stays_dense_can_be_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[TurboQuantConfig] = []
-    monkeypatch.setattr(serve, "TurboQuantServer", lambda model, config, *args, **options: chosen.append(config))
+    monkeypatch.setattr(serve, "check_access", lambda *given: None)
+    monkeypatch.setattr(serve, "serve", lambda name, model, tokenizer, config, *more, **options: chosen.append(config))
     run("serve", folder)
     run("serve", folder, "--preset", "k8v4", "--sink-tokens", 0, "--residual-length", 300)
     assert chosen == [
@@ -68,32 +109,39 @@ def test_what_stays_dense_can_be_chosen(folder: Path, monkeypatch: pytest.Monkey
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What `tq-hf serve` prints if, instead of listening at its port, the server does what a function asks of it."""
-    uvicorn = pytest.importorskip("uvicorn", reason="the server's parts are an extra")
-    client = pytest.importorskip("fastapi.testclient", reason="the server's parts are an extra").TestClient
-    pytest.importorskip("openai", reason="the server's parts are an extra")
 
     def command(ask: Callable[[Any], None], *arguments: object, status: int = 0) -> str:
-        def ask_instead(server: Any) -> None:
-            with client(server.config.app) as connected:
+        def ask_instead(server: Any, **options: Any) -> None:
+            with TestClient(server.config.app, raise_server_exceptions=False) as connected:
                 ask(connected)
 
-        monkeypatch.setattr(uvicorn.Server, "run", ask_instead)
-        return run("serve", *arguments, "--device", "cpu", "--cache-tokens", 8192, status=status)
+        monkeypatch.setattr("uvicorn.Server.run", ask_instead)
+        listen = socket.create_server
+        monkeypatch.setattr(socket, "create_server", lambda place, **more: listen((place[0], 0), **more))
+        given = [] if "--cache-tokens" in arguments else ["--cache-tokens", 8192]
+        return run("serve", *arguments, "--device", "cpu", *given, status=status)
 
     return command
 
 
-def test_chats_are_answered_from_packed_pages(
-    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    managers: list[TurboQuantBatchingManager] = []
+@pytest.fixture
+def managers(monkeypatch: pytest.MonkeyPatch) -> list[TurboQuantBatchingManager]:
+    """The managers that start."""
+    found: list[TurboQuantBatchingManager] = []
     start = TurboQuantBatchingManager.start
+    monkeypatch.setattr(TurboQuantBatchingManager, "start", lambda own: (found.append(own), start(own))[1])
+    return found
 
-    def noted(manager: TurboQuantBatchingManager) -> None:
-        managers.append(manager)
-        start(manager)
 
-    monkeypatch.setattr(TurboQuantBatchingManager, "start", noted)
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Contents of the events of a stream."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def test_chats_are_answered_from_packed_pages(
+    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, managers: list[TurboQuantBatchingManager]
+) -> None:
     found: dict[str, Any] = {}
 
     def ask(client: Any) -> None:
@@ -113,6 +161,7 @@ def test_chats_are_answered_from_packed_pages(
 
     output = served(ask, folder)
     assert f"{folder} on 4bit_nc pages: http://localhost:8000/v1" in output and "template" not in output
+    assert "Room for requests at once, each with its answer: " in output and "of 1,024 tokens or" in output
 
     model = build("llama")
     oracle = Oracle(model, balance=Balance.of(model))
@@ -126,8 +175,7 @@ def test_chats_are_answered_from_packed_pages(
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), 24)
     assert found["plain"]["choices"][0]["message"]["content"] == expected
     assert found["completed"]["choices"][0]["text"] == shared
-    lines = [line.removeprefix("data: ") for line in found["streamed"].splitlines() if line.startswith("data: {")]
-    deltas = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines]
+    deltas = [event["choices"][0]["delta"].get("content") or "" for event in events_of(found["streamed"])]
     assert "".join(deltas) == shared and sum(map(bool, deltas)) > 3
     assert (found["health"].status_code, found["health"].json()) == (200, {"status": "ok"})
     detail = "Requests are answered. Steps are not compiled yet."
@@ -173,200 +221,194 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(served: Callable[..., 
     assert found["number"].json()["error"]["message"]
 
 
-def test_a_server_that_is_told_to_stop_does_not_wait_for_answers(
-    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
+class Running:
+    """A server that listens, in a thread, with its address."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+        self.servers: list[Any] = []
+        begin = serve.HttpServer.run
+        monkeypatch.setattr(
+            serve.HttpServer, "run", lambda own, **options: (self.servers.append(own), begin(own, **options))
+        )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        given = ("--host", "127.0.0.1", "--port", self.port, "--cache-tokens", 8192, "--device", "cpu")
+        self.pool = ThreadPoolExecutor()
+        self.output = self.pool.submit(run, "serve", folder, *given, *arguments)
+        while not (self.servers and self.servers[0].started):
+            assert not self.output.done(), self.output.result()
+            time.sleep(0.01)
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Status and text of an answer."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def stop(self) -> str:
+        self.servers[0].should_exit = True
+        return self.output.result(60)
+
+
+def test_a_server_that_is_told_to_stop_answers_what_is_open_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, managers: list[TurboQuantBatchingManager]
 ) -> None:
-    stopped: list[bool] = []
-    stop = TurboQuantBatchingManager.stop
+    server = Running(folder, monkeypatch)
+    body = {"prompt": "x", "max_tokens": 2000, "temperature": 0.0}
+    waiting = [server.pool.submit(server.post, "completions", body | {"stream": stream}) for stream in (False, True)]
+    while len(managers[0].batch_processor.scheduler.active_requests) < 2:  # type: ignore[union-attr]
+        time.sleep(0.01)
+    server.stop()
+    (status, whole), (_, streamed) = (each.result(60) for each in waiting)
+    error = json.loads(whole)
+    assert status == 503 and error["error"]["type"] == "server_error"
+    assert "The server is stopping" in error["error"]["message"]
+    assert events_of(streamed)[-1] == error and streamed.endswith("data: [DONE]\n\n")
+    assert not managers[0].is_running()
 
-    def noted(manager: TurboQuantBatchingManager, *args: Any, **options: Any) -> None:
-        stopped.append(options.get("hard_stop", False))
-        stop(manager, *args, **options)
 
-    monkeypatch.setattr(TurboQuantBatchingManager, "stop", noted)
+def test_an_engine_that_has_ended_says_so(
+    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, managers: list[TurboQuantBatchingManager]
+) -> None:
+    """An exception that is no `Exception` ends the thread."""
+
+    def ends(*given: Any, **options: Any) -> Any:
+        raise SystemExit("gone")
 
     def ask(client: Any) -> None:
-        assert client.post("/v1/chat/completions", json=chat()).status_code == 200
-        (answering,) = managers
-        answering.add_request([5] * 20, "endless", max_new_tokens=8000)
+        monkeypatch.setattr("tq_hf.batching.cache.paged_step", ends)
+        failed, refused = (client.post("/v1/chat/completions", json=chat()) for _ in range(2))
+        assert failed.status_code in (500, 503) and "gone" in failed.json()["error"]["message"]
+        assert refused.status_code == 503 and "engine has stopped" in refused.json()["error"]["message"]
+        health = client.get("/health")
+        assert health.status_code == 503 and "Restart the server" in health.json()["detail"]
 
-    managers: list[TurboQuantBatchingManager] = []
-    start = TurboQuantBatchingManager.start
-    monkeypatch.setattr(
-        TurboQuantBatchingManager, "start", lambda manager: (managers.append(manager), start(manager))[1]
-    )
     served(ask, folder)
-    assert stopped[0] and not managers[0].is_running()
 
 
-def test_the_served_model_is_listed_without_a_folder_of_the_hub(
-    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
-    found: list[Any] = []
-    served(lambda client: found.append(client.get("/v1/models")), folder)
-    assert found[0].status_code == 200
-    assert [(model["id"], model["object"]) for model in found[0].json()["data"]] == [(str(folder), "model")]
+def test_the_key_is_asked_for(served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_HF_API_KEY", "secret")
+
+    def ask(client: Any) -> None:
+        for headers in ({}, {"authorization": "Bearer secre"}, {"authorization": "Basic secret"}):
+            answer = client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/health").status_code == client.head("/health").status_code == 200
+
+    served(ask, folder)
+
+
+def test_web_pages_of_other_origins_send_no_credentials(served: Callable[..., str], folder: Path) -> None:
+    def ask(client: Any) -> None:
+        headers = {"origin": "http://x", "access-control-request-method": "POST"}
+        answer = client.options("/v1/completions", headers=headers)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
+        assert "access-control-allow-credentials" not in answer.headers
+
+    served(ask, folder, "--cors", "--api-key", "secret")
 
 
 USER = {"role": "user", "content": "What?"}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "model": ("chat/completions", chat(model="another"), "another"),
-    "no messages": ("chat/completions", {"max_tokens": 4}, "no `messages`"),
-    "no message": ("chat/completions", chat(messages=[]), "list of messages"),
-    "text": ("chat/completions", chat(messages="What?"), "list of messages"),
-    "role": ("chat/completions", chat(messages=[{"content": "What?"}]), "no `role`"),
-    "number": ("chat/completions", chat(messages=[{"role": "user", "content": 5}]), "type int"),
-    "image": ("chat/completions", chat(messages=[{"role": "user", "content": [IMAGE]}]), "image_url"),
-    "no tokens": ("chat/completions", chat(max_tokens=0), "`max_tokens` is 0"),
-    "negative": ("chat/completions", chat(max_completion_tokens=-3), "`max_completion_tokens` is -3"),
-    "no answers": ("chat/completions", chat(n=0), "`n` is 0; it must be a whole number, 1 to 128"),
-    "penalty": ("chat/completions", chat(frequency_penalty=2.5), "`frequency_penalty` is 2.5"),
-    "bias": ("chat/completions", chat(logit_bias={"x": 1}), "`logit_bias` has 'x'"),
-    "large bias": ("chat/completions", chat(logit_bias={"1": 1e9}), "`logit_bias` is 1000000000.0"),
-    "beams": ("chat/completions", chat(generation_config='{"num_beams": 4}'), "`num_beams` is 4"),
-    "best": ("completions", {"prompt": "What?", "best_of": 2}, "`best_of` is 2"),
-    "effort": ("chat/completions", chat(reasoning_effort="low"), "`reasoning_effort` is 'low'"),
-    "tools": ("chat/completions", chat(tools=[{"type": "function"}]), "chat template of this model has no place"),
-    "form": ("chat/completions", chat(response_format={"type": "json_object"}), "`response_format` asks for"),
-    "tool": ("chat/completions", chat(tools=[{"type": "function"}], tool_choice="required"), "`tool_choice`"),
-    "list": ("completions", {"prompt": ["What?"]}, "prompt must be a string"),
-    "no prompt": ("completions", {"max_tokens": 4}, "no `prompt`"),
-    "empty": ("completions", {"prompt": "", "max_tokens": 0}, "`max_tokens` is 0"),
-    "logprobs": ("completions", {"prompt": "What?", "logprobs": 50}, "`top_logprobs` is 50"),
-    "no input": ("responses", {"stream": False}, "no `input`"),
-    "picture": ("responses", {"input": [{"type": "input_image", "image_url": "x"}], "stream": False}, "input_image"),
-    "format": ("responses", {"input": "What?", "text": {"format": {"type": "json_object"}}}, "`text` asks for"),
-    "samples": ("completions", {"prompt": "x", "generation_config": '{"do_sample": "no"}'}, "`do_sample` is 'no'"),
-    "none": ("completions", {"prompt": "x", "generation_config": '{"num_return_sequences": 0}'}, "sequences` is 0"),
-    "biases": ("completions", {"prompt": "x", "generation_config": '{"logit_bias": [5]}'}, "`logit_bias` is [5]"),
-    "stream": ("completions", {"prompt": "x", "stream": "false"}, "`stream` is 'false'; it must be true or false"),
-    "warm": ("chat/completions", chat(temperature=True), "`temperature` is True; it must be a number"),
-    "top": ("responses", {"input": "x", "top_p": True}, "`top_p` is True; it must be a number"),
-    "stops": ("chat/completions", chat(stop={"a": 1}), "`stop` is {'a': 1}; it must be a text or a list of texts"),
-    "stop": ("completions", {"prompt": "x", "stop": 5}, "`stop` is 5; it must be a text or a list of texts"),
-    "output": ("responses", {"input": [{"type": "function_call_output", "call_id": "1", "output": "4"}]}, "_output"),
-    "reference": ("responses", {"input": [{"type": "item_reference", "id": "a"}]}, "type 'item_reference'"),
-    "reasoning": ("responses", {"input": [{"type": "reasoning", "summary": []}, USER]}, "type 'reasoning'"),
-    "first": ("responses", {"input": [{"type": "zzz"}]}, "type 'zzz'"),
-    "second": ("responses", {"input": [USER, {"type": "zzz"}]}, "type 'zzz'; without a `role` it must be"),
-    "no name": ("responses", {"input": [USER, {"type": "function_call", "call_id": "1"}]}, "`name` of an item of the"),
-    "mixed": ("responses", {"input": [{"type": "input_text", "text": "x"}, USER]}, "type None"),
-    "calls": ("chat/completions", chat(messages=[USER | {"tool_calls": [5]}]), "`tool_calls` has 5; it must be a list"),
-    "call": ("chat/completions", chat(messages=[USER | {"tool_calls": [{"id": "1"}]}]), "has {'id': '1'};"),
-    "field": ("chat/completions", chat(nonsense=1), "nonsense"),
-    "path": ("nothing", {}, "Not Found"),
-    "reset": ("../reset", {}, "keeps its model until it is stopped"),
-    "load": ("../load_model", {"model": "another"}, "`model` is 'another'; this server serves"),
-    "decision": ("systemone", {"state": "x", "questions": {}}, "no typed decisions"),
-    "speech": ("audio/transcriptions", {}, "reads text only"),
-    "positions": ("completions", {"prompt": "x" * 3000, "max_tokens": 4}, "longer than the 2,048 positions"),
-    "streamed": ("completions", {"prompt": "x" * 3000, "max_tokens": 4, "stream": True}, "2,048 positions"),
-    "pool": ("completions", {"prompt": "x", "max_tokens": 10**6, "stream": True}, "longer than the cache"),
-}
-"""Requests by what is wrong with them: path, body, and words of the answer."""
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_every_field_of_openais_requests_is_applied_neutral_or_refused(endpoint: str) -> None:
-    pytest.importorskip("openai")
-    from transformers.cli.serving import chat_completion, completion, response
-
-    schema: Any = {
-        "chat/completions": chat_completion.TransformersCompletionCreateParamsStreaming,
-        "completions": completion.TransformersTextCompletionCreateParams,
-        "responses": response.TransformersResponseCreateParamsStreaming,
-    }[endpoint]
-    fields = ENDPOINTS[endpoint]
-    assert schema.__required_keys__ | schema.__optional_keys__ <= fields.keys()
-    needed = {serve.NEEDED[endpoint]: "x" if endpoint == "completions" else [{"role": "user", "content": "x"}]}
-    for name, rule in fields.items():
-        if rule.kind == "refused":
-            with pytest.raises(ValueError, match=rf"`{name}` (is|asks for) .*Leave it out"):
-                serve.check_body(needed | {name: "another"}, endpoint)
-            for neutral in (None, *rule.neutral):
-                serve.check_body(needed | {name: neutral}, endpoint)
-
-
-def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..., str], folder: Path) -> None:
-    found: dict[str, Any] = {}
-    neutral = dict(n=1, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, response_format={"type": "text"})
-
-    def ask(client: Any) -> None:
-        for name, (path, body, _) in MISTAKES.items():
-            found[name] = client.post(f"/v1/{path}", json=body)
-        found["no json"] = client.post("/v1/completions", content="x")
-        found["no object"] = client.post("/v1/completions", json=[5])
-        found["metrics"] = client.get("/metrics")
-        found["load served"] = client.post("/load_model", json={"model": str(folder)})
-        found["after"] = client.post("/v1/chat/completions", json=chat(**neutral))
-        text = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
-        found["parts"] = client.post("/v1/chat/completions", json=chat(messages=text))
-        items = [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]
-        items += [{"type": "reasoning", "summary": []}, {"type": "function_call_output", "call_id": "1", "output": "4"}]
-        for name, asked in {"input": "What?", "items": items, "flat": [{"type": "input_text", "text": "x"}]}.items():
-            given = {"input": asked, "stream": False, "max_output_tokens": 4}
-            found[name] = client.post("/v1/responses", json=given)
-
-    served(ask, folder)
-    for name, (_, _, words) in MISTAKES.items():
-        assert 400 <= found[name].status_code < 500, name
-        error = found[name].json()["error"]
-        assert words in error["message"] and error["type"] == "invalid_request_error", name
-    for name in ("no json", "no object"):
-        said = found[name].json()["error"]["message"]
-        assert found[name].status_code == 400 and said.startswith("The body of a request must be an object in JSON")
-    assert '"status": "ready"' in found["load served"].text
-    assert 'tq_hf_requests_total{status="finished"}' in found["metrics"].text
-    for name in ("metrics", "after", "parts", "input", "items", "flat"):
-        assert found[name].status_code == 200, found[name].text
-
-
-def test_openais_client_shows_the_sentence(served: Callable[..., str], folder: Path) -> None:
-    openai, said = pytest.importorskip("openai"), []
+def test_openais_client_needs_nothing_else(served: Callable[..., str], folder: Path) -> None:
+    openai = pytest.importorskip("openai")
 
     def ask(client: Any) -> None:
         user = openai.OpenAI(api_key="x", base_url="http://testserver/v1", http_client=client, max_retries=0)
-        for model, options in (("another", {}), (str(folder), {"max_tokens": 0})):
+        (listed,) = user.models.list()
+        assert user.models.retrieve(listed.id).id == listed.id == str(folder)
+        for model, options in (("another", {}), (listed.id, {"max_tokens": 0})):
             with pytest.raises(openai.BadRequestError) as raised:
                 user.completions.create(model=model, prompt="What?", **options)
-            said.append(raised.value.body["message"])
-        assert [model.id for model in user.models.list()] == [str(folder)]
+        assert "`max_tokens` is 0" in raised.value.body["message"]
+        asked = dict(model=listed.id, messages=[USER], max_tokens=6, temperature=0.0)
+        whole = user.chat.completions.create(**asked)
+        chunks = list(user.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        said = [chunk.choices[0] for chunk in chunks[:-1]]
+        assert "".join(choice.delta.content or "" for choice in said) == whole.choices[0].message.content
+        assert [choice.finish_reason for choice in said] == [None] * (len(said) - 1) + ["length"]
+        assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage) and said[0].delta.role == "assistant"
+        assert len({(chunk.id, chunk.created, chunk.object) for chunk in chunks}) == 1
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+        several = user.completions.create(model=listed.id, prompt=["One.", "Two."], n=2, max_tokens=3, temperature=0)
+        texts = [choice.text for choice in several.choices]
+        assert texts[0] == texts[1] and texts[2] == texts[3] and several.usage.prompt_tokens == 8
+        response = user.responses.create(model=listed.id, input="What?", max_output_tokens=6, temperature=0)
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert response.output_text == whole.choices[0].message.content
+        with user.responses.stream(model=listed.id, input="What?", max_output_tokens=6, temperature=0) as events:
+            steps = list(events)
+        kinds = [event.type.removeprefix("response.") for event in steps]
+        assert steps[-1].response.output_text == response.output_text
+        assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+        assert set(kinds[4:-4]) == {"output_text.delta"}
+        assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
 
     served(ask, folder)
-    assert "another" in said[0] and "`max_tokens` is 0; it must be a whole number, 1 or more" in said[1]
+
+
+def test_an_error_in_a_stream_has_openais_form(
+    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_with_quotes(*given: Any, **options: Any) -> Any:
+        raise RuntimeError('a "bit"\nfell over')
+
+    def ask(client: Any) -> None:
+        monkeypatch.setattr("tq_hf.batching.cache.paged_step", fails_with_quotes)
+        whole = client.post("/v1/chat/completions", json=chat())
+        assert whole.status_code == 500 and whole.json()["error"]["type"] == "server_error"
+        streamed = client.post("/v1/chat/completions", json=chat(stream=True)).text
+        assert events_of(streamed)[-1] == whole.json() and streamed.endswith("data: [DONE]\n\n")
+        assert 'a "bit"' in whole.json()["error"]["message"]
+        failed = events_of(client.post("/v1/responses", json={"input": "x", "stream": True}).text)[-1]
+        assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+
+    served(ask, folder)
+
+
+@pytest.mark.parametrize("asked", [{"max_tokens": 4}, {"max_tokens": 100, "logprobs": 2}], ids=str)
+def test_no_request_is_read_or_written_on_the_event_loop(
+    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    """Templates, tokenizers, long answers and their JSON may take seconds. Health is asked within each of them."""
+
+    def within(place: Any, name: str) -> None:
+        call = getattr(place, name)
+
+        def asks_first(*given: Any) -> Any:
+            health.append(client_.get("/health").status_code)
+            return call(*given)
+
+        monkeypatch.setattr(place, name, asks_first)
+
+    def ask(client: Any) -> None:
+        nonlocal client_
+        client_ = client
+        within(answers.Engine, "read")
+        within(serve, "_encoded")
+        if "logprobs" in asked:
+            within(answers.Choice, "read")
+        answer = client.post("/v1/completions", json={"prompt": "x", "temperature": 0.0} | asked)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == asked["max_tokens"]
+
+    client_: Any = None
+    health: list[int] = []
+    served(ask, folder)
+    assert health == [200] * (2 + ("logprobs" in asked))
 
 
 def test_an_answer_ends_with_the_models_positions_and_says_so(served: Callable[..., str], folder: Path) -> None:
     found: list[Any] = []
 
     def ask(client: Any) -> None:
-        body = {"prompt": "x" * 2040, "max_tokens": 100, "temperature": 0.0}
-        found.append(client.post("/v1/completions", json=body).json())
+        for body in ({"max_tokens": 100}, {}):  # by default as many as there is room for
+            body |= {"prompt": "x" * 2040, "temperature": 0.0}
+            found.append(client.post("/v1/completions", json=body).json())
 
     served(ask, folder)
-    assert found[0]["usage"] == {"prompt_tokens": 2040, "completion_tokens": 9, "total_tokens": 2049}
-    assert found[0]["choices"][0]["finish_reason"] == "length"
-
-
-def test_a_step_that_fails_is_an_error_of_the_server(
-    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails_once(*args: Any, **options: Any) -> Any:
-        monkeypatch.undo()
-        raise RuntimeError("a bit fell over")
-
-    found: list[Any] = []
-
-    def ask(client: Any) -> None:
-        monkeypatch.setattr("tq_hf.batching.cache.paged_step", fails_once)
-        with TestClient(client.app, raise_server_exceptions=False) as quiet:
-            found.append(quiet.post("/v1/chat/completions", json=chat()))
-
-    from fastapi.testclient import TestClient
-
-    served(ask, folder)
-    assert found[0].status_code == 500
-    assert "a bit fell over" in found[0].json()["error"]["message"]
-    assert found[0].json()["error"]["type"] == "server_error"
+    for answer in found:
+        assert answer["usage"] == {"prompt_tokens": 2040, "completion_tokens": 9, "total_tokens": 2049}
+        assert answer["choices"][0]["finish_reason"] == "length"

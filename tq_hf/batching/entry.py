@@ -84,6 +84,10 @@ class TurboQuantBatching(ContinuousMixin):
         check_model(self.model, self.config)
         warn_about_graph_mixing(self.model)
 
+    def __repr__(self) -> str:
+        bits = self.config.preset or f"key_bits={self.config.key_bits}, value_bits={self.config.value_bits}"
+        return f"TurboQuantBatching({type(self.model).__name__}, {bits})"
+
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
         """Generation config of the model."""

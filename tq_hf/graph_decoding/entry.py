@@ -36,7 +36,7 @@ def graph_decoding(
 
     ```python
     cache = TurboQuantCache(model.config, max_cache_len=4096)
-    model.generate(**inputs, past_key_values=cache, custom_generate=tq_hf.graph_decoding)
+    model.generate(**inputs, cache=cache, custom_generate=tq_hf.graph_decoding)
     ```
 
     One sequence can be decoded with drafts: `prompt_lookup_num_tokens=k`, or `assistant_model=`, a smaller model of the
@@ -56,7 +56,7 @@ def graph_decoding(
             them.
         stop_strings: `stop_strings` of `generate()`, with `tokenizer`. transformers refuses `stop_strings` in a
             generation config, because it has dropped the tokenizer by then.
-        **model_kwargs: Inputs of the model, `past_key_values` among them.
+        **model_kwargs: Inputs of the model, the cache among them.
 
     Returns:
         Tokens `[B, T + n]` int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
@@ -123,7 +123,7 @@ def _check(
         came += " without `max_cache_len`" if isinstance(cache, TurboQuantCache) else ""
         raise ValueError(
             f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
-            "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
+            f"`{CACHE_NAME}=TurboQuantCache(model.config, max_cache_len=...)`."
         )
     check_layers(model, cache, mode == GenerationMode.ASSISTED_GENERATION)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):

@@ -57,22 +57,22 @@ def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str
         )
 
 
-def warn_about_dequantized_steps(layout: BlockLayout, is_turboquant: bool) -> None:
+def warn_about_dequantized_steps(layout: BlockLayout, can_read_packed: bool) -> None:
     """Warn that decode steps dequantize: each reads packed states, and writes and reads dense ones.
 
     Args:
         layout: Layout of the packed blocks.
-        is_turboquant: Whether the model's attention is "turboquant", and its keys change on their way to attention.
+        can_read_packed: Whether the model's attention is another one, and "turboquant" can take its place.
     """
     times = 2 + 1 / layout.compression_ratio
     advice = (
-        "This model changes its keys between cache and attention, so attention cannot read packed keys"
-        if is_turboquant
-        else 'Load the model with `attn_implementation="turboquant"`, which reads packed keys and values'
+        'Load the model with `attn_implementation="turboquant"`, which reads packed keys and values'
+        if can_read_packed
+        else "The attention of this model takes dense keys and values only, or changes them after the cache"
     )
     logger.warning_once(
         f"Every step dequantizes the whole cache for attention, and moves {times:.1f} times the bytes of a step "
-        f"without compression. It is predicted to be slower at any length, and saves memory. {advice}."
+        f"without compression: it saves memory and is slower. {advice}."
     )
 
 

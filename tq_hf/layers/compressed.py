@@ -13,7 +13,7 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import PreTrainedConfig
 
-from ..compat import attention_implementation, cached_table, outside_inference_mode
+from ..compat import attention_implementation, cached_table, outside_inference_mode, takes_attention_functions
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores import graph_ops
@@ -255,8 +255,8 @@ class TurboQuantLayer(FullAttentionLayer):
             handle.sources = self._lost(view, key_states, value_states)
         if self.reads_packed:
             return handle.lazy((self._nan, self._nan))
-        if key_states.shape[2] == 1 and self._nan.is_cuda:
-            advice.warn_about_dequantized_steps(view.tensors.layout, self._may_read_packed())
+        if key_states.shape[2] == 1:
+            self._warn_about_dequantized_steps(view)
         return handle.attached(handle.dense())
 
     def _lost(self, view: View, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -288,6 +288,7 @@ class TurboQuantLayer(FullAttentionLayer):
         # Aliases, because the handle refers to `keys` and `values`: a handle on these tensors would be a cycle.
         if self._may_read_packed():
             return handle.lazy(states)
+        self._warn_about_dequantized_steps(view)
         return handle.attached((keys.view_as(keys), values.view_as(values)))
 
     def _compiled_states(self, view: View) -> KeyValue:
@@ -297,6 +298,11 @@ class TurboQuantLayer(FullAttentionLayer):
         handle = Handle(self, view)
         pending[:] = [handle] if self.expands else []
         return placeholders(handle, self._nan)
+
+    def _warn_about_dequantized_steps(self, view: View) -> None:
+        config = None if self._model_config is None else self._model_config()
+        chosen = config is None or takes_attention_functions(type(config))
+        advice.warn_about_dequantized_steps(view.tensors.layout, chosen and not self._may_read_packed())
 
     def _may_read_packed(self) -> bool:
         """Whether the model's config names "turboquant" or no attention function, or is unknown."""

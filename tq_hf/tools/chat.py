@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import unicodedata
+from io import TextIOWrapper
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..saving.cache_file import load_cache, save_cache
+from .display import print_error
 
 COMMANDS = {
     "/mem": "show the memory that the cache holds",
@@ -123,7 +126,7 @@ class Chat:
             ids, messages = json.loads(notes["ids"]), json.loads(notes["messages"])
             valid = len(ids) >= int(cache.get_seq_length()) and all(type(token) is int for token in ids)
             valid = valid and all({type(message[key]) for key in ("role", "content")} == {str} for message in messages)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             valid = False
         if not valid:
             raise ValueError(f"{path} holds a cache but no conversation. Load a file that `/save` wrote.")
@@ -144,13 +147,10 @@ class Printer(TextStreamer):
         self.console.out(text, end="\n" if stream_end else "", highlight=False)
 
 
-def print_error(error: Exception, console: Console) -> None:
-    """Print an error without its traceback."""
-    console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-
-
 def converse(chat: Chat, console: Console) -> None:
     """Read commands and messages until the user quits."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a pasted byte may be of another encoding
     while True:
         try:
             line = console.input("[bold]> [/]")

@@ -1,47 +1,51 @@
-"""Command line `tq-hf`: options, and errors as sentences."""
+"""Command line `tq-hf`: options, and errors as sentences.
+
+Commands import what they run, torch and transformers among it, when they run: help comes at once.
+"""
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
-from .. import __version__
-from ..config import PRESETS, TurboQuantConfig, preset_name
-from .chat import Chat, converse, print_error
-from .compare import QUESTION, Comparison, print_answers, print_numbers, prompt_ids
-from .estimate import Estimator, estimate, parse_memory
-from .estimate_table import Report, as_json, print_table
-from .sweep import DENSE, Reader, draw, fit, print_sweep, spelled, sweep
+import tq_hf
+
+from .display import print_error, with_progress, working
+
+if TYPE_CHECKING:
+    from ..config import TurboQuantConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # exists in a checkout only; contains a small model
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PRESET_HELP = "by default 4bit_nc. `tq-hf estimate` lists all presets."
 DEFAULT_CONTEXT = 32768
 GREETING = """This model is trained to recall text that it read. Try these lines, one after the other:
   Some words about the weather. <<green lamp = 493817>> And some about the sea.
   What was it? <<green lamp =
 """
 
-app = typer.Typer(name="tq-hf", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="tq-hf",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # the lines of a docstring flow together
+)
 
 
 def _print_version(value: bool) -> None:
     if value:
-        typer.echo(f"tq-hf {__version__}")
+        typer.echo(f"tq-hf {tq_hf.__version__}")
         raise typer.Exit
 
 
@@ -58,16 +62,9 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A folder or a model of the Hugging Face hub. Default: the small model of the checkout."),
 ]
-Dtype = Annotated[
-    str | None, typer.Option(help="Dtype of the model: bfloat16, float16 or float32. Default: that of the checkpoint.")
-]
-
-
-def _flowing(command: Callable[..., None]) -> Callable[..., None]:
-    """Join the lines of a command's docstring, so that help wraps at the width of the terminal."""
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    return command
+DtypeName = Literal["bfloat16", "float16", "float32"]
+DTYPES = "bfloat16, float16 or float32"
+Dtype = Annotated[DtypeName | None, typer.Option(metavar="DTYPE", help=f"{DTYPES}. Default: that of the checkpoint.")]
 
 
 def _shortened(error: Exception) -> str:
@@ -78,6 +75,8 @@ def _shortened(error: Exception) -> str:
 def _errors_as_sentences() -> Iterator[None]:
     """Context that prints errors the user can correct and ends the command with status 1."""
     try:
+        with working("Importing torch and transformers"):
+            tq_hf.set_up()
         yield
     except (ValueError, OSError) as error:
         print_error(error, Console(stderr=True))
@@ -89,32 +88,26 @@ def _model_name(model: str | None) -> str:
     path = EXAMPLES / "needle"
     if model is None and not path.exists():
         raise ValueError(
-            "The default model is `examples/needle` of the tq_hf repository and not part of an installed package "
-            f"({path} does not exist). Clone the repository and run `pip install -e .` there. Or name a model, e.g. "
-            "`Qwen/Qwen3-0.6B`."
+            f"The default model is that of the tq_hf repository, and {path} does not exist. Run `pip install -e .` in "
+            "a clone, or name a model, e.g. `Qwen/Qwen3-0.6B`."
         )
     return str(path) if model is None else model
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"`--dtype` is {name!r}; it must be one of {', '.join(DTYPES)}.")
-    return None if name is None else DTYPES[name]
-
-
 def _preset_by_layer(text: str) -> TurboQuantConfig:
     """Parse a preset with presets by layer: "4bit_nc" or "4bit_nc,0=k8v4,-1=dense"."""
+    from ..config import TurboQuantConfig
+
     name, *others = text.split(",")
-    layers = {}
+    layers: dict[int, str | None] = {}
     for other in others:
         if (match := re.fullmatch(r"(-?\d+)=(.+)", other)) is None:
             raise ValueError(f"{other!r} in `--preset` is no layer; write for example 4bit_nc,0=k8v4,-1=dense.")
-        layers[int(match[1])] = None if match[2] == DENSE else match[2]
+        layers[int(match[1])] = None if match[2] == "dense" else match[2]
     return TurboQuantConfig.from_preset(name, layers=layers)
 
 
 @app.command("estimate")
-@_flowing
 def estimate_command(
     model: Model = None,
     context: Annotated[
@@ -151,32 +144,47 @@ def estimate_command(
     are counted correctly. The weights of the model are subtracted from the memory of the GPU.
     """
     with _errors_as_sentences():
+        import torch
+        from transformers import AutoConfig
+        from transformers.utils import logging
+
+        from ..config import PRESETS
+        from .estimate import Estimator, Report, as_json, estimate, parse_memory, print_table
+
         name = _model_name(model)
         presets = [_preset_by_layer(one) for one in preset or PRESETS]
         memory = None if gpu_memory is None else parse_memory(gpu_memory)
         logging.set_verbosity_error()
-        try:
-            config = AutoConfig.from_pretrained(name)
-        except Exception as error:  # remote code of a config may raise any exception
-            raise ValueError(f"Cannot read the config of the model {name!r}: {_shortened(error)}") from None
-        estimator = Estimator(config, _dtype(dtype), None if weights is None else parse_memory(weights))
-        if context is None:
-            context = min(DEFAULT_CONTEXT, estimator.max_positions or DEFAULT_CONTEXT)
-            context = context if max_cache_len is None else min(context, max_cache_len - 1)
-        free = None if memory is None else max(0, int(memory * (1 - reserve)) - estimator.weight_bytes)
-        rows = list(estimate(estimator, [None, *presets], context, batch, free, max_cache_len))
-    report = Report(name, estimator, context, batch, max_cache_len, memory, free, rows)
-    if json_wanted:
-        typer.echo(json.dumps(as_json(report), indent=2))
-    else:
-        print_table(report)
+        with working(f"Estimating {name} from its config"):
+            try:
+                config = AutoConfig.from_pretrained(name)
+            except Exception as error:  # remote code of a config may raise any exception
+                raise ValueError(f"Cannot read the config of the model {name!r}: {_shortened(error)}") from None
+            estimator = Estimator(
+                config, dtype and getattr(torch, dtype), None if weights is None else parse_memory(weights)
+            )
+            if context is None:
+                context = min(DEFAULT_CONTEXT, estimator.max_positions or DEFAULT_CONTEXT)
+                context = context if max_cache_len is None else min(context, max_cache_len - 1)
+            free = None if memory is None else max(0, int(memory * (1 - reserve)) - estimator.weight_bytes)
+            rows = list(estimate(estimator, [None, *presets], context, batch, free, max_cache_len))
+        report = Report(name, estimator, context, batch, max_cache_len, memory, free, rows)
+        if json_wanted:
+            typer.echo(json.dumps(as_json(report), indent=2))
+        else:
+            print_table(report, Console())
 
 
+Text = Annotated[Path | None, typer.Option(help="A file with text to read. Default: the filler of the checkout.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")]
+Presets = Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")]
 Device = Annotated[str | None, typer.Option(help="Device, as cpu or cuda:0. Default: a GPU if there is one.")]
 
 
 def _device(name: str | None) -> str:
     """Return the device `name`, or the default. Raises `ValueError` if torch cannot use the device."""
+    import torch
+
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
@@ -185,20 +193,25 @@ def _device(name: str | None) -> str:
     return device
 
 
-def _loaded(name: str, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
+def _loaded(name: str, dtype: DtypeName | None, device: str) -> tuple[Any, Any]:
     """Load a model in eval mode with the attention "turboquant", and its tokenizer. `dtype` is by default that of the
     checkpoint."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", attn_implementation="turboquant")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"Cannot load the model {name!r}: {error}") from None
-    try:
-        return model.to(torch.device(device)).eval(), tokenizer
-    except RuntimeError as error:
-        raise ValueError(f"Cannot run on {device!r}: {_shortened(error)}") from None
+    options = {"dtype": dtype or "auto", "attn_implementation": "turboquant"}
+    with working(f"Loading {name}"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"Cannot load the model {name!r}: {error}") from None
+        try:
+            return model.to(device).eval(), tokenizer
+        except RuntimeError as error:
+            raise ValueError(f"Cannot run on {device!r}: {_shortened(error)}") from None
 
 
 def _text(path: Path | None) -> str:
@@ -206,19 +219,18 @@ def _text(path: Path | None) -> str:
     default = EXAMPLES / "needle" / "filler.txt"
     if path is None and not default.exists():
         raise ValueError("Pass a text: `--text FILE`. (Only a checkout of tq_hf has a default text.)")
-    return (path or default).read_text(encoding="utf-8")
+    try:
+        return (path or default).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8. Convert the file, or pass another `--text`.") from None
 
 
 @app.command("sweep")
-@_flowing
 def sweep_command(
     model: Model = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="A file with text similar to the model's later input. Default: the filler of the checkout."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")] = 2048,
-    preset: Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")] = None,
+    text: Text = None,
+    tokens: Tokens = 2048,
+    preset: Presets = None,
     bytes_wanted: Annotated[
         str | None,
         typer.Option(
@@ -229,11 +241,11 @@ def sweep_command(
         int | None, typer.Option(min=1, help="Number of tokens for which bytes are counted, as in `estimate`.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the run. In bfloat16 the model's own rounding hides small differences.")
+        DtypeName,
+        typer.Option(metavar="DTYPE", help=f"{DTYPES}. In bfloat16 the model's own rounding hides small differences."),
     ] = "float32",
     device: Device = None,
     output: Annotated[Path | None, typer.Option(help="A JSON file for all numbers.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="An image file, as layers.png; needs matplotlib.")] = None,
 ) -> None:
     """Measure the loss of each layer at each preset, and find the presets by layer that fit into a number of bytes.
 
@@ -241,22 +253,25 @@ def sweep_command(
     next tokens from those with all layers dense. With --bytes, all layers start at the smallest preset. The layer with
     the largest gain in KL per byte is raised (up to dense) while bytes are left. The result is measured as a whole.
     """
-    console = Console()
     with _errors_as_sentences():
+        from transformers import AutoConfig
+
+        from ..config import PRESETS, preset_name
+        from .estimate import Estimator, parse_memory
+        from .sweep import Reader, fit, print_sweep, spelled, sweep
+
+        console = Console()
         presets = [preset_name(one) for one in preset or PRESETS]
         name, device = _model_name(model), _device(device)
         share = re.fullmatch(r"(\d+(?:\.\d+)?)%", bytes_wanted or "")
         most = None
         if bytes_wanted is not None and share is None:
             most = int(bytes_wanted) if bytes_wanted.isdecimal() else parse_memory(bytes_wanted)
-        for path in (output, plot):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"There is no folder {path.parent} for {path.name}.")
-        if plot is not None and find_spec("matplotlib") is None:
-            raise ValueError("`--plot` needs matplotlib, which is not installed: `pip install matplotlib`.")
+        if output is not None and not output.parent.is_dir():
+            raise ValueError(f"There is no folder {output.parent} for {output.name}.")
         words = _text(text)
-        loaded, tokenizer = _loaded(name, _dtype(dtype), device)
-        estimator = Estimator(AutoConfig.from_pretrained(name))
+        loaded, tokenizer = _loaded(name, dtype, device)
+        estimator = Estimator(AutoConfig.from_pretrained(name))  # dtype of the checkpoint, not of this run
         positions = estimator.max_positions or DEFAULT_CONTEXT
         ids = tokenizer(words, return_tensors="pt")["input_ids"][:, : min(tokens, positions)]
         reader = Reader(loaded, ids.to(device))
@@ -274,23 +289,19 @@ def sweep_command(
             numbers["fit"] = {"config": line, "kl": kl, "bytes": size, "bytes_allowed": most}
         if output is not None:
             output.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-        if plot is not None:
-            draw(result, plot)
 
 
 @app.command("compare")
-@_flowing
 def compare_command(
     model: Model = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A file with the text of the prompt. Default: the filler of the checkout.")
-    ] = None,
+    text: Text = None,
     question: Annotated[
-        str, typer.Option(help="What to ask about the text. A model without a chat template continues the text.")
-    ] = QUESTION,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")] = 2048,
+        str | None,
+        typer.Option(help="What to ask about the text, by default a summary. Without a chat template it is not asked."),
+    ] = None,
+    tokens: Tokens = 2048,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 64,
-    preset: Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")] = None,
+    preset: Presets = None,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
@@ -300,14 +311,18 @@ def compare_command(
     of the answer of the `DynamicCache`, which every cache reads. In bfloat16 the model's own rounding hides small
     differences: measure them with --dtype float32.
     """
-    console = Console()
     with _errors_as_sentences():
+        from ..config import PRESETS, preset_name
+        from .compare import BASELINE, QUESTION, Comparison, print_answers, print_numbers, prompt_ids
+
+        console = Console()
         presets = [preset_name(one) for one in preset or PRESETS]
         name, device = _model_name(model), _device(device)
         words = _text(text)
-        loaded, tokenizer = _loaded(name, _dtype(dtype), device)
-        positions = Estimator(AutoConfig.from_pretrained(name)).max_positions or DEFAULT_CONTEXT
-        ids = prompt_ids(tokenizer, words, question, tokens)
+        loaded, tokenizer = _loaded(name, dtype, device)
+        config = loaded.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+        ids = prompt_ids(tokenizer, words, question or QUESTION, tokens)
         if ids.shape[1] + max_new_tokens > positions:
             raise ValueError(
                 f"The prompt has {ids.shape[1]:,} tokens, and with {max_new_tokens:,} new ones that is more than the "
@@ -315,16 +330,16 @@ def compare_command(
             )
         console.print(f"{name}, a prompt of {ids.shape[1]:,} tokens on {device}.", highlight=False, soft_wrap=True)
         comparison = Comparison(loaded, ids.to(device), max_new_tokens)
-        answers = [comparison.baseline, *(comparison.answer(one) for one in presets)]
-    print_numbers(answers, console)
-    print_answers(answers, tokenizer, console)
+        caches = with_progress([BASELINE, *presets], "answers", Console(stderr=True, highlight=False, soft_wrap=True))
+        answers = [comparison.answer(one) for one in caches]
+        print_numbers(answers, console)
+        print_answers(answers, tokenizer, console)
 
 
 @app.command("chat")
-@_flowing
 def chat_command(
     model: Model = None,
-    preset: Annotated[str, typer.Option(help=f"Preset of the cache: {', '.join(PRESETS)}.")] = "4bit_nc",
+    preset: Annotated[str, typer.Option(help=f"Preset of the cache, {PRESET_HELP}")] = "4bit_nc",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 512,
     dtype: Dtype = None,
     device: Device = None,
@@ -335,12 +350,15 @@ def chat_command(
     cache, /reset starts over and /quit ends. A model without a chat template, as the small model of the checkout,
     continues your text.
     """
-    console = Console()
     with _errors_as_sentences():
+        from ..config import preset_name
+        from .chat import Chat, converse
+
+        console = Console()
         preset = preset_name(preset)
         name = _model_name(model)
         device = _device(device)
-        loaded, tokenizer = _loaded(name, _dtype(dtype), device)
+        loaded, tokenizer = _loaded(name, dtype, device)
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
     console.print(f"{name} with a {preset} cache. Type /help for the commands.", highlight=False)
     if not tokenizer.chat_template:
@@ -351,10 +369,9 @@ def chat_command(
 
 
 @app.command("serve")
-@_flowing
 def serve_command(
     model: Model = None,
-    preset: Annotated[str, typer.Option(help=f"Preset of the pages: {', '.join(PRESETS)}.")] = "4bit_nc",
+    preset: Annotated[str, typer.Option(help=f"Preset of the pages, {PRESET_HELP}")] = "4bit_nc",
     host: Annotated[str, typer.Option(help="Address of the server.")] = "localhost",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
     dtype: Dtype = None,
@@ -374,54 +391,70 @@ def serve_command(
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of prompt tokens read in one step.")
     ] = None,
-    sink_tokens: Annotated[
-        int, typer.Option(min=0, help="Number of first tokens of a request that stay dense.")
-    ] = TurboQuantConfig.sink_tokens,
+    sink_tokens: Annotated[int, typer.Option(min=0, help="Number of first tokens of a request that stay dense.")] = 4,
     residual_length: Annotated[
         int, typer.Option(min=0, help="Number of newest tokens of a request that stay dense.")
-    ] = TurboQuantConfig.residual_length,
+    ] = 128,
     compile_level: Annotated[
         int | None,
         typer.Option(
             min=0, max=3, help="Compile level of decode steps, in the background; 0 for none. Default: 1 on a GPU."
         ),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="TQ_HF_API_KEY", show_envvar=True, help="Key that clients must send. Default: none."),
+    ] = None,
+    max_body_size: Annotated[
+        int, typer.Option(min=1, help="Maximum number of bytes of a request's body. Larger ones are refused.")
+    ] = 4 << 20,
     cors: Annotated[bool, typer.Option("--cors", help="Allow web pages of other origins.")] = False,
 ) -> None:
-    """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.
+    """Serve a model with the API of OpenAI, with the tokens of all requests in packed pages.
 
     Needs the extra `serving` and transformers 5.19. Requests start and end at any time. Requests with a common prefix
     share pages. Each request has its own temperature, top_p, seed and stop strings.
     """
-    console = Console()
     with _errors_as_sentences():
+        from ..compat import check_required_names
+        from ..config import TurboQuantConfig, preset_name
+
+        console = Console()
         preset, name, device = preset_name(preset), _model_name(model), _device(device)
         config = TurboQuantConfig.from_preset(preset, sink_tokens=sink_tokens, residual_length=residual_length)
-        _dtype(dtype)
+        if memory_share == 0:
+            raise ValueError("`--memory-share` is 0; the cache needs a share above 0. Leave it out for a default.")
         try:
-            from .serve import TurboQuantServer
-        except ImportError as error:  # transformers is too old
-            raise ValueError(str(error)) from None
+            check_required_names("tq-hf serve", "Use `TurboQuantBatching` in Python.")
+            from transformers import ContinuousBatchingConfig
 
-        def started(processor: Any) -> None:
-            console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", highlight=False, soft_wrap=True)
-            if not processor.chat_template:
-                console.print("This model has no chat template: ask /v1/completions to continue a text.")
-
-        TurboQuantServer(
-            name,
-            config,
-            started,
-            cache_tokens=cache_tokens,
-            compile_level=compile_level,
-            host=host,
-            port=port,
-            dtype=dtype or "auto",
-            device=device,
-            cb_max_memory_percent=memory_share,
-            cb_max_batch_tokens=batch_tokens,
-            enable_cors=cors,
+            server = importlib.import_module(".serve", __package__)
+        except ImportError as error:  # transformers is too old, or a package is missing
+            missing = f'A package of the server is missing ({error.name}): `pip install "tq-hf[serving]"`.'
+            raise ValueError(missing if error.name else str(error)) from None
+        warning = server.check_access(host, port, api_key)
+        loaded, tokenizer = _loaded(name, dtype, device)
+        # The option counts pages of transformers' default size. `paged_options` converts them.
+        blocks = None if cache_tokens is None else -(-cache_tokens // ContinuousBatchingConfig.page_size)
+        level = int(device.startswith("cuda")) if compile_level is None else compile_level
+        options = ContinuousBatchingConfig(
+            num_blocks=blocks,
+            max_memory_percent=memory_share,
+            max_batch_tokens=batch_tokens,
+            default_compile_level=level,
+            scheduler_type="shortest_first",
         )
+
+        def say(room: str) -> None:
+            console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", highlight=False, soft_wrap=True)
+            console.print(room, highlight=False, soft_wrap=True)
+            if not tokenizer.chat_template:
+                console.print("This model has no chat template: ask /v1/completions to continue a text.")
+            if warning:
+                console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
+
+        access: dict[str, Any] = {"key": api_key, "cors": cors, "most_bytes": max_body_size}
+        server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **access)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers.cache_utils import Cache
 from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..memory import measure
+from .display import print_rows
 
 BASELINE = "DynamicCache"
 QUESTION = "Summarize the text above in three sentences."
@@ -85,12 +87,19 @@ class Comparison:
         ends = model.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         self._exact: torch.Tensor | None = None
-        attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-        self.baseline = self._answer(BASELINE, attention, DynamicCache(config=model.config))
 
-    def answer(self, preset: str) -> Answer:
-        """Answer on a cache of a preset."""
-        return self._answer(preset, "turboquant", TurboQuantCache(self.model.config, preset))
+    @cached_property
+    def baseline(self) -> Answer:
+        """Answer on a `DynamicCache`."""
+        attention = "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
+        return self._answer(BASELINE, attention, DynamicCache(config=self.model.config))
+
+    def answer(self, name: str) -> Answer:
+        """Answer on a cache of a preset, or the baseline's. The baseline answers first."""
+        baseline = self.baseline
+        if name == BASELINE:
+            return baseline
+        return self._answer(name, "turboquant", TurboQuantCache(self.model.config, name))
 
     @torch.no_grad()
     def _answer(self, name: str, attention: str, cache: Cache) -> Answer:
@@ -131,27 +140,17 @@ class Comparison:
 
 def print_numbers(answers: Sequence[Answer], console: Console) -> None:
     """Print a row for each cache; the first answer is the baseline."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    headings = ("cache", "MiB held", "smaller", "first token", "ms a token", "KL, nats", "top-1", "answers part at")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    base = answers[0]
+    base, rows = answers[0], []
     for one in answers:
         parts = one.parts_at(base)
-        table.add_row(
-            one.cache,
-            f"{one.bytes_held / 2**20:,.1f}",
-            f"{base.bytes_held / one.bytes_held:.2f}x",
-            f"{one.first_token:.2f} s",
-            "-" if one.ms_a_token is None else f"{one.ms_a_token:.1f}",
-            *(("-", "-", "-") if one is base else (f"{one.kl:.1e}", f"{one.top1:.1%}", place(parts, len(base.ids)))),
-        )
-    console.print(table)
-
-
-def place(parts: int | None, tokens: int) -> str:
-    """Describe where two answers part."""
-    return f"never, {tokens} tokens" if parts is None else f"token {parts + 1}"
+        loss = ["-"] * 3
+        if one is not base:
+            loss = [f"{one.kl:.1e}", f"{one.top1:.1%}", "never" if parts is None else f"token {parts + 1}"]
+        size = [f"{one.bytes_held / 2**20:,.1f}", f"{base.bytes_held / one.bytes_held:.2f}x"]
+        times = [f"{one.first_token:.2f} s", "-" if one.ms_a_token is None else f"{one.ms_a_token:.1f}"]
+        rows.append([one.cache, *size, *times, *loss])
+    headings = ("cache", "MiB held", "smaller", "first token", "ms a token", "KL, nats", "top-1", "answers part at")
+    print_rows(headings, rows, console)
 
 
 def print_answers(answers: Sequence[Answer], tokenizer: Any, console: Console) -> None:

@@ -12,10 +12,11 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+from rich.console import Console
 from tq_kernels.types import KeyValue
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
@@ -28,6 +29,7 @@ from ..memory import MemoryFootprint, bytes_in_16_bits, tensors_by_kind
 from ..saving.recorded import Call
 from ..stores.store import LayerStore
 from . import weights
+from .display import print_rows
 from .traced import trace
 from .weights import method_of, quantization_of
 
@@ -168,15 +170,12 @@ class Estimate:
     """Sizes of a cache with one preset, or of transformers' own cache."""
 
     preset: str | None
-    """Name of the preset; `None` for transformers' `DynamicCache` (or `StaticCache` if preallocated)."""
     footprint: MemoryFootprint
-    """Footprint after the prefill."""
+    """After the prefill."""
     decoding: MemoryFootprint
-    """Footprint after the first new token."""
+    """After the first new token."""
     max_context: int | None = None
-    """Result of `Estimator.max_context`; `None` also without `memory`."""
     max_batch: int | None = None
-    """Result of `Estimator.max_batch`; `None` also without `memory`."""
 
 
 def estimate(
@@ -187,15 +186,8 @@ def estimate(
     memory: int | None = None,
     max_cache_len: int | None = None,
 ) -> Iterator[Estimate]:
-    """Yield an `Estimate` of each preset.
-
-    Args:
-        estimator: Sizes of the caches of a model.
-        presets: Presets or configurations; `None` for transformers' own cache.
-        context, batch: Number of tokens of the prefill, and number of sequences.
-        memory: Number of bytes for the cache. If given, an estimate also has `max_context` and `max_batch`.
-        max_cache_len: Number of tokens to preallocate.
-    """
+    """Yield an `Estimate` of each preset, `None` for transformers' own cache. With `memory`, a number of bytes, an
+    estimate also has `max_context` and `max_batch`. Other arguments are those of `Estimator.footprint`."""
     for preset in presets:
         footprint = estimator.footprint(preset, context, batch, max_cache_len=max_cache_len)
         decoding = estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len)
@@ -269,3 +261,106 @@ def _largest(fits: Callable[[int], bool]) -> int | None:
         if most > MOST:
             return None
     return bisect_left(range(most // 2 + 1, most), True, key=lambda n: not fits(n)) + most // 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """Options and results of `tq-hf estimate`."""
+
+    name: str
+    estimator: Estimator
+    context: int
+    batch: int
+    max_cache_len: int | None
+    memory: int | None
+    """Number of bytes of the GPU, or `None` without `--gpu-memory`."""
+    free: int | None
+    """Number of bytes of the GPU for the cache. 0 if the weights alone do not fit, `None` without `--gpu-memory`."""
+    rows: list[Estimate]
+
+
+def _by_kind(footprint: MemoryFootprint) -> dict[str, int]:
+    sizes = asdict(footprint)
+    del sizes["by_device"]
+    return sizes | {"total": footprint.total}
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Convert a report to JSON. Sizes are in bytes."""
+    presets: list[dict[str, Any]] = [
+        {"preset": row.preset, "after_prefill": _by_kind(row.footprint), "decoding": _by_kind(row.decoding)}
+        | ({} if report.free is None else {"max_context": row.max_context, "max_batch": row.max_batch})
+        for row in report.rows
+    ]
+    return {
+        "model": report.name,
+        "dtype": str(report.estimator.dtype).removeprefix("torch."),
+        "quantization": report.estimator.quantization,
+        "context": report.context,
+        "batch": report.batch,
+        "max_cache_len": report.max_cache_len,
+        "weight_bytes": report.estimator.weight_bytes,
+        "max_position_embeddings": report.estimator.max_positions,
+        "gpu_memory_bytes": report.memory,
+        "cache_memory_bytes": report.free,
+        "notes": report.estimator.notes,
+        "presets": presets,
+    }
+
+
+def print_table(report: Report, console: Console) -> None:
+    """Print a table with one row per preset, and remarks below."""
+    most = max(row.footprint.total for row in report.rows)
+    unit, size_of = ("GiB", 2**30) if most >= 10 * 2**30 else ("MiB", 2**20)
+    sequences = "one sequence" if report.batch == 1 else f"{report.batch} sequences"
+    room = "" if report.max_cache_len is None else f", preallocated for {report.max_cache_len:,}"
+    title = f"KV cache of {report.name}, {sequences} of {report.context:,} tokens{room}, in {unit}"
+    console.print(title, highlight=False, soft_wrap=True)
+    # Only sliding-window layers of a DynamicCache shrink: they hold the whole prompt until the first new token.
+    shrinks = any(row.footprint.total > 1.01 * row.decoding.total for row in report.rows)
+    # Show either bytes by kind or the context and batch that fit: both are too wide for a terminal.
+    fits = report.free is not None
+    headings = ["preset"] + ([] if fits else ["packed", "dense", "other layers"])
+    headings += ["after prefill", "decoding"] if shrinks else ["total"]
+    headings += ["share of bf16"] + (["max context", "max batch"] if fits else [])
+    rows = []
+    for row in report.rows:
+        last = row.decoding if shrinks else row.footprint
+        sizes = [] if fits else [last.packed + last.metadata, last.residual + last.sinks, last.uncompressed]
+        sizes += [row.footprint.total, last.total] if shrinks else [last.total]
+        cells = [f"{size / size_of:,.1f}" for size in sizes] + [f"{last.ratio:.1%}"]
+        if fits:
+            cells += ["any" if most is None else f"{most:,}" for most in (row.max_context, row.max_batch)]
+        rows.append([row.preset or ("DynamicCache" if report.max_cache_len is None else "StaticCache"), *cells])
+    print_rows(headings, rows, console)
+    for sentence in _remarks(report, shrinks):
+        console.print(sentence, highlight=False)
+
+
+def _remarks(report: Report, shrinks: bool) -> list[str]:
+    """Return the sentences below the table."""
+    estimator, remarks = report.estimator, []
+    if shrinks:
+        remarks.append(
+            "The sliding-window layers of a DynamicCache hold the whole prompt until the first new token, and only "
+            "their window after it. The context and batch that fit are those after the prefill."
+        )
+    if report.free is not None and report.memory is not None:
+        weights = f"{estimator.weight_bytes / 2**30:,.1f} GiB of weights"
+        if estimator.quantization is not None and not estimator.notes:
+            weights += f" (quantized: {estimator.quantization})"
+        if report.free:
+            remarks.append(
+                f"Of {report.memory / 2**30:,.1f} GiB, {report.free / 2**30:,.1f} GiB are left for the cache beside "
+                f"{weights} and the reserve."
+            )
+        else:
+            remarks.append(
+                f"The weights alone do not fit: {weights}, and {report.memory / 2**30:,.1f} GiB less the reserve. If "
+                "the weights are smaller, pass `--weights 13GB`."
+            )
+    remarks += estimator.notes
+    if estimator.max_positions is not None:
+        beyond = ", fewer than `--context`" if report.context > estimator.max_positions else ""
+        remarks.append(f"The model is made for up to {estimator.max_positions:,} tokens{beyond}.")
+    return remarks

@@ -1,218 +1,382 @@
-"""Fields of requests in OpenAI's format: each is applied, changes no answer, or is refused."""
+"""Bodies of requests in OpenAI's format: each field is applied, changes no answer, or is refused in a sentence.
+
+The models below have the fields that are applied, with their types and limits. All limits hold before a prompt is
+rendered or tokenized.
+"""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from inspect import signature
+from typing import Annotated, Any, ClassVar, Literal
 
-from transformers import GenerationConfig
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import from_json
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..batching.options import MOST_LOGPROBS, REQUEST_FIELDS, Rule, whole_number
+from ..batching.options import FIELDS, MOST_BIASES, MOST_LOGPROBS, REQUEST_FIELDS, Rule, shown
 
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MOST_ANSWERS = 128
 """Answers that a request can ask for, as in OpenAI's API."""
+MOST_STOPS, LONGEST_STOP = 4, 256
+"""Number of stop strings, as in OpenAI's API, and characters of one. The engine searches for them at each token."""
+MOST_MESSAGES, MOST_TOOLS = 4096, 128
+MOST_MARKS = 250_000
+"""Commas of a body; an opening bracket or a colon counts twice. Python runs nothing else while it makes objects."""
+DEFAULT_TOKENS = 1024
+"""New tokens of a request that names no limit."""
 
-
-def _applied(note: str = "") -> Rule:
-    return Rule("applied", note)
-
-
-def _neutral(note: str) -> Rule:
-    return Rule("neutral", note)
-
-
-def _refused(note: str, *neutral: Any) -> Rule:
-    return Rule("refused", note, neutral)
-
-
-_CALLER = "about the caller, not the answer"
-_HOSTED = "this server keeps no requests"
-_TEXT = {"type": "text"}
-_SHARED = {
-    "model": _applied("the served model only"),
-    "stream": _applied(),
-    "temperature": _applied("0 is greedy"),
-    "top_p": _applied(),
-    "seed": _applied("the answer is the same in any batch"),
-    "generation_config": _applied("JSON of a generation config; its fields are applied or refused as above"),
-    "user": _neutral(_CALLER),
-    "stream_options": _neutral("usage is always in the last part"),
+NEUTRAL = {
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "service_tier"), "about the caller, not the answer"),
+    "store": "requests are never stored",
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), "prompts share pages by themselves"
+    ),
+    "prediction": "changes how fast an answer is, never the answer",
+    "stream_options": "`include_usage` is applied by completions",
 }
-_GENERATES = {
-    "max_tokens": _applied(),
-    "stop": _applied("the text ends before it"),
-    "frequency_penalty": _applied("over the answer"),
-    "presence_penalty": _applied("over the answer"),
-    "logit_bias": _applied(),
-    "n": _applied(f"up to {MOST_ANSWERS}; the seed of answer `i` is `seed + i`"),
+"""Fields that change no answer, and why."""
+UNCHANGED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "truncation": ("disabled",),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "reasoning": ({},),
+    **dict.fromkeys(("functions", "include"), ([],)),
+    **dict.fromkeys(("echo", "background"), (False,)),
 }
-_CHATS = {
-    "tools": _applied("if the chat template has them"),
-    "tool_choice": _refused("the model chooses", "auto"),
-    "parallel_tool_calls": _refused("the model may call several tools", True),
-    "metadata": _neutral(_CALLER),
-    "safety_identifier": _neutral(_CALLER),
-    "service_tier": _neutral(_CALLER),
-    "store": _neutral("requests are never stored"),
-    "prompt_cache_key": _neutral("prompts share pages by themselves"),
-    "prompt_cache_options": _neutral("prompts share pages by themselves"),
-    "prompt_cache_retention": _neutral("prompts share pages by themselves"),
-    "moderation": _refused("answers are not moderated"),
-}
-ENDPOINTS: dict[str, dict[str, Rule]] = {
-    "chat/completions": {
-        "messages": _applied("text only"),
-        **_SHARED,
-        **_GENERATES,
-        "max_completion_tokens": _applied(),
-        "logprobs": _applied("of the model, before other options"),
-        "top_logprobs": _applied(f"0 to {MOST_LOGPROBS}, with `logprobs`"),
-        "chat_template_kwargs": _applied("arguments of the chat template"),
-        **_CHATS,
-        "response_format": _refused("this server answers with free text only", _TEXT),
-        "functions": _refused("`tools` has taken their place", []),
-        "function_call": _refused("`tools` has taken their place"),
-        "audio": _refused("the model writes text only"),
-        "modalities": _refused("the model writes text only", ["text"]),
-        "prediction": _neutral("changes how fast an answer is, never the answer"),
-        "reasoning_effort": _refused("say it to the template, in `chat_template_kwargs`"),
-        "verbosity": _refused("the model has no levels of it"),
-        "web_search_options": _refused("this server searches nothing"),
-    },
-    "completions": {
-        "prompt": _applied("one text"),
-        **_SHARED,
-        **_GENERATES,
-        "logprobs": _applied(f"0 to {MOST_LOGPROBS}; of the model, before other options"),
-        "suffix": _applied("added to the text"),
-        "best_of": _refused("answers are not ranked", 1),
-        "echo": _refused("the prompt is not repeated", False),
-    },
-    "responses": {
-        "input": _applied("text only"),
-        "instructions": _applied(),
-        **_SHARED,
-        "max_output_tokens": _applied(),
-        **_CHATS,
-        "text": _refused("this server answers with free text only", {}, {"format": _TEXT}),
-        "top_logprobs": _refused("outputs of this endpoint have no log-probabilities", 0),
-        "include": _refused("outputs hold text only", []),
-        "reasoning": _refused("say it to the template, in `chat_template_kwargs` of chat/completions"),
-        "previous_response_id": _refused(_HOSTED),
-        "conversation": _refused(_HOSTED),
-        "prompt": _refused(_HOSTED),
-        "background": _refused(_HOSTED, False),
-        "background_options": _refused(_HOSTED),
-        "context_management": _refused(_HOSTED),
-        "truncation": _refused("prompts are read whole", "disabled"),
-        "max_tool_calls": _refused("tools are not called by this server"),
-        "access_programs": _refused("tools are not called by this server"),
-        "image": _refused("the model writes text only"),
-    },
-}
-"""Each field of OpenAI's requests and of transformers' server, by endpoint."""
+"""Values of refused fields that change no answer, besides `null`. All fields that are not listed here are refused."""
+_ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
+"""Names that are no variables of a chat template: arguments of the call, a template among them."""
+_WITHOUT_EFFECT = {name for name, rule in FIELDS.items() if rule.kind == "neutral"}
 
 
-def _is_neutral(value: Any, rule: Rule) -> bool:
-    """Whether a value of a refused field has no effect."""
-    return value is None or any(type(value) is type(each) and value == each for each in rule.neutral)
-
-
-def check_fields(body: dict[str, Any], endpoint: str, has_tools: bool) -> None:
-    """Raise `ValueError` if a request has a field that would change the answer and is not applied.
-
-    Args:
-        body: The request.
-        endpoint: Key of `ENDPOINTS`.
-        has_tools: Whether the chat template of the model renders tools.
-    """
-    for name, rule in ENDPOINTS[endpoint].items():
-        value = body.get(name)
-        if rule.kind == "refused" and not _is_neutral(value, rule):
-            verb = "asks for" if name in ("response_format", "text") else "is"
-            raise ValueError(f"`{name}` {verb} {value!r}, and {rule.note}. Leave it out.")
-    for name in LIMITS:
-        number = body.get(name)
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+def _text(content: Any) -> Any:
+    """Text of a message: its content, or the texts of its parts."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text", "reasoning_text") or not isinstance(part.get("text"), str):
             raise ValueError(
-                f"`{name}` is {number!r}; it must be a whole number, 1 or more. Leave it out for a default."
+                f"A message has a part of the type {shown(kind)}, and the model reads parts with a `text` only. Leave "
+                "it out."
             )
-    if body.get("tools") and not has_tools:
-        raise ValueError("The request has `tools`, and the chat template of this model has no place for them.")
-    if (number := body.get("n")) is not None:
-        whole_number("n", number, 1, MOST_ANSWERS)
-    for name in ("stream", "logprobs") if endpoint == "chat/completions" else ("stream",):
-        if not isinstance(body.get(name), (bool, type(None))):
-            raise ValueError(f"`{name}` is {body[name]!r}; it must be true or false.")
-    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-        if isinstance(body.get(name), bool) or not isinstance(body.get(name), (int, float, type(None))):
-            raise ValueError(f"`{name}` is {body[name]!r}; it must be a number.")
-    stops = body.get("stop") or []
-    if not all(isinstance(each, str) for each in (stops if isinstance(stops, (list, str)) else [stops])):
-        raise ValueError(f"`stop` is {stops!r}; it must be a text or a list of texts.")
-    if body.get("top_logprobs") and not body.get("logprobs"):
-        raise ValueError(f"`top_logprobs` is {body['top_logprobs']!r} without `logprobs`. Set `logprobs` to true.")
-    if not isinstance(body.get("logit_bias"), (dict, type(None))):
-        raise ValueError(f"`logit_bias` is {body['logit_bias']!r}; it must be an object of token ids and numbers.")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
-def fields_of_config(body: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Split the fields of a request's `generation_config` into those of a generation config, `None` without one, and
-    options that only a request has.
+def _calls(calls: Any) -> Any:
+    """Tool calls of a message. Templates read arguments as objects."""
+    read = []
+    for call in calls if isinstance(calls, list) else [calls] if calls else []:
+        function: Any = call.get("function", call) if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(arguments, str | dict):
+            raise ValueError(
+                f"`tool_calls` has {shown(call)}; it must be a list of objects, each with a `function` that has "
+                "`arguments`."
+            )
+        read.append(call | {"function": function | {"arguments": _object("arguments", arguments or {})}})
+    return read or None
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    """An object, or that of a text in JSON."""
+    try:
+        found = from_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"`{name}` is {shown(value)}; it must be an object in JSON. {error}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"`{name}` is {shown(value)}; it must be an object in JSON.")
+    return found
+
+
+class Message(BaseModel):
+    """A message of a chat. Fields that no template reads are dropped."""
+
+    model_config = ConfigDict(strict=True)
+    role: str = Field(min_length=1, max_length=64)
+    content: Annotated[str, BeforeValidator(_text)] = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]] | None, BeforeValidator(_calls)] = None
+    reasoning_content: str | None = None
+
+
+def _prompts(given: Any) -> list[Any]:
+    """Prompts of a request: a text, token ids, or a list of them."""
+    prompts = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
+    for each in prompts:
+        if not isinstance(each, str) and not (isinstance(each, list) and all(type(token) is int for token in each)):
+            raise ValueError(f"`prompt` has {shown(each)}; it must be text or token ids, or a list of them.")
+    if len(prompts) > MOST_ANSWERS:
+        raise ValueError(f"`prompt` has {len(prompts):,} prompts; at most {MOST_ANSWERS} are answered at once.")
+    return prompts
+
+
+def _items(given: Any) -> Any:
+    """Items of `input`: a text, or the parts of a text, are one message."""
+    if isinstance(given, list) and given and all(isinstance(each, dict) for each in given):
+        parts = "role" not in given[0] and str(given[0].get("type")).endswith("_text")
+        return [{"role": "user", "content": given}] if parts else given
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    raise ValueError(f"`input` is {shown(given)}; it must be a text or a list of messages.")
+
+
+def _biases(given: Any) -> Any:
+    """Biases by token id. Their number is checked first."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MOST_BIASES:
+        raise ValueError(f"`logit_bias` has {len(given):,} tokens; at most {MOST_BIASES:,} fit.")
+    if wrong := [token for token in given if not (token.isdecimal() and len(token) < 10)]:
+        raise ValueError(f"`logit_bias` has {shown(wrong[0])}; its names must be token ids.")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _field(note: str = "", **limits: Any) -> Any:
+    return Field(None, description=note, **limits)
+
+
+def _number_of_tokens(note: str = "") -> Any:
+    return _field(note, ge=1, lt=2**31)
+
+
+_MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)])
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+
+class Body(BaseModel):
+    """Fields that all endpoints apply. A field that is `null` is as good as none."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Names of the maximum number of new tokens. The first one that is set counts."""
+
+    model: str | None = _field("the served model only")
+    stream: bool | None = _field()
+    temperature: float | None = _field("0 is greedy", ge=0, le=100)
+    top_p: float | None = _field(gt=0, le=1)
+    seed: int | None = _field("as in a batch, above", ge=-(2**63), lt=2**64 - MOST_ANSWERS)
+    generation_config: Any = _field("JSON of a generation config; its fields are applied or refused as above")
+
+    @model_validator(mode="after")
+    def _check_others(self) -> Body:
+        for name, value in (self.model_extra or {}).items():
+            neutral = any(type(value) is type(each) and value == each for each in (None, *UNCHANGED.get(name, ())))
+            if name not in NEUTRAL and not neutral:
+                raise ValueError(
+                    f"`{name:.60}` is {shown(value)}, and this server does not apply it here. Leave it out."
+                )
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Options of the engine: those of `generation_config`, replaced by those of the fields.
+
+        A temperature above 0, top_p or a seed turn sampling on, even if the model's generation config is greedy.
+
+        Raises:
+            ValueError: Fields contradict each other, or `generation_config` has a field that does not exist.
+        """
+        config = _object("generation_config", self.generation_config or {})
+        if unknown := sorted(config.keys() - vars(GenerationConfig()).keys() - REQUEST_FIELDS.keys()):
+            raise ValueError(f"`generation_config` has {shown(unknown[0])}, which does not exist.")
+        options = {name: value for name, value in config.items() if value is not None and name not in _WITHOUT_EFFECT}
+        asked, top = getattr(self, "logprobs", None), getattr(self, "top_logprobs", None)
+        if top and asked is not True:
+            raise ValueError(f"`top_logprobs` is {top} without `logprobs`. Set `logprobs` to true.")
+        own = {
+            **{name: getattr(self, name, None) for name in ("temperature", "top_p", *REQUEST_FIELDS)},
+            "top_logprobs": (top or 0) if asked is True else None if asked is False else asked,
+            "stop_strings": getattr(self, "stop", None) or None,
+            "num_return_sequences": getattr(self, "n", None),
+            "max_new_tokens": next(filter(None, (getattr(self, name) for name in self.limits)), None),
+        }
+        options |= {name: value for name, value in own.items() if value is not None}
+        if self.temperature == 0:
+            options |= {"do_sample": False, "temperature": 1.0}
+        elif any(value is not None for value in (self.temperature, self.top_p, self.seed)):
+            options["do_sample"] = True
+        return options
+
+
+class GeneratingBody(Body):
+    """Fields that both endpoints of completions apply."""
+
+    max_tokens: int | None = _number_of_tokens(
+        f"default: {DEFAULT_TOKENS:,}, or the `max_new_tokens` of the model if that is larger"
+    )
+    stop: Annotated[list[Stop] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = (
+        _field(f"the text ends before it; up to {MOST_STOPS} of {LONGEST_STOP} characters", max_length=MOST_STOPS)
+    )
+    frequency_penalty: float | None = _field("over the answer", ge=-2, le=2)
+    presence_penalty: float | None = _field("over the answer", ge=-2, le=2)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases)] = _field()
+    n: int | None = _field(
+        f"up to {MOST_ANSWERS}; the prompt is read once; the seed of answer `i` is `seed + i`", ge=1, le=MOST_ANSWERS
+    )
+    stream_options: dict[str, Any] | None = _field("`include_usage`: a last part has the usage")
+
+
+class CompletionBody(GeneratingBody):
+    """A request to continue texts."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)] = Field(description="text or token ids, or a list of them")
+    logprobs: int | None = _field(f"0 to {MOST_LOGPROBS}; of the model, before other options", ge=0, le=MOST_LOGPROBS)
+
+
+class ToolBody(Body):
+    """Fields that both endpoints of chats apply."""
+
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = _field(
+        "if the chat template has them"
+    )
+    tool_choice: Literal["auto", "none"] | None = _field("`none`: the template gets no tools")
+    parallel_tool_calls: bool | None = _field("false: an answer has one call")
+
+    def chat(self) -> list[Message]:
+        """Return the messages for the chat template."""
+        raise NotImplementedError
+
+    def template_options(self) -> dict[str, Any]:
+        """Arguments of the chat template besides the messages."""
+        tools = self.tools if self.tools and self.tool_choice != "none" else ()
+        nested = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        return {"tools": nested or None, "add_generation_prompt": True}
+
+
+class ChatBody(GeneratingBody, ToolBody):
+    """A request for the next message of a chat."""
+
+    limits = ("max_completion_tokens", "max_tokens")
+    messages: list[Message] = Field(description="text only", min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = _number_of_tokens()
+    logprobs: bool | None = _field("of the model, before other options")
+    top_logprobs: int | None = _field(f"0 to {MOST_LOGPROBS}, with `logprobs`", ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = _field("variables of the chat template, as `enable_thinking`")
+    add_generation_prompt: bool | None = _field("false: no message begins")
+    continue_final_message: bool | None = _field(
+        "the last message is continued; with `add_generation_prompt` set to false"
+    )
+
+    def chat(self) -> list[Message]:
+        return self.messages
+
+    def template_options(self) -> dict[str, Any]:
+        begins, continues = self.add_generation_prompt is not False, bool(self.continue_final_message)
+        if begins and continues:
+            raise ValueError(
+                "`continue_final_message` is true, and a message begins. Set `add_generation_prompt` to false."
+            )
+        variables = self.chat_template_kwargs or {}
+        if refused := sorted(variables.keys() & _ARGUMENTS):
+            raise ValueError(
+                f"`chat_template_kwargs` has {refused[0]}, which is no variable of a chat template. Leave it out."
+            )
+        own = {"add_generation_prompt": begins, "continue_final_message": continues}
+        return variables | super().template_options() | own
+
+
+class ResponseBody(ToolBody):
+    """A request for a response."""
+
+    limits = ("max_output_tokens",)
+    input: Annotated[list[dict[str, Any]], BeforeValidator(_items)] = Field(description="text only")
+    instructions: str | None = _field("before a system message of `input`")
+    max_output_tokens: int | None = _number_of_tokens("default: as `max_tokens`")
+
+    def options(self) -> dict[str, Any]:
+        options = super().options()
+        if options.get("num_return_sequences", 1) != 1 or "top_logprobs" in options:
+            raise ValueError(
+                "`generation_config` asks for several answers or log-probabilities, and this endpoint gives one answer "
+                "as text. Leave out `num_return_sequences` and `top_logprobs`, or use chat/completions."
+            )
+        return options
+
+    def chat(self) -> list[Message]:
+        """Return the messages for the chat template. Calls and reasoning join the assistant's message beside them."""
+        messages: list[dict[str, Any]] = []
+        before: dict[str, Any] = {}
+        for item in self.input:
+            kind, own = item.get("type"), {}
+            if kind == "reasoning" and "role" not in item:
+                own = {"reasoning_content": _text(item.get("content") or [])}
+            elif kind == "function_call" and "role" not in item:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", **before})
+                call = {"id": _of_item(item, "call_id"), "type": "function"}
+                call["function"] = {name: _of_item(item, name) for name in ("name", "arguments")}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif kind == "function_call_output" and "role" not in item:
+                output = {"tool_call_id": _of_item(item, "call_id"), "content": item.get("output")}
+                messages.append({"role": "tool", **output})
+            elif "role" in item:
+                messages.append({"role": item["role"], "content": item.get("content")})
+                messages[-1] |= before if item["role"] == "assistant" else {}
+            else:
+                raise ValueError(
+                    f"`input` has an item of the type {shown(kind)}; without a `role` it must be function_call, "
+                    "function_call_output or reasoning."
+                )
+            before = own
+        if self.instructions:
+            if not messages or messages[0]["role"] not in ("system", "developer"):
+                messages.insert(0, {"role": "system", "content": self.instructions})
+            else:
+                messages[0]["content"] = f"{self.instructions}\n\n{_text(messages[0]['content'])}"
+        return _MESSAGES.validate_python(messages)
+
+
+def _of_item(item: dict[str, Any], name: str) -> Any:
+    """A text that an item of `input` must have."""
+    if not isinstance(text := item.get(name), str):
+        raise ValueError(f"The `{name}` of an item of the type {item['type']!r} is {shown(text)}; it must be text.")
+    return text
+
+
+BODIES: dict[str, type[Body]] = {"chat/completions": ChatBody, "completions": CompletionBody, "responses": ResponseBody}
+"""Bodies of requests by endpoint."""
+
+
+def rules() -> dict[str, dict[str, Rule]]:
+    """Return the fields that are applied or change no answer, by endpoint."""
+    return {
+        endpoint: {name: Rule("applied", each.description or "") for name, each in body.model_fields.items()}
+        | {name: Rule("neutral", note) for name, note in NEUTRAL.items() if name not in body.model_fields}
+        for endpoint, body in BODIES.items()
+    }
+
+
+def read_body(kind: type[Body], data: bytes) -> Any:
+    """Read the body of a request.
 
     Raises:
-        ValueError: It is not an object in JSON, or has a field that does not exist.
+        ValueError: It is no object in JSON, or a field has a wrong type, is outside its limits, or is refused.
     """
-    text = body.get("generation_config")
-    if text is None:
-        return None, {}
-    fields = json.loads(text) if isinstance(text, str) else text
-    if not isinstance(fields, dict):
-        raise ValueError(f"`generation_config` is {text!r}; it must be an object in JSON.")
-    if unknown := sorted(fields.keys() - vars(GenerationConfig()).keys() - REQUEST_FIELDS.keys()):
-        raise ValueError(f"`generation_config` has {', '.join(unknown)}, which does not exist.")
-    if (number := fields.get("num_return_sequences")) is not None:
-        whole_number("num_return_sequences", number, 1, MOST_ANSWERS)
-    extra = {name: value for name, value in fields.items() if name in REQUEST_FIELDS and value is not None}
-    return {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}, extra
+    marks = data.count(b",") + 2 * sum(map(data.count, (b"[", b"{", b":")))
+    if marks > MOST_MARKS:
+        raise ValueError(
+            f"The body has too many brackets, colons and commas: {MOST_MARKS:,} commas or half as many others fit."
+        )
+    return kind.model_validate_json(data)
 
 
-def options_of_body(body: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the options of a request that no generation config has, and set those that `config` has.
-
-    Args:
-        body: The request in OpenAI's format. A temperature of 0 is greedy. A temperature above 0, top_p or a seed turn
-            sampling on, even if the model's generation config is greedy.
-        config: Generation config that the server has made of the request.
-
-    Raises:
-        ValueError: An option is not a number, or is outside its range.
-    """
-    temperature, top_p, seed = (body.get(name) for name in ("temperature", "top_p", "seed"))
-    if temperature is not None and not 0 <= float(temperature) <= 100:
-        raise ValueError(f"`temperature` is {temperature}; it must be between 0 and 100.")
-    if top_p is not None and not 0 < float(top_p) <= 1:
-        raise ValueError(f"`top_p` is {top_p}; it must be above 0 and at most 1.")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ValueError(f"`seed` is {seed!r}; it must be a whole number.")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if (penalty := body.get(name)) is not None and not -2 <= float(penalty) <= 2:
-            raise ValueError(f"`{name}` is {penalty}; it must be between -2 and 2.")
-    if temperature is not None and float(temperature) == 0:
-        config.do_sample, config.temperature = False, 1.0
-    elif any(value is not None for value in (temperature, top_p, seed)):
-        config.do_sample = True
-    options = {name: body[name] for name in ("seed", "logit_bias") if body.get(name) is not None}
-    for name in ("presence_penalty", "frequency_penalty"):
-        if body.get(name) is not None:
-            options[name] = float(body[name])
-    logprobs = body.get("logprobs")
-    if logprobs is not None and logprobs is not False:
-        options["top_logprobs"] = (body.get("top_logprobs") or 0) if logprobs is True else logprobs
-    return options
-
-
-OF_BODY = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs")
-"""Fields that `options_of_body` reads in the place of transformers' server, which takes `frequency_penalty` for another
-penalty, and a seed for all requests."""
+def sentence(error: ValueError) -> str:
+    """Say what is wrong with a request."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if not where:
+        return f"The body of a request must be an object in JSON. {first['msg']}."
+    if first["type"] == "missing":
+        return f"The request has no `{where}`."
+    return f"`{where}` is {shown(first['input'])}. {first['msg']}."

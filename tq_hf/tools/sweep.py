@@ -7,19 +7,14 @@ is packed at a time. All other layers are dense and use the same attention funct
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
@@ -27,20 +22,18 @@ from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
+from .display import print_rows, with_progress
 from .estimate import Estimator
 
 CHUNK = 128
 """Number of tokens per chunk."""
 FIRST = 512
 """First scored position. Few tokens are packed before it."""
-REPORTS = 20
-"""Number of lines about progress if there is no terminal for a bar."""
 DENSE = "dense"
 """Name of a dense layer in place of a preset."""
 
 Costs = Mapping[int, Mapping[str, float]]
 """A number for each layer and preset."""
-Reading = TypeVar("Reading")
 
 
 class Reader:
@@ -146,35 +139,11 @@ def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context:
     console.print(f"{reader.ids.shape[1]:,} tokens are read {len(readings)} times, after once with all layers dense.")
     reader.warm_up(TurboQuantConfig.from_preset(presets[0]))
     losses: dict[tuple[int | None, str], float] = {}
-    for alone, name in with_progress(readings, console):
+    for alone, name in with_progress(readings, "readings", console):
         others = [] if alone is None else [layer for layer in reader.layers if layer != alone]
         losses[alone, name] = reader.kl(TurboQuantConfig.from_preset(name, skip_layers=others))
     kl = {layer: {name: losses[layer, name] for name in presets} | {DENSE: 0.0} for layer in reader.layers}
     return Sweep(context, {name: losses[None, name] for name in presets}, sizes, kl, more)
-
-
-def with_progress(readings: Sequence[Reading], console: Console) -> Iterator[Reading]:
-    """Yield `readings` and print progress on `console`.
-
-    After the first reading, the estimated time of all readings is printed. A terminal then shows a bar, other consoles
-    about `REPORTS` lines.
-    """
-    lines, every, start = not console.is_terminal, max(1, len(readings) // REPORTS), time.monotonic()
-    shown = readings if lines else track(readings, "Reading", console=console, transient=True)
-    for done, reading in enumerate(shown, 1):
-        yield reading
-        seconds = (time.monotonic() - start) / done
-        if done == 1:
-            whole = duration(seconds * len(readings))
-            console.print(f"All readings take about {whole}: the first took {seconds:.1f} s.")
-        elif lines and done % every == 0:
-            left = duration(seconds * (len(readings) - done))
-            console.print(f"{done} of {len(readings)} readings, about {left} left.")
-
-
-def duration(seconds: float) -> str:
-    """Format a time, in minutes from two minutes on."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
@@ -215,25 +184,7 @@ def print_sweep(result: Sweep, console: Console) -> None:
     presets = list(result.whole_kl)
     title = "KL from dense layers, in nats, of each layer packed alone and of all; MiB of a cache of"
     console.print(f"{title} {result.context:,} tokens", highlight=False, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("layer", *presets):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for layer, row in [*result.kl.items(), ("all", result.whole_kl)]:
-        table.add_row(str(layer), *(f"{row[name]:.1e}" for name in presets), end_section=layer == max(result.kl))
-    table.add_row("MiB", *(f"{result.whole_bytes[name] / 2**20:,.1f}" for name in presets))
-    console.print(table)
-
-
-def draw(result: Sweep, path: Path) -> None:
-    """Plot KL over layers, a line for each preset. Needs matplotlib."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure, layers = Figure(figsize=(8, 4.5), layout="constrained"), list(result.kl)
-    axes = figure.add_subplot()
-    for name in result.whole_kl:
-        axes.plot(layers, [result.kl[layer][name] for layer in layers], marker="o", label=name)
-    axes.set(xlabel="layer packed alone", ylabel="KL from dense layers (nats)", yscale="log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(ncols=2)
-    figure.savefig(path, dpi=150)
+    rows = [[str(layer), *(f"{row[name]:.1e}" for name in presets)] for layer, row in result.kl.items()]
+    rows.append(["all", *(f"{result.whole_kl[name]:.1e}" for name in presets)])
+    rows.append(["MiB", *(f"{result.whole_bytes[name] / 2**20:,.1f}" for name in presets)])
+    print_rows(["layer", *presets], rows, console)

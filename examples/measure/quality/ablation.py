@@ -4,7 +4,7 @@ The package has no such options. The method stands here a second time, in torch,
 on packed blocks within `switched`:
 
     with switched(Switches(key_mean=False)):
-        model(ids, past_key_values=TurboQuantCache(model.config))
+        model(ids, cache=TurboQuantCache(model.config))
 """
 
 from __future__ import annotations

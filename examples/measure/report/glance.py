@@ -37,7 +37,6 @@ READS = {
     "4bit_nc": "packed blocks",
     "4bit_nc, compiled": "packed blocks",
     FASTEST: "packed blocks",
-    f"{FASTEST}, tuned": "packed blocks",
 }
 """What attention reads at a decode step, by the name of the cache in the results of `generate()`."""
 WRONG = {"differs": "are wrong", "raises": "fail"}
@@ -81,7 +80,7 @@ def presets() -> str:
 
 
 def headline() -> str:
-    """Memory and time of a step beside `DynamicCache`, and under which conditions."""
+    """Memory and time of a step beside transformers' caches, and under which conditions."""
     found, large, small = record(GENERATE), (8, 32768), (1, 2048)
     cells = {(row["cache"], (row["batch"], row["context"])): row for row in found["rows"]}
 
@@ -91,18 +90,39 @@ def headline() -> str:
     def ms(name: str, at: tuple[int, int]) -> str:
         return f"{cells[name, at]['ms_per_step']:.1f} ms"
 
-    rows = [[f"memory beyond the weights, {shape(*large)} tokens", gib(BASELINE), f"**{gib(FASTEST)}**"]]
+    names = (BASELINE, "static, compiled", FASTEST)
+    rows = [[f"memory beyond the weights, {shape(*large)} tokens", *map(gib, names)]]
     for at in (large, small):
-        rows.append([f"time of a decode step, {shape(*at)}", ms(BASELINE, at), f"**{ms(FASTEST, at)}**"])
-    static = "static, compiled"
+        rows.append([f"time of a decode step, {shape(*at)}", *(ms(name, at) for name in names)])
+    for row in rows:
+        row[-1] = f"**{row[-1]}**"
     conditions = (
-        f"A {found['model']}, in bf16 on one {found['device']}; tq_hf as in the code above, `DynamicCache` "
-        f"not compiled, as `generate()` runs it. A compiled `StaticCache` takes {gib(static)}, {ms(static, large)} and "
-        f"{ms(static, small)}; reading bf16 weights, keys and values once takes {read_once(*large):.1f} ms at "
-        f"{shape(*large)}."
+        f"A {found['model']}, in bf16 on one {found['device']}; tq_hf with `graph_decoding`, as in the code above, "
+        f"`{BASELINE}` as `generate()` runs it, not compiled. Reading bf16 weights, keys and values once takes "
+        f"{read_once(*large):.1f} ms at {shape(*large)}."
     )
-    headings = ["8B model", f"`{BASELINE}`", "tq_hf, `4bit_nc`"]
+    headings = ["8B model", f"`{BASELINE}`", "`StaticCache`, compiled", "tq_hf, `4bit_nc`"]
     return f"{table(headings, rows)}\n{conditions}\n"
+
+
+def quantized() -> str:
+    """Memory, time of a step and KL of `QuantizedCache` and presets, in one run."""
+    found = record("quantized-cpu")
+    if not found:
+        return "Not measured yet.\n"
+    rows = {row["cache"]: row for row in found["rows"]}
+    base, lines = rows[BASELINE], []
+    for name in ("hqq int4", "quanto int4", "4bit_nc", "quanto int2", "2bit_nc"):
+        row = rows[name]
+        cells = [f"{row['bytes_held'] / 2**20:.1f} MiB", f"{row['ms_per_step'] / base['ms_per_step']:.2f}×"]
+        lines.append([cache_name(name), *cells, f"{row['kl']:.2g}", share(row["top1"])])
+    about = (
+        f"{REAL_MODEL} in {found['dtype']} on {found['device'].partition(',')[0]}, one thread: {found['steps']} tokens "
+        f"one by one after {found['prompt']:,}, of {found['documents']} texts. `{BASELINE}` holds "
+        f"{base['bytes_held'] / 2**20:.1f} MiB, and its step takes {base['ms_per_step']:.0f} ms. Of what presets hold, "
+        f"the newest 128 tokens or more are exact. [All rows](examples/results/README.md#beside-quantizedcache)."
+    )
+    return table(["cache", "held", "step / `DynamicCache`'s", "KL, nats", "top-1"], lines) + f"\n{about}\n"
 
 
 def read_once(batch: int, context: int) -> float:
@@ -123,7 +143,7 @@ def decode() -> str:
     for name, reads in READS.items():
         times = (steps.get((name, *one)) for one in shapes)
         lines.append([cache_name(name), reads, *("–" if ms is None else f"{ms:.1f}" for ms in times)])
-    return table(["ms a step", "attention reads", *(shape(*one) for one in shapes)], lines)
+    return table(["ms a step, model and GPU as above", "attention reads", *(shape(*one) for one in shapes)], lines)
 
 
 def families() -> str:
@@ -134,9 +154,9 @@ def families() -> str:
     wrong = "".join(f" {counts[kind]} {what}." for kind, what in WRONG.items() if counts[kind])
     return (
         f"[{counts.total()} model types](examples/results/families.md) were tried as tiny models: "
-        f"{counts['right']} are right in every mode, {counts['alike']} in all but preallocated caches, where "
-        f"transformers' own fail too, {counts['refused']} are refused in a sentence, and {counts['not loaded']} load "
-        f"with their default attention only.{wrong}\n"
+        f"{counts['right']} are right in every mode. {counts['alike']} are right in every mode but with a preallocated "
+        f"cache, where transformers' `StaticCache` fails too. {counts['refused']} are refused with a sentence, and "
+        f"{counts['not loaded']} load with their default attention only.{wrong}\n"
     )
 
 
@@ -180,16 +200,17 @@ def options() -> str:
 
 
 def request_fields() -> str:
-    """Fields of requests to the server, by endpoint: applied, neutral or refused."""
-    from tq_hf.tools.fields import ENDPOINTS
+    """Fields of requests to the server, by endpoint: applied or neutral."""
+    from tq_hf.tools.fields import rules
 
     places: dict[tuple[str, str, str], list[str]] = {}
-    for endpoint, rules in ENDPOINTS.items():
-        for name, rule in rules.items():
+    endpoints = rules()
+    for endpoint, fields in endpoints.items():
+        for name, rule in fields.items():
             places.setdefault((name, rule.kind, rule.note), []).append(endpoint)
-    order = ("applied", "refused", "neutral")
+    order = ("applied", "neutral")
     rows = [
-        [f"`{name}`", kind, "all" if len(where) == len(ENDPOINTS) else ", ".join(where), note]
+        [f"`{name}`", kind, "all" if len(where) == len(endpoints) else ", ".join(where), note]
         for (name, kind, note), where in sorted(places.items(), key=lambda item: order.index(item[0][1]))
     ]
     return table(["field", "is", "of", ""], rows, "---")
@@ -197,6 +218,7 @@ def request_fields() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
+    "quantized": quantized,
     "presets": presets,
     "decode": decode,
     "families": families,

@@ -336,6 +336,19 @@ def prefix(record: dict[str, Any]) -> str:
     return text + note(record) + source(record)
 
 
+def pages(record: dict[str, Any]) -> str:
+    """Decode steps over pages beside those over a preallocated cache's tensors."""
+    lines = []
+    for cell in record["cells"]:
+        heads, times = "/".join(map(str, cell["heads"])), cell["tensors_us"]
+        named = [heads, shape(cell["batch"], cell["length"]), f"`{cell['preset']}`"]
+        lines.append(
+            [*named, *(f"**{cell['pages_us'][dense] / time:.2f}×** {time:.1f} µs" for dense, time in times.items())]
+        )
+    dense = [f"{number} dense tokens" for number in record["cells"][0]["tensors_us"]]
+    return table(["heads", "sequences", "preset", *dense], lines) + note(record) + source(record)
+
+
 def prefill(record: dict[str, Any]) -> str:
     """Time to the first token, and a long prompt in chunks."""
     first = [
@@ -371,6 +384,20 @@ def cpu(record: dict[str, Any]) -> str:
         measured = [found.get((cache, cell)) for cell in cells]
         lines.append([cache_name(cache), *(f"{r['ms']:.4g} ({r['speed']:.2f}×)" if r else "–" for r in measured)])
     return table(["ms (speed)", *cells], lines) + note(record) + source(record)
+
+
+def quantized(record: dict[str, Any]) -> str:
+    """Bytes, time of a step and loss of `QuantizedCache` and of presets."""
+    base = record["rows"][0]
+    lines = []
+    for row in record["rows"]:
+        held = f"{row['bytes_held'] / 2**20:.2f} MiB ({base['bytes_held'] / row['bytes_held']:.2f}×)"
+        step = f"{row['ms_per_step']:.1f} ({row['ms_per_step'] / base['ms_per_step']:.2f}×)"
+        error = row["kl_standard_error"]
+        kl = f"{row['kl']:.2g}" + (f" ± {error:.1g}" if error else "")
+        lines.append([cache_name(row["cache"]), held, step, kl, share(row["top1"])])
+    headings = ["cache", "held (smaller)", "ms a step", "KL, nats", "top-1"]
+    return table(headings, lines) + note(record) + source(record)
 
 
 def trellis(record: dict[str, Any]) -> str:
@@ -519,10 +546,12 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels": kernels,
     "multi-gpu": multi_gpu,
     "offload": offload,
+    "pages": pages,
     "passkey": passkey,
     "prefill": prefill,
     "prefix": prefix,
     "quality": quality,
+    "quantized": quantized,
     "real": real,
     "replicas": replicas,
     "rotary": rotary,

@@ -38,7 +38,7 @@ from triton.testing import do_bench
 
 from examples.measure.report import plots
 from examples.measure.report.page import shape
-from examples.measure.speed import bench_generate, bench_models, bench_prefix
+from examples.measure.speed import bench_generate, bench_models, bench_pages, bench_prefix
 from examples.provenance import RESULTS, provenance, slug
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
@@ -284,6 +284,10 @@ def main() -> None:
     command.set_defaults(run=lambda arguments: bench_prefix.run())
     command = commands.add_parser("prefill", help="time to the first token, and a prefill of a million tokens")
     command.set_defaults(run=lambda arguments: bench_prefix.run_prefill())
+    command = commands.add_parser("pages", help="a decode step over pages beside the same over a cache's tensors")
+    command.add_argument("--only", help="only cells whose name this regular expression finds, e.g. '128. 4bit.* 8x'")
+    command.add_argument("--repeat", type=int, default=60, help="replays of a cell")
+    command.set_defaults(run=lambda arguments: bench_pages.run(arguments.only, arguments.save, arguments.repeat))
     if SERVES:
         from examples.measure.speed import bench_serve
 

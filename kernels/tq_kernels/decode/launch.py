@@ -83,8 +83,8 @@ class DecodeLaunch:
             dimensions contiguous.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
-        encoder: Of pages, R of keys and of values as in `tq_kernels.codec.launch.encode`: the launch that writes single
-            tokens encodes the blocks that they complete.
+        encoder: For pages, R of keys and of values as in `tq_kernels.codec.launch.encode`: the launch that writes
+            single tokens encodes the blocks that they complete.
     """
 
     def __init__(
@@ -383,11 +383,12 @@ class DecodeLaunch:
         queries_at: tuple[int, int],
         least: int,
     ) -> tuple[Any, ...]:
-        """Kernel, grid, numbers, constants and options of the launch that appends to pages and rotates; `sizes` are the
-        numbers of sequences, of tokens and of columns of the table.
+        """Make the launch that appends to pages and rotates: kernel, grid, numbers, constants and options.
+
+        `sizes` are the numbers of sequences, of tokens and of columns of the table.
 
         Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
-        that may encode takes so many registers that few run side by side.
+        that may encode takes many registers, and few run side by side.
         """
         on, kv_heads, padded, (batch, tokens, width) = target(self.device), self.kv_heads, padded_dim(dim), sizes
         tile, encodes = max(16, triton.next_power_of_2(padded)), least == 1
