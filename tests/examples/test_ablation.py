@@ -28,7 +28,7 @@ MSE = {2: 0.0925, 3: 0.0276, 4: 0.00931}
 def round_trip(switches: Switches, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
     layout = config.layout(keys.shape[-1], values.shape[-1])
     blocks = PackedBlocks.allocate(layout, *keys.shape[:2], keys.shape[2] // layout.tokens, keys.device)
-    ablation.encode(switches, config, keys, values, blocks, 0)
+    ablation.encode(switches, config, (keys, values), blocks, 0)
     restored = torch.empty_like(keys), torch.empty_like(values)
     ablation.dequantize(switches, config, blocks, *restored)
     return restored
