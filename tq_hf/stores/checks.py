@@ -42,17 +42,6 @@ def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyV
     return keys.to(dtype), values.to(dtype)
 
 
-def check_same(what: str, held: object, came: object) -> None:
-    """Raise a `ValueError` unless new keys have the property `what` of those a cache holds."""
-    if held != came:
-        repeat = "" if what != "batch size" else " Repeat the sequences held with `cache.batch_repeat_interleave`."
-        raise ValueError(
-            f"This cache holds states with {what} {held}, but was given keys with {what} {came}.{repeat} Use a new "
-            "TurboQuantCache for another batch or model, or call `cache.reset()` first (after which a preallocated "
-            "cache still has its batch size, dtype and device)."
-        )
-
-
 def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
     """Raise a `ValueError` unless these states go with those a store holds in all but the number of tokens."""
     shape, values_shape = keys.shape, values.shape
@@ -73,5 +62,10 @@ def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
         "dtype": (held.dtype, keys.dtype),
         "device": (held.device, keys.device),
     }
-    for what, (has, came) in expected.items():
-        check_same(what, has, came)
+    what, (has, came) = next((what, pair) for what, pair in expected.items() if pair[0] != pair[1])
+    repeat = "" if what != "batch size" else " Repeat the sequences held with `cache.batch_repeat_interleave`."
+    raise ValueError(
+        f"This cache holds states with {what} {has}, but was given keys with {what} {came}.{repeat} Use a new "
+        "TurboQuantCache for another batch or model, or call `cache.reset()` first (after which a preallocated "
+        "cache still has its batch size, dtype and device)."
+    )
