@@ -195,7 +195,7 @@ def test_layers_of_full_size_are_estimated_exactly(name):
 
 def test_nothing_is_allocated_and_a_search_is_quick(monkeypatch):
     estimator = Estimator(FULL_SIZE["llama"])
-    monkeypatch.setattr("tq_hf.codec.balance.statistics", None)  # of a prompt without values there are none to take
+    monkeypatch.setattr("tq_hf.codec.balance.Statistics", None)  # of a prompt without values there are none to take
     calls = []
     footprint = Estimator.footprint
     monkeypatch.setattr(Estimator, "footprint", lambda self, *a, **k: calls.append(a) or footprint(self, *a, **k))
