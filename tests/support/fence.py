@@ -98,6 +98,7 @@ NEWER = (
     "Cache.get_recurrent_state",
     "Cache.is_recording_past",
     "utils.drain_queue",
+    "masking_utils._preprocess_mask_arguments",
 )
 """Names, or their parameters, that the oldest supported version lacks."""
 OTHERS = {
