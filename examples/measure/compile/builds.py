@@ -26,7 +26,7 @@ from tq_kernels.decode.append import (
 )
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
-from tq_kernels.decode.reduce import reduce_splits
+from tq_kernels.decode.reduce import ReduceShape, reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
@@ -190,7 +190,7 @@ def build_small_latents(
     merge = build(
         merge_latents,
         ["*fp32", "*fp32", None, None, *["*i32"] * 3, "*fp16", "*fp16", own, *["i32"] * 6],
-        (dim, 64, 32, 8),
+        (ReduceShape(dim, dim, dim, 32, 8, TILE_R=64),),
         arch,
         num_warps=8,
     )
@@ -257,7 +257,7 @@ def build_reduce(
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
     types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, *["i32"] * 13, None]
-    return build(reduce_splits, types, (*p.reduce_constants, 0, False), arch, num_warps=p.reduce_warps)
+    return build(reduce_splits, types, (p.reduce,), arch, num_warps=p.reduce_warps)
 
 
 def place(preset: str, dim: int) -> tuple[int, int, int, int]:
@@ -273,18 +273,18 @@ def place_of(layout: BlockLayout, dtype: str) -> tuple[int, int, int, int]:
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
     bits = bits_of(preset)
-    return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, 256, 128, False, 0, softcap, False, target_of(arch))
+    shape = (SEQUENCES, 32, 8, 1, dim, dim, *bits, 256, 128)
+    return plan_decode(*shape, False, 0, softcap, False, target_of(arch), 1, place(preset, dim))
 
 
 def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False) -> tuple[Any, Plan]:
     p = plan_for(arch, preset, dim, softcap)
-    constants = (*p.split_constants, *place(preset, dim), SEQUENCES, *p.tile_constants)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
         ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[None] * 7, *["*fp16"] * 3, *["*i32"] * 3, *[None] * 3,
          *["i32"] * 4, *[None] * 6, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
-        constants,
+        (p.split,),
         arch,
         num_warps=p.config.warps,
         num_stages=p.config.stages,
@@ -312,7 +312,7 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     reduce = build(
         reduce_splits,
         ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],
-        (*p.reduce_constants, SEQUENCES, True),
+        (p.reduce._replace(FILL=True),),
         arch,
         num_warps=p.reduce_warps,
     )

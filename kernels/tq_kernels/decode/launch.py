@@ -307,12 +307,11 @@ class DecodeLaunch:
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
         plan = plan_decode(
             *(batch, query_heads, kv_heads, queries, key_dim, value_dim, *self.bits, *room),
-            *(options.causal, mask_rows, *options.flags, on, least),
+            *(options.causal, mask_rows, *options.flags, on, least, pages and pages.place),
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
         tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
-        split, reduce_constants = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce_constants
-        split_constants = (*plan.split_constants, *NO_PLACE, 0, *plan.tile_constants)
+        split, reduced = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce
         # Kernel, grid, numbers, constants and options of the first launch; numbers of the others.
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
@@ -321,10 +320,8 @@ class DecodeLaunch:
                 pages, (batch, query.shape[0], width), rows, key_dim, new, (at.plain, at.scale), least
             )
             split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[:4], width)
-            block_b = triton.next_power_of_2(max(batch, least))
-            split_constants = (*plan.split_constants, *pages.place, block_b, *plan.tile_constants)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
-            reduce_constants = (*reduce_constants, block_b, fill)
+            reduced = reduced._replace(FILL=fill)
         else:
             heads, sinks, ring = (rows, queries, kv_heads), self.tensors[1][0], self.tensors[1][2]
             numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
@@ -345,7 +342,6 @@ class DecodeLaunch:
             of_dense = tuple(part.stride(axis) // key_dim for part in (sinks, ring) for axis in (0, 1))
             split_numbers = (*heads, *self.block_strides, *of_dense, ring.shape[2], *[None] * 5)
             reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
-            reduce_constants = (*reduce_constants, 0, False)
         split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
         index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
@@ -361,13 +357,11 @@ class DecodeLaunch:
                     kernel, index, grid, numbers, constants, (constants, query.dtype, dense, index), first_options
                 ),
                 Launch(
-                    split, index, (plan.workers, 1, 1), split_numbers, split_constants,
-                    (split_constants, plan.config, dense, index),
-                    split_options,
+                    split, index, (plan.workers, 1, 1), split_numbers, (plan.split,),
+                    (plan.split, plan.config, dense, index), split_options,
                 ),
                 Launch(
-                    REDUCE, index, plan.reduce_grid, reduce_numbers, reduce_constants,
-                    (reduce_constants, out.dtype, aux, index),
+                    REDUCE, index, plan.reduce_grid, reduce_numbers, (reduced,), (reduced, out.dtype, aux, index),
                     {"num_warps": plan.reduce_warps} | dependent,
                 ),
             ),

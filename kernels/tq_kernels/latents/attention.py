@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.device import AMPERE
+from ..common.device import AMPERE, constants_of
 from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
-from ..decode.reduce import Partials, ReduceShape, merge_row
+from ..decode.reduce import Partials, merge_row
 from ..decode.rotate import hadamard, signs
 from ..format import TOKENS
 from ..prefix.tiles import hcat, opaque, scaled, stack
@@ -440,9 +440,10 @@ def merge_latents(
     rows,  # Hq * S
     queries,  # S
     count,  # B * rows
-    splits, out_h, out_s, DK: tl.constexpr, TILE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr,
+    splits, out_h, out_s, SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
 ):  # fmt: skip
     """Merge the slots of `attend_latents_split`. Grid: (rows, B)."""
+    C: tl.constexpr = constants_of(SHAPE)
     row, batch = tl.program_id(0), tl.program_id(1)
     merged = batch * rows + row
     token = batch * queries + row % queries
@@ -453,13 +454,12 @@ def merge_latents(
         if (tokens == 0) | (row % queries >= new):
             return
         batch, token = 0, first + row % queries
-    d = tl.arange(0, DK)
-    factor = tl.load(channel_scales + batch * DK + d).to(tl.float32)
-    dense = splits + (tokens + TILE - 1) // TILE
-    shape: tl.constexpr = ReduceShape(DK, DK, DK, BLOCK_S, BLOCK_DENSE, False)
+    d = tl.arange(0, C.DV)
+    factor = tl.load(channel_scales + batch * C.DV + d).to(tl.float32)
+    dense = splits + (tokens + C.TILE_R - 1) // C.TILE_R
     result = merge_row(
         Partials(lse, partial, count), merged, (0, splits), (splits, dense), rotation,
-        signs(rotation, d, DK), factor, None, shape,
+        signs(rotation, d, C.DV), factor, None, C,
     )  # fmt: skip
     at = (row // queries).to(tl.int64) * out_h + token.to(tl.int64) * out_s
     tl.store(out + at + d, result.to(out.dtype.element_ty))

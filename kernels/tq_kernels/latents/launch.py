@@ -13,6 +13,7 @@ import triton
 from ..common.device import AMPERE, Target, interpreted, target
 from ..common.launcher import Kernel, on_its_device
 from ..decode.launch import NO_PLACE
+from ..decode.reduce import ReduceShape
 from ..layout import BlockLayout
 from ..prefix.launch import mask_layout, prefix_splits
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
@@ -186,14 +187,14 @@ def attend_latents(
         num_stages=config.stages,
     )
     block_s = min(triton.next_power_of_2(splits), 16384 // key_dim)
-    constants = (key_dim, config.tile, block_s, 8)
+    shape = ReduceShape(key_dim, key_dim, key_dim, block_s, 8, TILE_R=config.tile)
     of_pages = (None,) * 3 if tables[3] is None else (of_counts[0], *tables[3:])
     MERGE(
         (rows, batch, 1),
         (lse, partial, *of_counts[1:], *of_pages, rotations[0], factors[0], out),
         (rows, queries, count, splits, *out.stride()[:2]),
-        constants,
-        (constants, out.dtype, tables[3] is None, index),
+        (shape,),
+        (shape, out.dtype, tables[3] is None, index),
         num_warps=8,
     )
     return out
