@@ -31,7 +31,7 @@ from ..codec.encode import (
 from ..codec.launch import encode_config
 from ..codec.quantize import LEVELS
 from ..common.device import AMPERE, current_device, matrix_type, target
-from ..common.launcher import Kernel
+from ..common.launcher import Kernel, kernel
 from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
@@ -66,11 +66,7 @@ def _copy_rows(
         tl.store(at[:, None] + (ROWS * DIM + d), v, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "slot capacity keys_b keys_h values_b values_h rows queries kv_heads query_b query_h query_s plain_at scale_at"
-    ).split()
-)
+@kernel("slot:scale_at")
 def rotate_and_append(
     keys,  # [B, Hkv, 1, DK]
     values,  # [B, Hkv, 1, DV]
@@ -99,12 +95,7 @@ def rotate_and_append(
         rotate_rows_of_head(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "count tokens width page_blocks kv_heads groups key_t key_h value_t value_h query_t query_h plain_at scale_at "
-        "copies rotations workers"
-    ).split()
-)
+@kernel("count:workers")
 def append_to_pages(
     keys,  # [T, Hkv, DIM], strides in units of 8 elements, like values and queries
     values,  # [T, Hkv, DIM]
@@ -261,13 +252,7 @@ def _append(new, place, out, C: tl.constexpr, MOST: tl.constexpr):
         encode_block(early, late, offsets, offsets, out, place.home, new.rotation, channel_scales, high, low, C)
 
 
-@triton.jit(  # without `debug` the assertion would not be compiled
-    debug=True,
-    do_not_specialize=(
-        "keys_b keys_h keys_s values_b values_h values_s new max_sinks capacity residual max_cache_len blocks_b "
-        "blocks_h heads"
-    ).split(),
-)
+@kernel("keys_b:heads", debug=True)  # without `debug` the assertion would not be compiled
 def append_and_encode(
     keys,  # [B, H, S, DK]
     values,  # [B, H, S, DV]
@@ -341,13 +326,7 @@ def append_and_encode(
         _append(new_values, place, Output(value_words, scales, None), VALUES, MOST)
 
 
-@triton.jit(
-    debug=True,
-    do_not_specialize=(
-        "keys_b keys_h keys_s values_b values_h values_s new max_sinks capacity residual max_cache_len blocks_b "
-        "blocks_h rows queries heads query_b query_h query_s plain_at scale_at"
-    ).split(),
-)
+@kernel("keys_b:scale_at", debug=True)
 def append_and_rotate(
     keys,  # as in `append_and_encode`
     values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values, key_words,

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.device import constants_of
+from ..common.launcher import kernel
 from ..common.schedule import LINE, counted, dense_jobs, holder, sharing, work_of
 from ..common.softmax import LOG2E, rescaled
 from .rotate import hadamard, signs
@@ -106,12 +107,7 @@ def merge_row(slots, row, packed, dense, rotation, sign, factor, s_aux, C: tl.co
     return (plain + back * (sign * (C.DVP**-0.5) / factor)) / tl.where(weights > 0, weights, 1.0)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "rows queries kv_heads row_tiles streams tile_rows workers lse_at partial_at dense_splits out_b out_s out_h "
-        "count"
-    ).split()
-)
+@kernel("rows:count")
 def reduce_splits(
     scratch,
     num_blocks,  # [] int32; over pages [sequences]

@@ -16,11 +16,11 @@ G * S and TILE rows in a tile of rows:
     lse [SLOTS, TILE] · partial [SLOTS, TILE, DM], DM = max(DV, DVP); SLOTS = workers + streams + streams * dense_splits
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.device import AMPERE, constants_of
+from ..common.launcher import kernel
 from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
@@ -43,13 +43,7 @@ from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
 from .tiles import DecodeMask, DenseTokens, dense_job, dense_rows_of, per_lane, prefetch, prefetch_rows, store_dense
 
 
-@triton.jit(
-    do_not_specialize=(
-        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
-        "residual_capacity key_t key_h value_t value_h width scaling_log2 cap_log2 row_tiles streams tile_rows "
-        "plain_at scale_at lse_at partial_at dense_splits"
-    ).split()
-)
+@kernel("mask_b:dense_splits")
 def decode_split(
     scratch,
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32; over pages [pages, Hkv, ...], like the next three

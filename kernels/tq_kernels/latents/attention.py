@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE, constants_of
+from ..common.launcher import kernel
 from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
@@ -227,12 +228,7 @@ def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexp
     return first_tile, last_tile, tl.maximum(start - tiles * DENSE, 0), tl.maximum(end - tiles * DENSE, 0)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "rows count queries blocks_b sink_b residual_b residual_capacity mask_b mask_s mask_t new_key_t new_value_t "
-        "width scaling_log2"
-    ).split()
-)
+@kernel("rows:scaling_log2")
 def attend_latents_split(
     rotated,  # [B * rows, DK + DV] fp16
     plain,  # [B * rows, DK + DV] fp16

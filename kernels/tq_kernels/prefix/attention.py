@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.launcher import kernel
 from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, packed_of
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, rescaled, update, weights
 from ..common.unpack import unpack_scales
@@ -254,12 +255,7 @@ def _attend_dense(
     return state
 
 
-@triton.jit(
-    do_not_specialize=(
-        "blocks_b blocks_h rows groups kv_heads blocks sink_count residual_count residual_start residual_capacity "
-        "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count count width"
-    ).split()
-)
+@kernel("blocks_b:blocks_h rows:width")
 def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32

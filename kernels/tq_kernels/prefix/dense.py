@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE, Target, matrix_type, target
-from ..common.launcher import Kernel, on_its_device, specialised
+from ..common.launcher import Kernel, kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
@@ -113,11 +113,7 @@ def _add_tokens(
     return SoftmaxState(maximum, total, output)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "mask_b mask_s mask_t rows groups kv_heads queries tokens scaling_log2 cap_log2 tile_count"
-    ).split()
-)
+@kernel("mask_b:tile_count")
 def dense_attention(
     query,  # [B, Hq, S, DK], last dimension of these contiguous
     keys,  # [B, Hkv, T, DK]

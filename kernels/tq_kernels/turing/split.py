@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import constants_of
+from ..common.launcher import kernel
 from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
@@ -119,13 +120,7 @@ def store_partial(
                         )
 
 
-@triton.jit(
-    do_not_specialize=(
-        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
-        "residual_capacity key_t key_h value_t value_h width scaling_log2 cap_log2 row_tiles streams tile_rows "
-        "plain_at scale_at lse_at partial_at dense_splits"
-    ).split()
-)
+@kernel("mask_b:dense_splits")
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
     key_words, value_words, scales, key_means, num_blocks, sink_keys, sink_values, residual_keys,
