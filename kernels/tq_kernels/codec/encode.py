@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.device import AMPERE, TURING
+from ..common.device import AMPERE, TURING, constants_of
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
 from ..format import PLANE, TOKENS, due_blocks_in_kernel
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
@@ -395,10 +395,10 @@ def encode_blocks(
     blocks_head, stride_batch, stride_head, stride_token,  # over pages None
     key_t, key_h, value_t, value_h,  # over pages
     width,  # W
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, SINKS: tl.constexpr,
-    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr,
+    SHAPE: tl.constexpr,  # an `EncodeShape`; over pages of keys
+    OF_VALUES: tl.constexpr,  # over pages
+    PDL: tl.constexpr, STAGES: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BESIDE: tl.constexpr,  # `Pages.beside`, a power of two
 ):  # fmt: skip
     """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`.
@@ -406,27 +406,23 @@ def encode_blocks(
     Over pages: those that new tokens complete, from rings and new tokens. Grid: (programs, B * H, 1); over pages
     (programs, Hkv, 2): keys, values.
     """
-    C: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, ASM, BLOCK_WORDS)
+    C: tl.constexpr = constants_of(SHAPE)
     places = BlockPlaces(
         heads, start, blocks_batch, blocks_head, rows, block_table, cu_seqlens_q, cu_seqlens_k, heads, width
     )
     worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     into = Output(words, scales, means)
     if block_table is None:
-        if PDL and not IS_VALUE:
+        if PDL and not C.IS_VALUE:
             cuda.gdc_launch_dependents()
         of_states = EncodedStates(states, stride_batch, stride_head, stride_token, rotation, channel_scales)
         encode_blocks_of(
             of_states, places, into, None, blocks, head, worker, workers, SINKS, RING, ROWS, 0, 0, STAGES, C
         )  # fmt: skip
-        if PDL and IS_VALUE:
+        if PDL and C.IS_VALUE:
             cuda.gdc_wait()
     else:
-        VALUE_STEP: tl.constexpr = BESIDE if BESIDE and BESIDE < K_STEP else K_STEP
-        VALUES: tl.constexpr = EncodeShape(
-            BESIDE if BESIDE else HEAD_DIM, BESIDE if BESIDE else DIM, BESIDE if BESIDE else TILE, VALUE_BITS,
-            VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, BLOCK_WORDS,
-        )  # fmt: skip
+        VALUES: tl.constexpr = constants_of(OF_VALUES)
         encode_completed(
             EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales),
             EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales),

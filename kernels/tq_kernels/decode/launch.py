@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..codec.launch import encode_config
-from ..codec.quantize import LEVELS
+from ..codec.launch import encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
 from ..format import padded_dim
@@ -328,9 +327,8 @@ class DecodeLaunch:
             grid, constants = plan.rotate_grid, plan.rotate_constants
             if append is not None and states is not None:
                 warps = append.options["num_warps"]
-                new, of_append = append.of_tokens(*states)
+                new, constants = append.of_tokens(*states)
                 numbers = (*new, *append.numbers, *numbers)
-                constants = (*of_append, warps)  # a row for each warp
                 first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, append.options)
             elif states is not None:
                 constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
@@ -383,30 +381,19 @@ class DecodeLaunch:
         Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
         that may encode takes so many registers that few run side by side.
         """
-        on, kv_heads, padded, (batch, tokens, width) = target(self.device), self.kv_heads, padded_dim(dim), sizes
-        tile, encodes = max(16, triton.next_power_of_2(padded)), least == 1
-        config = encode_config(tile, padded, self.bits, self.dtype.itemsize, on.capability)
+        on, kv_heads, (batch, tokens, width), encodes = target(self.device), self.kv_heads, sizes, least == 1
+        matrix, dims = matrix_type(self.dtype, self.device), (dim, padded_dim(dim))
+        (config, of_keys), (_, of_values) = (
+            encode_shape(dims, self.bits, is_value, self.dtype, on, matrix, pages.block_words)
+            for is_value in (False, True)
+        )
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
         copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
-        halves = (self.bits[0], LEVELS[self.bits[0]], self.bits[1], LEVELS[self.bits[1]])
-        constants = (
-            *(dim, padded, tile, *halves, config.k_step, matrix_type(self.dtype, self.device), on.asm, *pages.place),
-            *(triton.next_power_of_2(max(batch, least)), block_h, warps, encodes),
-        )
-        numbers = (
-            batch,
-            tokens,
-            width,
-            pages.page_blocks,
-            kv_heads,
-            groups,
-            *strides,
-            *queries_at,
-            copies,
-            rotations,
-            workers,
-        )
+        block_b = triton.next_power_of_2(max(batch, least))
+        constants = (of_keys, of_values, *pages.place[:3], block_b, block_h, warps, encodes)
+        numbers = (batch, tokens, width, pages.page_blocks, kv_heads, groups)
+        numbers = (*numbers, *strides, *queries_at, copies, rotations, workers)
         options = {"num_warps": warps}
         if encodes and config.registers is not None:
             options["maxnreg"] = config.registers
