@@ -28,7 +28,7 @@ from tq_kernels.latents.attention import attend_latents_split, merge_latents, ro
 from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
 from tq_kernels.prefix.attention import prefix_attention
-from tq_kernels.prefix.dense import dense_attention, dense_config
+from tq_kernels.prefix.dense import DenseShape, dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
 from tq_kernels.sampling import CHUNK, TILE, drop_unlikely, search_step
@@ -123,17 +123,8 @@ def build_dense(
     config = dense_config(tile, rows, mask, target_of(arch))
     flags = (mask == 0, mask, softcap, True, split)
     value_dim = min(dim, config.value_channels)
-    constants = (
-        dim,
-        value_dim,
-        tile,
-        tile_of(value_dim),
-        *flags,
-        tl.bfloat16,
-        config.block_rows,
-        config.block_tokens,
-        config.stages,
-    )
+    tiles = (config.block_rows, config.block_tokens, config.stages)
+    constants = (DenseShape(dim, value_dim, tile, tile_of(value_dim), *flags, tl.bfloat16, *tiles),)
     types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
     types += [*["i32"] * 20, "fp32", "fp32", "i32"]
     return build(dense_attention, types, constants, arch, num_warps=config.warps)
@@ -342,8 +333,7 @@ def build_prompts(arch: int, preset: str) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, on)
     flags = (True, 0, False, False, False)
-    sinks, ring, *where = place(preset, 128)
-    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*where, SEQUENCES, sinks, ring))
+    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["*i32"] * 4
     numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5

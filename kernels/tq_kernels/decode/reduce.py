@@ -41,7 +41,7 @@ class ReduceShape(NamedTuple):
         BLOCK_S, BLOCK_DENSE: Slots of packed and of dense results that are loaded at a time.
         TILE_R: BLOCK_R of the split.
         PDL: Whether the kernel may start before the one in front ends.
-        BLOCK_B: Over pages sequences, padded to a power of two.
+        BLOCK_B: Over pages the padded number of sequences.
         FILL: Over pages: no sequence has several new tokens, and padding tokens are written as 0.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from ..decode.reduce import ReduceShape
 from ..layout import BlockLayout
 from ..prefix.launch import mask_layout, prefix_splits
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .attention import attend_latents_split, merge_latents, rotate_latent_queries
+from .attention import LatentShape, attend_latents_split, merge_latents, rotate_latent_queries
 
 ROTATE, SPLIT, MERGE = Kernel(rotate_latent_queries), Kernel(attend_latents_split), Kernel(merge_latents)
 
@@ -72,10 +71,10 @@ def fitted(config: LatentConfig, layout: BlockLayout) -> LatentConfig:
 
 def latent_constants(
     layout: BlockLayout, causal: bool, mask: int, config: LatentConfig, on: Target, place: tuple[int, ...] = NO_PLACE
-) -> tuple[Any, ...]:
-    """Constants of `attend_latents_split` on this target, in order; `place` is that of `Pages`."""
+) -> tuple[LatentShape]:
+    """Constants of `attend_latents_split` on this target; `place` is that of `Pages`."""
     tiles = (config.block_rows, config.tile, config.chunks, config.stages, on.asm)
-    return (layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *place)
+    return (LatentShape(layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *place),)
 
 
 def latent_scratch_bytes(
