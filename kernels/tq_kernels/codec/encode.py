@@ -53,42 +53,6 @@ class EncodeShape(NamedTuple):
     BLOCK_WORDS: tl.constexpr
 
 
-@triton.jit
-def load_rotation(
-    rotation, channel_scales, first,
-    ROWS: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, part=0,
-):  # fmt: skip
-    """Load rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales: the columns of part `part` in the
-    order of quarters, `[ROWS, part_width(TILE)]`.
-
-    Returns:
-        High and low parts in MATRIX's dtype; the same matrix twice without SPLIT.
-    """
-    k = first + tl.arange(0, ROWS)[:, None]
-    channel, inside = part_channels(part, DIM, TILE)
-    if DIM == TILE:
-        r = tl.load(rotation + channel[None, :] * DIM + k)  # [ROWS, part_width(TILE)]
-    else:
-        r = tl.load(rotation + channel[None, :] * DIM + k, mask=inside[None, :] & (k < DIM), other=0.0)
-    if DIM & (DIM - 1) == 0:
-        r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
-    else:
-        r = r * DIM**0.5
-    if HEAD_DIM == TILE:
-        factor = tl.load(channel_scales + k)  # [ROWS, 1]
-    else:
-        factor = tl.load(channel_scales + k, mask=k < HEAD_DIM, other=0.0)
-    if SPLIT:
-        r *= factor.to(tl.float32)
-        high = r.to(MATRIX)
-        low = (r - high.to(tl.float32)).to(MATRIX)
-    else:
-        high = r.to(MATRIX) * factor.to(MATRIX)
-        low = high
-    return high, low
-
-
 @triton.constexpr_function
 def _takes_two(matrix, dim):
     """Whether the rotation takes two 16-bit matrices: entries other than +-1 do."""
@@ -96,14 +60,43 @@ def _takes_two(matrix, dim):
 
 
 @triton.jit
-def resident_rotation(
-    rotation, channel_scales, K_STEP: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def load_rotation(rotation, channel_scales, first, ROWS: tl.constexpr, C: tl.constexpr, part=0):
+    """Load rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales: the columns of part `part` in the
+    order of quarters, `[ROWS, part_width(TILE)]`.
+
+    Returns:
+        High and low parts in MATRIX's dtype; the same matrix twice where one is enough.
+    """
+    k = first + tl.arange(0, ROWS)[:, None]
+    channel, inside = part_channels(part, C.DIM, C.TILE)
+    if C.DIM == C.TILE:
+        r = tl.load(rotation + channel[None, :] * C.DIM + k)  # [ROWS, part_width(TILE)]
+    else:
+        r = tl.load(rotation + channel[None, :] * C.DIM + k, mask=inside[None, :] & (k < C.DIM), other=0.0)
+    if C.DIM & (C.DIM - 1) == 0:
+        r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
+    else:
+        r = r * C.DIM**0.5
+    if C.HEAD_DIM == C.TILE:
+        factor = tl.load(channel_scales + k)  # [ROWS, 1]
+    else:
+        factor = tl.load(channel_scales + k, mask=k < C.HEAD_DIM, other=0.0)
+    if _takes_two(C.MATRIX, C.DIM):
+        r *= factor.to(tl.float32)
+        high = r.to(C.MATRIX)
+        low = (r - high.to(tl.float32)).to(C.MATRIX)
+    else:
+        high = r.to(C.MATRIX) * factor.to(C.MATRIX)
+        low = high
+    return high, low
+
+
+@triton.jit
+def resident_rotation(rotation, channel_scales, C: tl.constexpr):
     """Load the whole rotation for `encode_block` if one step takes all channels; else zeros, because a function
     cannot return `None` before Triton 3.7."""
-    if K_STEP == TILE:
-        return load_rotation(rotation, channel_scales, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, _takes_two(MATRIX, DIM))
+    if C.K_STEP == C.TILE:
+        return load_rotation(rotation, channel_scales, 0, C.TILE, C)
     else:
         return 0.0, 0.0
 
@@ -191,9 +184,7 @@ def _rotated(states, out, home, part, C: tl.constexpr):
         for first in tl.range(0, C.TILE, C.K_STEP):
             x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
             x1 = _load_rows(late + first + late_offsets, first + k, C.HEAD_DIM, C.TILE)
-            step_high, step_low = load_rotation(
-                rotation, channel_scales, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT, part
-            )
+            step_high, step_low = load_rotation(rotation, channel_scales, first, C.K_STEP, C, part)
             y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.ASM)
             y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.ASM)
     if out.means is not None:
@@ -321,7 +312,7 @@ def encode_blocks_of(
     else:
         offsets, token = k, block_rows()  # [64]
     channel_scales = new.channel_scales + head * C.HEAD_DIM
-    high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+    high, low = resident_rotation(new.rotation, channel_scales, C)
     for task in tl.range(worker, total, workers, num_stages=STAGES):
         if places.block_table is None:
             early = states + new.stride_t.to(tl.int64) * (task * TOKENS)

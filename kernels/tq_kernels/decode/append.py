@@ -239,7 +239,7 @@ def _append(new, place, out, C: tl.constexpr, MOST: tl.constexpr):
     if place.due > 0:
         tl.debug_barrier()
         channel_scales = new.channel_scales + head * C.HEAD_DIM
-        high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+        high, low = resident_rotation(new.rotation, channel_scales, C)
         early = new.residual + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
         offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * C.HEAD_DIM
