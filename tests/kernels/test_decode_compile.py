@@ -79,7 +79,7 @@ def test_every_width_has_a_plan() -> None:
                 made = plan(arch, key_bits, value_bits, dim=dim, queries=3)
                 assert made.config.programs_per_multiprocessor >= 1
                 if arch != 75:
-                    chunks, tile = made.tile_constants[0], made.tile_constants[2]
+                    chunks, tile = made.split.KEY_CHUNKS, made.split.BLOCK_KC
                     assert dim <= chunks * tile and padded_dim(dim) % (2 * chunks) == 0
 
 
@@ -117,7 +117,7 @@ def test_heads_of_512_have_no_stack_in_the_loop(preset: str, queries: int) -> No
 def test_what_a_program_of_the_merge_takes(arch, batch, heads, dim, slots, warps) -> None:
     """All slots of the longest rows at a time, in registers."""
     made = plan_decode(batch, *heads, 1, dim, dim, 4, 4, 256, 260, True, 0, False, False, target_of(arch))
-    assert (made.reduce_constants[4], made.reduce_warps) == (slots, warps)
+    assert (made.reduce.BLOCK_S, made.reduce_warps) == (slots, warps)
     used = resources(build_reduce(arch, (4, 4), dim=dim, batch=batch, heads=heads))
     assert used.stack == 0 and used.shared < SHARED[arch] * 1024
 

@@ -119,7 +119,7 @@ def test_only_the_merge_is_launched_early(preallocated, log, monkeypatch):
         view = preallocated.append(*token(seed))
         for _ in range(2):  # the second has nothing to append
             graph_ops.attend_token(query(), view, None, AttentionOptions(0.3))
-    assert all(values[1][-1] is True for name, *_, values in log if name == "SPLIT")
+    assert all(values[1][-1].PDL for name, *_, values in log if name == "SPLIT")
     assert all(options["launch_pdl"] for options in launch.REDUCE.function.options)
     for kernel in (launch.SPLIT, launch.APPEND_AND_ROTATE, launch.ROTATE):
         assert not any(options.get("launch_pdl", False) for options in kernel.function.options)

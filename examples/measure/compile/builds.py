@@ -15,18 +15,11 @@ import triton.language as tl
 from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks
-from tq_kernels.codec.launch import dequantize_config, encode_config
-from tq_kernels.codec.quantize import LEVELS
-from tq_kernels.decode.append import (
-    append_and_encode,
-    append_and_rotate,
-    append_tails,
-    append_to_pages,
-    rotate_and_append,
-)
+from tq_kernels.codec.launch import dequantize_config, encode_shape
+from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
-from tq_kernels.decode.reduce import reduce_splits
+from tq_kernels.decode.reduce import ReduceShape, reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
@@ -35,7 +28,7 @@ from tq_kernels.latents.attention import attend_latents_split, merge_latents, ro
 from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
 from tq_kernels.prefix.attention import prefix_attention
-from tq_kernels.prefix.dense import dense_attention, dense_config
+from tq_kernels.prefix.dense import DenseShape, dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
 from tq_kernels.sampling import CHUNK, TILE, drop_unlikely, search_step
@@ -65,12 +58,9 @@ def tile_of(dim: int, least: int = 16) -> int:
 
 def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`encode_blocks` of keys or of values."""
-    on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
-    config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
-    constants = (
-        *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype]),
-        *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 8),
-    )
+    on = target_of(arch)
+    config, shape = encode_shape((dim, padded_dim(dim)), bits, is_value, STATES[dtype], on, MATRIX[dtype])
+    constants = (shape, None, on.dependent_launch, config.stages, *[0] * 5)
     types: list[str | None] = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
     return build(
@@ -133,17 +123,8 @@ def build_dense(
     config = dense_config(tile, rows, mask, target_of(arch))
     flags = (mask == 0, mask, softcap, True, split)
     value_dim = min(dim, config.value_channels)
-    constants = (
-        dim,
-        value_dim,
-        tile,
-        tile_of(value_dim),
-        *flags,
-        tl.bfloat16,
-        config.block_rows,
-        config.block_tokens,
-        config.stages,
-    )
+    tiles = (config.block_rows, config.block_tokens, config.stages)
+    constants = (DenseShape(dim, value_dim, tile, tile_of(value_dim), *flags, tl.bfloat16, *tiles),)
     types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
     types += [*["i32"] * 20, "fp32", "fp32", "i32"]
     return build(dense_attention, types, constants, arch, num_warps=config.warps)
@@ -190,7 +171,7 @@ def build_small_latents(
     merge = build(
         merge_latents,
         ["*fp32", "*fp32", None, None, *["*i32"] * 3, "*fp16", "*fp16", own, *["i32"] * 6],
-        (dim, 64, 32, 8),
+        (ReduceShape(dim, dim, dim, 32, 8, TILE_R=64),),
         arch,
         num_warps=8,
     )
@@ -235,20 +216,20 @@ def build_sampling(arch: Arch) -> tuple[Compiled, Compiled]:
 
 
 def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates: bool = True) -> Compiled:
-    """`append_and_rotate`, or `append_and_encode`."""
-    on, stored = target_of(arch), padded_dim(dim)
-    tile = tile_of(stored)
-    config = encode_config(tile, stored, bits, 2, on.capability)
-    halves = [(dim, stored, tile, own, LEVELS[own], config.k_step) for own in bits]
-    constants = (*halves[0], *halves[1], MATRIX["bf16"], on.asm, 1)
+    """`append_and_rotate`, with queries if it `rotates`."""
+    on, dims, dtype = target_of(arch), (dim, padded_dim(dim)), "bf16"
+    (config, of_keys), (_, of_values) = (
+        encode_shape(dims, bits, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
+    )
     states = ["*bf16"]
-    types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
+    types: list[str | None] = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16"]
+    types += ["*fp32", "*fp32", "*fp16"]
+    if rotates:
+        types += [*states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
+    else:
+        types += [None, None, "*fp16", None, *["i32"] * 13, None, None, "i32", *[None] * 5]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
-    if not rotates:
-        return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 14], constants, arch, **options)
-    types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
-    constants += (config.warps,)
-    return build(append_and_rotate, types, constants, arch, **options)
+    return build(append_and_rotate, types, (of_keys, of_values, 1, config.warps), arch, **options)
 
 
 def build_reduce(
@@ -257,7 +238,7 @@ def build_reduce(
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
     types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, *["i32"] * 13, None]
-    return build(reduce_splits, types, (*p.reduce_constants, 0, False), arch, num_warps=p.reduce_warps)
+    return build(reduce_splits, types, (p.reduce,), arch, num_warps=p.reduce_warps)
 
 
 def place(preset: str, dim: int) -> tuple[int, int, int, int]:
@@ -273,18 +254,18 @@ def place_of(layout: BlockLayout, dtype: str) -> tuple[int, int, int, int]:
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
     bits = bits_of(preset)
-    return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, 256, 128, False, 0, softcap, False, target_of(arch))
+    shape = (SEQUENCES, 32, 8, 1, dim, dim, *bits, 256, 128)
+    return plan_decode(*shape, False, 0, softcap, False, target_of(arch), 1, place(preset, dim))
 
 
 def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False) -> tuple[Any, Plan]:
     p = plan_for(arch, preset, dim, softcap)
-    constants = (*p.split_constants, *place(preset, dim), SEQUENCES, *p.tile_constants)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
         ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[None] * 7, *["*fp16"] * 3, *["*i32"] * 3, *[None] * 3,
          *["i32"] * 4, *[None] * 6, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
-        constants,
+        (p.split,),
         arch,
         num_warps=p.config.warps,
         num_stages=p.config.stages,
@@ -295,12 +276,18 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
 
 def build_paged_append(arch: int, preset: str, dim: int, encodes: bool, dtype: str = "bf16") -> Any:
     """`append_to_pages` of a step of single tokens, which `encodes`, or of one with prompts."""
-    on, stored, bits, own = target_of(arch), padded_dim(dim), bits_of(preset), f"*{dtype}"
-    tile = tile_of(stored)
-    config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
-    halves = (bits[0], LEVELS[bits[0]], bits[1], LEVELS[bits[1]], config.k_step, MATRIX[dtype], on.asm)
+    on, dims, bits, own, (*rows, words) = (
+        target_of(arch),
+        (dim, padded_dim(dim)),
+        bits_of(preset),
+        f"*{dtype}",
+        place(preset, dim),
+    )
+    (config, of_keys), (_, of_values) = (
+        encode_shape(dims, bits, is_value, STATES[dtype], on, MATRIX[dtype], words) for is_value in (False, True)
+    )
     warps = config.warps if encodes else 1
-    constants = (dim, stored, tile, *halves, *place(preset, dim), SEQUENCES, 8 if encodes else 1, warps, encodes)
+    constants = (of_keys, of_values, *rows, SEQUENCES, 8 if encodes else 1, warps, encodes)
     types = [*[own] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
     return build(append_to_pages, [*types, *["i32"] * 17], constants, arch, num_warps=warps)
 
@@ -312,7 +299,7 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     reduce = build(
         reduce_splits,
         ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],
-        (*p.reduce_constants, SEQUENCES, True),
+        (p.reduce._replace(FILL=True),),
         arch,
         num_warps=p.reduce_warps,
     )
@@ -330,12 +317,13 @@ def encoder_of_pages(
     arch: Arch, bits: Bits, dim: int, dtype: str, where: tuple[int, int, int, int], beside: int
 ) -> Compiled:
     """`encode_blocks` over pages whose rows and blocks are at `where`; `beside` is `Pages.beside`."""
-    on, stored, own = target_of(arch), padded_dim(dim), f"*{dtype}"
-    config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
-    constants = (
-        *(dim, stored, tile_of(stored), bits[0], LEVELS[bits[0]], False, MATRIX[dtype], config.k_step, on.asm),
-        *(False, 1, bits[1], LEVELS[bits[1]], *where, SEQUENCES, beside),
-    )
+    on, dims, own, (*rows, words) = target_of(arch), (dim, padded_dim(dim)), f"*{dtype}", where
+    config, of_keys = encode_shape(dims, bits, False, STATES[dtype], on, MATRIX[dtype], words)
+    if beside:
+        dims = (beside, beside)
+    _, of_values = encode_shape(dims, bits, True, STATES[dtype], on, MATRIX[dtype], words)
+    of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
+    constants = (of_keys, of_values, False, 1, *rows, SEQUENCES, beside)
     types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
     types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
     return build(encode_blocks, types, constants, arch, num_warps=config.warps)
@@ -345,8 +333,7 @@ def build_prompts(arch: int, preset: str) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, on)
     flags = (True, 0, False, False, False)
-    sinks, ring, *where = place(preset, 128)
-    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*where, SEQUENCES, sinks, ring))
+    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["*i32"] * 4
     numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5

@@ -106,7 +106,7 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled
     return build(
         decode_split_fragments if target_of(arch).fragments else decode_split,
         types,
-        (*p.split_constants, *[0] * 5, *p.tile_constants),
+        (p.split,),
         arch,
         num_warps=p.config.warps,
         num_stages=p.config.stages,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launcher import Kernel, Launch, launch_all, specialised
+from ..common.launcher import Kernel, Launch, kernel, launch_all, specialised
 from ..format import (
     FAR,
     LARGEST_RATIO,
@@ -194,11 +194,8 @@ def _copy_rows(
     tl.store(at, tl.load(states + (token * stride)[:, None] + channel[None, :], mask=exists), mask=exists)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks "
-        "rows valid_b valid_t"
-    ).split(),
+@kernel(
+    "kv_heads:rows valid_b:valid_t",
     # Without this, copies would decide the layout of the sums and so their order.
     do_not_specialize_on_alignment="sink_keys sink_values ring_keys ring_values".split(),
 )

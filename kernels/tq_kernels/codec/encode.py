@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.device import AMPERE, TURING
+from ..common.device import AMPERE, TURING, constants_of
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
 from ..format import PLANE, TOKENS, due_blocks_in_kernel
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
@@ -53,42 +53,6 @@ class EncodeShape(NamedTuple):
     BLOCK_WORDS: tl.constexpr
 
 
-@triton.jit
-def load_rotation(
-    rotation, channel_scales, first,
-    ROWS: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, part=0,
-):  # fmt: skip
-    """Load rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales: the columns of part `part` in the
-    order of quarters, `[ROWS, part_width(TILE)]`.
-
-    Returns:
-        High and low parts in MATRIX's dtype; the same matrix twice without SPLIT.
-    """
-    k = first + tl.arange(0, ROWS)[:, None]
-    channel, inside = part_channels(part, DIM, TILE)
-    if DIM == TILE:
-        r = tl.load(rotation + channel[None, :] * DIM + k)  # [ROWS, part_width(TILE)]
-    else:
-        r = tl.load(rotation + channel[None, :] * DIM + k, mask=inside[None, :] & (k < DIM), other=0.0)
-    if DIM & (DIM - 1) == 0:
-        r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
-    else:
-        r = r * DIM**0.5
-    if HEAD_DIM == TILE:
-        factor = tl.load(channel_scales + k)  # [ROWS, 1]
-    else:
-        factor = tl.load(channel_scales + k, mask=k < HEAD_DIM, other=0.0)
-    if SPLIT:
-        r *= factor.to(tl.float32)
-        high = r.to(MATRIX)
-        low = (r - high.to(tl.float32)).to(MATRIX)
-    else:
-        high = r.to(MATRIX) * factor.to(MATRIX)
-        low = high
-    return high, low
-
-
 @triton.constexpr_function
 def _takes_two(matrix, dim):
     """Whether the rotation takes two 16-bit matrices: entries other than +-1 do."""
@@ -96,14 +60,43 @@ def _takes_two(matrix, dim):
 
 
 @triton.jit
-def resident_rotation(
-    rotation, channel_scales, K_STEP: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def load_rotation(rotation, channel_scales, first, ROWS: tl.constexpr, C: tl.constexpr, part=0):
+    """Load rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales: the columns of part `part` in the
+    order of quarters, `[ROWS, part_width(TILE)]`.
+
+    Returns:
+        High and low parts in MATRIX's dtype; the same matrix twice where one is enough.
+    """
+    k = first + tl.arange(0, ROWS)[:, None]
+    channel, inside = part_channels(part, C.DIM, C.TILE)
+    if C.DIM == C.TILE:
+        r = tl.load(rotation + channel[None, :] * C.DIM + k)  # [ROWS, part_width(TILE)]
+    else:
+        r = tl.load(rotation + channel[None, :] * C.DIM + k, mask=inside[None, :] & (k < C.DIM), other=0.0)
+    if C.DIM & (C.DIM - 1) == 0:
+        r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
+    else:
+        r = r * C.DIM**0.5
+    if C.HEAD_DIM == C.TILE:
+        factor = tl.load(channel_scales + k)  # [ROWS, 1]
+    else:
+        factor = tl.load(channel_scales + k, mask=k < C.HEAD_DIM, other=0.0)
+    if _takes_two(C.MATRIX, C.DIM):
+        r *= factor.to(tl.float32)
+        high = r.to(C.MATRIX)
+        low = (r - high.to(tl.float32)).to(C.MATRIX)
+    else:
+        high = r.to(C.MATRIX) * factor.to(C.MATRIX)
+        low = high
+    return high, low
+
+
+@triton.jit
+def resident_rotation(rotation, channel_scales, C: tl.constexpr):
     """Load the whole rotation for `encode_block` if one step takes all channels; else zeros, because a function
     cannot return `None` before Triton 3.7."""
-    if K_STEP == TILE:
-        return load_rotation(rotation, channel_scales, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, _takes_two(MATRIX, DIM))
+    if C.K_STEP == C.TILE:
+        return load_rotation(rotation, channel_scales, 0, C.TILE, C)
     else:
         return 0.0, 0.0
 
@@ -191,9 +184,7 @@ def _rotated(states, out, home, part, C: tl.constexpr):
         for first in tl.range(0, C.TILE, C.K_STEP):
             x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
             x1 = _load_rows(late + first + late_offsets, first + k, C.HEAD_DIM, C.TILE)
-            step_high, step_low = load_rotation(
-                rotation, channel_scales, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT, part
-            )
+            step_high, step_low = load_rotation(rotation, channel_scales, first, C.K_STEP, C, part)
             y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.ASM)
             y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.ASM)
     if out.means is not None:
@@ -321,7 +312,7 @@ def encode_blocks_of(
     else:
         offsets, token = k, block_rows()  # [64]
     channel_scales = new.channel_scales + head * C.HEAD_DIM
-    high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+    high, low = resident_rotation(new.rotation, channel_scales, C)
     for task in tl.range(worker, total, workers, num_stages=STAGES):
         if places.block_table is None:
             early = states + new.stride_t.to(tl.int64) * (task * TOKENS)
@@ -395,10 +386,10 @@ def encode_blocks(
     blocks_head, stride_batch, stride_head, stride_token,  # over pages None
     key_t, key_h, value_t, value_h,  # over pages
     width,  # W
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, SINKS: tl.constexpr,
-    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr,
+    SHAPE: tl.constexpr,  # an `EncodeShape`; over pages of keys
+    OF_VALUES: tl.constexpr,  # over pages
+    PDL: tl.constexpr, STAGES: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BESIDE: tl.constexpr,  # `Pages.beside`, a power of two
 ):  # fmt: skip
     """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`.
@@ -406,27 +397,23 @@ def encode_blocks(
     Over pages: those that new tokens complete, from rings and new tokens. Grid: (programs, B * H, 1); over pages
     (programs, Hkv, 2): keys, values.
     """
-    C: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, ASM, BLOCK_WORDS)
+    C: tl.constexpr = constants_of(SHAPE)
     places = BlockPlaces(
         heads, start, blocks_batch, blocks_head, rows, block_table, cu_seqlens_q, cu_seqlens_k, heads, width
     )
     worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     into = Output(words, scales, means)
     if block_table is None:
-        if PDL and not IS_VALUE:
+        if PDL and not C.IS_VALUE:
             cuda.gdc_launch_dependents()
         of_states = EncodedStates(states, stride_batch, stride_head, stride_token, rotation, channel_scales)
         encode_blocks_of(
             of_states, places, into, None, blocks, head, worker, workers, SINKS, RING, ROWS, 0, 0, STAGES, C
         )  # fmt: skip
-        if PDL and IS_VALUE:
+        if PDL and C.IS_VALUE:
             cuda.gdc_wait()
     else:
-        VALUE_STEP: tl.constexpr = BESIDE if BESIDE and BESIDE < K_STEP else K_STEP
-        VALUES: tl.constexpr = EncodeShape(
-            BESIDE if BESIDE else HEAD_DIM, BESIDE if BESIDE else DIM, BESIDE if BESIDE else TILE, VALUE_BITS,
-            VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, BLOCK_WORDS,
-        )  # fmt: skip
+        VALUES: tl.constexpr = constants_of(OF_VALUES)
         encode_completed(
             EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales),
             EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales),

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import triton
 
-from ..common.device import matrix_type, target
+from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, Launch, launch_all, specialised
 from ..format import BLOCK_TOKENS
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
-from .encode import encode_blocks
+from .encode import EncodeShape, encode_blocks
 from .quantize import LEVELS
 
 ENCODE, DEQUANTIZE = Kernel(encode_blocks), Kernel(dequantize_blocks)
@@ -68,6 +68,22 @@ def encode_config(
     if max(bits) == 8:
         return EncodeConfig(tile, warps=4, stages=2, programs_per_multiprocessor=2)
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
+
+
+def encode_shape(
+    dims: tuple[int, int],
+    bits: tuple[int, int],
+    is_value: bool,
+    dtype: torch.dtype,
+    on: Target,
+    matrix: Any,
+    block_words: int = 0,
+) -> tuple[EncodeConfig, EncodeShape]:
+    """Launch parameters, and constants for keys or values of `dims` channels (as they come, as they are stored)."""
+    tile = max(16, triton.next_power_of_2(dims[1]))
+    config = encode_config(tile, dims[1], bits, dtype.itemsize, on.capability)
+    of_block = (*dims, tile, bits[is_value], LEVELS[bits[is_value]], is_value, matrix, config.k_step)
+    return config, EncodeShape(*of_block, on.asm, block_words)
 
 
 def encode(
@@ -153,18 +169,14 @@ def _encode_launches(
     assert start + blocks < 2 or block == BLOCK_TOKENS  # blocks follow one another
     on, matrix = target(device), matrix_type(dtype, device)
     launches = []
-    for is_value, head_dim, dim, own, strides in zip(
-        (False, True), (key_dim, value_dim), padded, all_bits, (key_strides[:3], value_strides[:3]), strict=True
+    for is_value, head_dim, dim, strides in zip(
+        (False, True), (key_dim, value_dim), padded, (key_strides[:3], value_strides[:3]), strict=True
     ):
-        tile = max(16, triton.next_power_of_2(dim))
-        config = encode_config(tile, dim, all_bits, dtype.itemsize, on.capability)
+        config, shape = encode_shape((head_dim, dim), all_bits, is_value, dtype, on, matrix)
         options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
         if on.dependent_launch and is_value:
             options["launch_pdl"] = True
-        constants = (
-            *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
-            *(config.k_step, on.asm, on.dependent_launch, config.stages, *[0] * 8),
-        )
+        constants = (shape, None, on.dependent_launch, config.stages, *[0] * 5)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         launch = Launch(
             kernel,
@@ -188,18 +200,17 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
     _, key, value = tokens
     (total, kv_heads, dim), count = key.shape, sequences.cu_seqlens_q.shape[0] - 1
     on, device = target(key.device), key.device
-    padded = rotations[0].shape[0]
-    tile = max(16, triton.next_power_of_2(padded))
-    config = encode_config(tile, padded, (pages.key_bits, pages.value_bits), key.element_size(), on.capability)
+    bits, matrix, beside = (pages.key_bits, pages.value_bits), matrix_type(key.dtype, device), pages.beside
+    dims = (dim, rotations[0].shape[0])
+    config, of_keys = encode_shape(dims, bits, False, key.dtype, on, matrix, pages.block_words)
+    if beside:
+        dims = (beside, beside)
+    _, of_values = encode_shape(dims, bits, True, key.dtype, on, matrix, pages.block_words)
+    of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
-    bits = (pages.key_bits, pages.value_bits)
-    constants = (
-        *(dim, padded, tile, bits[0], LEVELS[bits[0]], False, matrix_type(key.dtype, device), config.k_step, on.asm),
-        *(False, 1, bits[1], LEVELS[bits[1]], *pages.place),
-        triton.next_power_of_2(max(count, sequences.least_padding)),
-        pages.beside,
-    )
+    block_b = triton.next_power_of_2(max(count, sequences.least_padding))
+    constants = (of_keys, of_values, False, 1, *pages.place[:3], block_b, beside)
     numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
     ENCODE(
         (min(most, programs), kv_heads, 2),

@@ -107,6 +107,13 @@ def interpreted() -> bool:
     return not isinstance(_nothing, triton.runtime.JITFunction)
 
 
+@triton.constexpr_function
+def constants_of(shape):
+    """`shape`, a tuple that a kernel takes as a constant, of constants: compiled, its members would be plain numbers,
+    which Triton takes in few places."""
+    return shape if triton.knobs.runtime.interpret else type(shape)(*map(tl.constexpr, shape))
+
+
 override: Callable[[Target], Target] | None = None
 """Override of the target, set before the first launch by tests that run another card's kernels on the GPU at hand."""
 

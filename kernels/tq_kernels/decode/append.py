@@ -21,17 +21,15 @@ from ..codec.encode import (
     HALF_TOKENS,
     BlockPlaces,
     EncodedStates,
-    EncodeShape,
     Output,
     block_rows,
     encode_block,
     encode_completed,
     resident_rotation,
 )
-from ..codec.launch import encode_config
-from ..codec.quantize import LEVELS
-from ..common.device import AMPERE, current_device, matrix_type, target
-from ..common.launcher import Kernel
+from ..codec.launch import encode_shape
+from ..common.device import AMPERE, constants_of, current_device, matrix_type, target
+from ..common.launcher import Kernel, kernel
 from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
@@ -66,11 +64,7 @@ def _copy_rows(
         tl.store(at[:, None] + (ROWS * DIM + d), v, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "slot capacity keys_b keys_h values_b values_h rows queries kv_heads query_b query_h query_s plain_at scale_at"
-    ).split()
-)
+@kernel("slot:scale_at")
 def rotate_and_append(
     keys,  # [B, Hkv, 1, DK]
     values,  # [B, Hkv, 1, DV]
@@ -99,12 +93,7 @@ def rotate_and_append(
         rotate_rows_of_head(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "count tokens width page_blocks kv_heads groups key_t key_h value_t value_h query_t query_h plain_at scale_at "
-        "copies rotations workers"
-    ).split()
-)
+@kernel("count:workers")
 def append_to_pages(
     keys,  # [T, Hkv, DIM], strides in units of 8 elements, like values and queries
     values,  # [T, Hkv, DIM]
@@ -125,9 +114,8 @@ def append_to_pages(
     copies,  # programs that write rows, each of BLOCK_H heads of a sequence
     rotations,  # programs that rotate BLOCK_R of the B * Hkv * G query rows each
     workers,  # programs that encode, for each head and for keys and values
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, K_STEP: tl.constexpr, MATRIX: tl.constexpr,
-    ASM: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    OF_KEYS: tl.constexpr,  # an `EncodeShape`
+    OF_VALUES: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     ENCODE: tl.constexpr,  # whether to encode; all sequences have one new token at most
 ):  # fmt: skip
@@ -136,6 +124,8 @@ def append_to_pages(
 
     Grid: (copies + rotations + 2 * Hkv * workers,); without ENCODE there are no workers.
     """
+    KEYS: tl.constexpr = constants_of(OF_KEYS)
+    VALUES: tl.constexpr = constants_of(OF_VALUES)
     index = tl.program_id(0)
     if index < copies:
         parts = copies // count
@@ -144,14 +134,15 @@ def append_to_pages(
         head = index % parts * BLOCK_H + tl.arange(0, BLOCK_H)
         exists = (head < kv_heads) & (new == 1)
         pages = block_table + width.to(tl.int64) * sequence
-        if ENCODE and ASM >= AMPERE:
+        if ENCODE and KEYS.ASM >= AMPERE:
             # Fetch the table for the kernel that attends: a line of 32 pages a thread.
             fetch(pages + tl.minimum(tl.arange(0, 256) * 32, width - 1))
         row = row_of(past, SINKS, RING) + tl.zeros([BLOCK_H], tl.int32)
-        at = ring_rows(rows, pages, row, exists, head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+        at = ring_rows(rows, pages, row, exists, head, page_blocks, KEYS.HEAD_DIM, ROWS, KEYS.BLOCK_WORDS)
         token = first.to(tl.int64) + tl.zeros([BLOCK_H], tl.int64)
         _copy_rows(
-            keys, values, token, at, exists, head, key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS, 0
+            keys, values, token, at, exists, head, key_t * 8, key_h * 8, value_t * 8, value_h * 8,
+            KEYS.HEAD_DIM, KEYS.TILE, ROWS, 0,
         )  # fmt: skip
     elif index < copies + rotations:
         i = (index - copies) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -170,17 +161,11 @@ def append_to_pages(
         )
         rotate_rows(
             new_queries, scratch, i // groups, i % groups, i < count * kv_heads * groups, index == copies, plain_at,
-            scale_at, DIM, DIM_PADDED, TILE,
+            scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE,
         )  # fmt: skip
     elif ENCODE:
         task = index - copies - rotations
         places = BlockPlaces(None, None, page_blocks, None, rows, block_table, cu_seqlens_q, cu_seqlens_k, count, width)
-        KEYS: tl.constexpr = EncodeShape(
-            DIM, DIM_PADDED, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, ASM, BLOCK_WORDS
-        )
-        VALUES: tl.constexpr = EncodeShape(
-            DIM, DIM_PADDED, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
-        )
         encode_completed(
             EncodedStates(keys, None, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
             EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales), places,
@@ -190,7 +175,7 @@ def append_to_pages(
 
 
 class AppendStates(NamedTuple):
-    """New keys or values, their sinks and residual, and their rotation: pointers as in `append_and_encode`."""
+    """New keys or values, their sinks and residual, and their rotation: pointers as in `append_and_rotate`."""
 
     states: Any
     stride_b: Any
@@ -254,21 +239,15 @@ def _append(new, place, out, C: tl.constexpr, MOST: tl.constexpr):
     if place.due > 0:
         tl.debug_barrier()
         channel_scales = new.channel_scales + head * C.HEAD_DIM
-        high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+        high, low = resident_rotation(new.rotation, channel_scales, C)
         early = new.residual + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
         offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * C.HEAD_DIM
         encode_block(early, late, offsets, offsets, out, place.home, new.rotation, channel_scales, high, low, C)
 
 
-@triton.jit(  # without `debug` the assertion would not be compiled
-    debug=True,
-    do_not_specialize=(
-        "keys_b keys_h keys_s values_b values_h values_s new max_sinks capacity residual max_cache_len blocks_b "
-        "blocks_h heads"
-    ).split(),
-)
-def append_and_encode(
+@kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
+def append_and_rotate(
     keys,  # [B, H, S, DK]
     values,  # [B, H, S, DV]
     state,  # [4] int32
@@ -279,109 +258,76 @@ def append_and_encode(
     residual_keys,  # [B, H, capacity, DK], contiguous
     residual_values,  # [B, H, capacity, DV]
     key_words,  # the packed tensors, as for `encode_blocks`
-    value_words,
-    scales,
-    key_means,
-    key_rotation, value_rotation, value_channel_scales, key_channel_scales, keys_b, keys_h, keys_s, values_b, values_h,
-    values_s,
+    value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
+    query,  # as in `rotate_query`, or `None`
+    query_rotation, key_channel_scales, scratch, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     new,  # S
     max_sinks, capacity, residual, max_cache_len,
     blocks_b,  # strides of the packed tensors, in blocks
-    blocks_h, heads, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
-    KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr,
+    blocks_h,
+    rows,  # as in `rotate_query`, like the rest but `heads`
+    queries, heads, query_b, query_h, query_s, plain_at, scale_at,
+    OF_KEYS: tl.constexpr,  # an `EncodeShape`
+    OF_VALUES: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Append S tokens, at most MOST, and encode the due block. Grid: (B * H, 2).
+    """Append S tokens, at most MOST, and encode the due block, by the first two programs of each head; rotate queries
+    by the others. Grid: (B * H, 2 + rows / BLOCK_R).
 
     A store without room for all of them is not written; the assertion fails.
     """
-    sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
-    blocks += pending
-    rows -= pending * TOKENS
-    held = sinks + blocks * TOKENS + rows
-    fits = held + new <= max_cache_len
-    tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
-    tokens = tl.where(fits, new, 0)
-    to_sinks = tl.where(held == sinks, tl.minimum(tokens, max_sinks - sinks), 0)
-    # Residual rows are numbered from the end of the sinks; row p is in slot p % capacity.
-    row = blocks * TOKENS + rows
-    first_slot = (blocks * TOKENS) % capacity
-    after = held + tokens
-    due = tl.minimum(tl.maximum(due_blocks_in_kernel(after, max_sinks, residual) - blocks, 0), 1)
-    tl.debug_barrier()
-    if tl.atomic_add(step_counts + 5 * 4, 1) == 2 * tl.num_programs(0) - 1:
-        num_sinks = sinks + to_sinks
-        num_rows = rows + tokens - to_sinks
-        tl.store(step_counts, num_sinks)
-        tl.store(step_counts + 1 * 4, blocks)
-        tl.store(step_counts + 2 * 4, num_rows)
-        tl.store(step_counts + 3 * 4, first_slot)
-        tl.store(step_counts + 4 * 4, due)
-        tl.store(step_counts + 5 * 4, 0)
-        tl.store(state, num_sinks)
-        tl.store(state + 1, blocks)
-        tl.store(state + 2, num_rows)
-        tl.store(state + 3, due)
-        tl.store(length, after.to(tl.int64))
-    head = tl.program_id(0)
-    home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
-    place = Place(heads, max_sinks, capacity, sinks, to_sinks, row, tokens, due, first_slot, home)
-    KEYS: tl.constexpr = EncodeShape(DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, ASM, 0)
-    VALUES: tl.constexpr = EncodeShape(DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, 0)
-    if tl.program_id(1) == 0:
-        new_keys = AppendStates(
-            keys, keys_b, keys_h, keys_s, sink_keys, residual_keys, key_rotation, key_channel_scales
-        )
-        _append(new_keys, place, Output(key_words, scales, key_means), KEYS, MOST)
+    KEYS: tl.constexpr = constants_of(OF_KEYS)
+    VALUES: tl.constexpr = constants_of(OF_VALUES)
+    if query is None or tl.program_id(1) < 2:
+        sinks, blocks, held_rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
+        blocks += pending
+        held_rows -= pending * TOKENS
+        held = sinks + blocks * TOKENS + held_rows
+        fits = held + new <= max_cache_len
+        tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
+        tokens = tl.where(fits, new, 0)
+        to_sinks = tl.where(held == sinks, tl.minimum(tokens, max_sinks - sinks), 0)
+        # Residual rows are numbered from the end of the sinks; row p is in slot p % capacity.
+        row = blocks * TOKENS + held_rows
+        first_slot = (blocks * TOKENS) % capacity
+        after = held + tokens
+        due = tl.minimum(tl.maximum(due_blocks_in_kernel(after, max_sinks, residual) - blocks, 0), 1)
+        tl.debug_barrier()
+        if tl.atomic_add(step_counts + 5 * 4, 1) == 2 * tl.num_programs(0) - 1:
+            num_sinks = sinks + to_sinks
+            num_rows = held_rows + tokens - to_sinks
+            tl.store(step_counts, num_sinks)
+            tl.store(step_counts + 1 * 4, blocks)
+            tl.store(step_counts + 2 * 4, num_rows)
+            tl.store(step_counts + 3 * 4, first_slot)
+            tl.store(step_counts + 4 * 4, due)
+            tl.store(step_counts + 5 * 4, 0)
+            tl.store(state, num_sinks)
+            tl.store(state + 1, blocks)
+            tl.store(state + 2, num_rows)
+            tl.store(state + 3, due)
+            tl.store(length, after.to(tl.int64))
+        head = tl.program_id(0)
+        home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
+        place = Place(heads, max_sinks, capacity, sinks, to_sinks, row, tokens, due, first_slot, home)
+        if tl.program_id(1) == 0:
+            new_keys = AppendStates(
+                keys, keys_b, keys_h, keys_s, sink_keys, residual_keys, key_rotation, key_channel_scales
+            )
+            _append(new_keys, place, Output(key_words, scales, key_means), KEYS, MOST)
+        else:
+            new_values = AppendStates(
+                values, values_b, values_h, values_s, sink_values, residual_values, value_rotation, value_channel_scales
+            )
+            _append(new_values, place, Output(value_words, scales, None), VALUES, MOST)
     else:
-        new_values = AppendStates(
-            values, values_b, values_h, values_s, sink_values, residual_values, value_rotation, value_channel_scales
+        of_step = Queries(
+            query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
         )
-        _append(new_values, place, Output(value_words, scales, None), VALUES, MOST)
+        tile = tl.program_id(1) - 2
+        rotate_rows_of_head(of_step, scratch, tile, plain_at, scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, BLOCK_R)
 
 
-@triton.jit(
-    debug=True,
-    do_not_specialize=(
-        "keys_b keys_h keys_s values_b values_h values_s new max_sinks capacity residual max_cache_len blocks_b "
-        "blocks_h rows queries heads query_b query_h query_s plain_at scale_at"
-    ).split(),
-)
-def append_and_rotate(
-    keys,  # as in `append_and_encode`
-    values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values, key_words,
-    value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
-    query,  # as in `rotate_query`
-    query_rotation, key_channel_scales, scratch, keys_b, keys_h, keys_s, values_b, values_h, values_s, new,
-    max_sinks, capacity, residual, max_cache_len, blocks_b, blocks_h, rows, queries, heads, query_b, query_h,
-    query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
-    KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
-
-    Grid: (B * H, 2 + rows / BLOCK_R).
-    """
-    if tl.program_id(1) < 2:
-        append_and_encode(
-            keys, values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values,
-            key_words, value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
-            key_channel_scales, keys_b, keys_h, keys_s, values_b, values_h, values_s, new, max_sinks, capacity,
-            residual, max_cache_len, blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
-            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP, MATRIX, ASM, MOST,
-        )  # fmt: skip
-    else:
-        rotate_rows_of_head(
-            Queries(
-                query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
-            ),
-            scratch, tl.program_id(1) - 2, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R,
-        )  # fmt: skip
-
-
-APPEND = Kernel(append_and_encode)
+APPEND = Kernel(append_and_rotate)
 
 
 class AppendLaunch:
@@ -422,15 +368,13 @@ class AppendLaunch:
         self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
         self.numbers = (sinks[0].shape[2], ring.shape[2], residual_length, max_cache_len, *packed.block_strides)
         """Arguments of kernels after the strides of keys and values."""
-        constants: list[object] = []
-        warps = 0
-        for states, rotation, own in zip(residual, rotations, bits, strict=True):
-            dim = rotation.shape[0]
-            tile = max(16, triton.next_power_of_2(dim))
-            config = encode_config(tile, dim, bits, states.element_size(), on.capability)
+        shapes, warps, matrix = [], 0, matrix_type(ring.dtype, ring.device)
+        for states, rotation, is_value in zip(residual, rotations, (False, True), strict=True):
+            dims = (states.shape[3], rotation.shape[0])
+            config, shape = encode_shape(dims, bits, is_value, ring.dtype, on, matrix)
             warps = max(warps, config.warps)
-            constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
-        self.constants = (*constants, matrix_type(ring.dtype, ring.device), on.asm)
+            shapes.append(shape)
+        self.constants = tuple(shapes)
         # `debug` would turn on `sanitize_overflow`.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
@@ -451,18 +395,18 @@ class AppendLaunch:
         new, constants = self.of_tokens(keys, values)
         APPEND(
             (self.programs, 2, 1),
-            (keys, values, *self.tensors, self.key_channel_scales),
-            (*new, *self.numbers, self.heads),
+            (keys, values, *self.tensors, None, None, self.key_channel_scales, None),
+            (*new, *self.numbers, None, None, self.heads, *[None] * 5),
             constants,
             (constants, keys.dtype, index),
             **self.options,
         )
 
     def of_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Strides and number of new tokens, and the constants for that number."""
+        """Strides and number of new tokens, and the constants for that number; BLOCK_R is the number of warps."""
         tokens = keys.shape[2]
         numbers = (*keys.stride()[:3], *values.stride()[:3], tokens)
-        return numbers, (*self.constants, triton.next_power_of_2(tokens))
+        return numbers, (*self.constants, triton.next_power_of_2(tokens), self.options["num_warps"])
 
 
 TAIL_ROWS = tl.constexpr(32)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..codec.launch import encode_config
-from ..codec.quantize import LEVELS
+from ..codec.launch import encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
 from ..format import padded_dim
@@ -307,12 +306,11 @@ class DecodeLaunch:
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
         plan = plan_decode(
             *(batch, query_heads, kv_heads, queries, key_dim, value_dim, *self.bits, *room),
-            *(options.causal, mask_rows, *options.flags, on, least),
+            *(options.causal, mask_rows, *options.flags, on, least, pages and pages.place),
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
         tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
-        split, reduce_constants = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce_constants
-        split_constants = (*plan.split_constants, *NO_PLACE, 0, *plan.tile_constants)
+        split, reduced = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce
         # Kernel, grid, numbers, constants and options of the first launch; numbers of the others.
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
@@ -321,19 +319,16 @@ class DecodeLaunch:
                 pages, (batch, query.shape[0], width), rows, key_dim, new, (at.plain, at.scale), least
             )
             split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[:4], width)
-            block_b = triton.next_power_of_2(max(batch, least))
-            split_constants = (*plan.split_constants, *pages.place, block_b, *plan.tile_constants)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
-            reduce_constants = (*reduce_constants, block_b, fill)
+            reduced = reduced._replace(FILL=fill)
         else:
             heads, sinks, ring = (rows, queries, kv_heads), self.tensors[1][0], self.tensors[1][2]
             numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
             grid, constants = plan.rotate_grid, plan.rotate_constants
             if append is not None and states is not None:
                 warps = append.options["num_warps"]
-                new, of_append = append.of_tokens(*states)
+                new, constants = append.of_tokens(*states)
                 numbers = (*new, *append.numbers, *numbers)
-                constants = (*of_append, warps)  # a row for each warp
                 first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, append.options)
             elif states is not None:
                 constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
@@ -345,7 +340,6 @@ class DecodeLaunch:
             of_dense = tuple(part.stride(axis) // key_dim for part in (sinks, ring) for axis in (0, 1))
             split_numbers = (*heads, *self.block_strides, *of_dense, ring.shape[2], *[None] * 5)
             reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
-            reduce_constants = (*reduce_constants, 0, False)
         split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
         index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
@@ -361,13 +355,11 @@ class DecodeLaunch:
                     kernel, index, grid, numbers, constants, (constants, query.dtype, dense, index), first_options
                 ),
                 Launch(
-                    split, index, (plan.workers, 1, 1), split_numbers, split_constants,
-                    (split_constants, plan.config, dense, index),
-                    split_options,
+                    split, index, (plan.workers, 1, 1), split_numbers, (plan.split,),
+                    (plan.split, plan.config, dense, index), split_options,
                 ),
                 Launch(
-                    REDUCE, index, plan.reduce_grid, reduce_numbers, reduce_constants,
-                    (reduce_constants, out.dtype, aux, index),
+                    REDUCE, index, plan.reduce_grid, reduce_numbers, (reduced,), (reduced, out.dtype, aux, index),
                     {"num_warps": plan.reduce_warps} | dependent,
                 ),
             ),
@@ -390,30 +382,19 @@ class DecodeLaunch:
         Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
         that may encode takes many registers, and few run side by side.
         """
-        on, kv_heads, padded, (batch, tokens, width) = target(self.device), self.kv_heads, padded_dim(dim), sizes
-        tile, encodes = max(16, triton.next_power_of_2(padded)), least == 1
-        config = encode_config(tile, padded, self.bits, self.dtype.itemsize, on.capability)
+        on, kv_heads, (batch, tokens, width), encodes = target(self.device), self.kv_heads, sizes, least == 1
+        matrix, dims = matrix_type(self.dtype, self.device), (dim, padded_dim(dim))
+        (config, of_keys), (_, of_values) = (
+            encode_shape(dims, self.bits, is_value, self.dtype, on, matrix, pages.block_words)
+            for is_value in (False, True)
+        )
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
         copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
-        halves = (self.bits[0], LEVELS[self.bits[0]], self.bits[1], LEVELS[self.bits[1]])
-        constants = (
-            *(dim, padded, tile, *halves, config.k_step, matrix_type(self.dtype, self.device), on.asm, *pages.place),
-            *(triton.next_power_of_2(max(batch, least)), block_h, warps, encodes),
-        )
-        numbers = (
-            batch,
-            tokens,
-            width,
-            pages.page_blocks,
-            kv_heads,
-            groups,
-            *strides,
-            *queries_at,
-            copies,
-            rotations,
-            workers,
-        )
+        block_b = triton.next_power_of_2(max(batch, least))
+        constants = (of_keys, of_values, *pages.place[:3], block_b, block_h, warps, encodes)
+        numbers = (batch, tokens, width, pages.page_blocks, kv_heads, groups)
+        numbers = (*numbers, *strides, *queries_at, copies, rotations, workers)
         options = {"num_warps": warps}
         if encodes and config.registers is not None:
             options["maxnreg"] = config.registers

@@ -17,6 +17,8 @@ import triton
 from ..common.device import Target
 from ..common.schedule import DENSE_TOKENS, START
 from ..format import BLOCK_TOKENS, padded_dim
+from .reduce import ReduceShape
+from .tiles import DecodeShape
 
 REDUCE_DENSE = 16
 """Dense slots of a row that `reduce_splits` loads at a time. Constant: kernels must not change as a residual grows."""
@@ -122,23 +124,6 @@ def _fragments_config(key_dim: int, value_dim: int, rows: int) -> SplitConfig:
     return SplitConfig(1, 1, 8 * tiles, 1, 1, programs, registers)
 
 
-def _tile_constants(config: SplitConfig, dkp: int, dvp: int, value_dim: int, on: Target) -> tuple[Any, ...]:
-    """Constants of a split kernel about tiles and instructions."""
-    if on.fragments:
-        return (config.block_rows // 8,)
-    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
-    return (
-        config.key_chunks,
-        config.value_chunks,
-        max(16, triton.next_power_of_2(dkp // config.key_chunks)),
-        max(16, triton.next_power_of_2(dvp // config.value_chunks)),
-        block_dk,
-        block_dv,
-        _mean_tile(dkp, config.key_chunks, config.warps),
-        config.block_rows, on.small_levels, on.asm, on.dependent_launch,
-    )  # fmt: skip
-
-
 def _mean_tile(key_dim: int, key_chunks: int, warps: int) -> int:
     """Number of elements of a key mean loaded at a time: all, or those of a part of the channels. Asynchronous copies
     move at least 4 bytes a thread."""
@@ -193,9 +178,8 @@ class Plan:
     reduce_grid: tuple[int, int, int]
     reduce_warps: int
     rotate_constants: tuple[Any, ...]
-    tile_constants: tuple[Any, ...]
-    split_constants: tuple[Any, ...]
-    reduce_constants: tuple[Any, ...]
+    split: DecodeShape
+    reduce: ReduceShape
 
 
 @lru_cache(maxsize=4096)
@@ -216,8 +200,9 @@ def plan_decode(
     has_aux: bool,
     on: Target,
     least: int = 1,
+    place: tuple[int, ...] | None = None,
 ) -> Plan:
-    """Plan; `least` is the number of sequences that the merge is compiled for at least."""
+    """Plan; `least` is the number of sequences that the merge is compiled for at least, `place` that of `Pages`."""
     heads, rows = batch * kv_heads, query_heads // kv_heads * queries
     dkp, dvp = padded_dim(key_dim), padded_dim(value_dim)
     if on.fragments:
@@ -237,7 +222,8 @@ def plan_decode(
     # not change as it grows).
     reduced = max(batch, least) * kv_heads * row_tiles
     reduce_slots = min(triton.next_power_of_2(resident // reduced + 2), 16384 // triton.next_power_of_2(dvp))
-    tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)
+    pages = (*place, triton.next_power_of_2(max(batch, least))) if place else (0,) * 5
+    key_chunks, value_chunks = config.key_chunks, config.value_chunks
     return Plan(
         config=config,
         workers=workers,
@@ -250,14 +236,16 @@ def plan_decode(
         reduce_grid=(streams, tile_rows, 1),
         reduce_warps=2 if reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
         rotate_constants=(key_dim, dkp, block_dk, 1),
-        tile_constants=tile_constants,
-        split_constants=(
-            key_dim, value_dim, dkp, dvp, key_bits, value_bits,
-            causal and queries > 1 and not mask_rows,
-            mask_rows,
-            bounds,
+        split=DecodeShape(
+            *(key_dim, value_dim, dkp, dvp, max(value_dim, dvp), key_bits, value_bits),
+            *(causal and queries > 1 and not mask_rows, mask_rows, bounds, key_chunks, value_chunks),
+            max(16, triton.next_power_of_2(dkp // key_chunks)),
+            max(16, triton.next_power_of_2(dvp // value_chunks)),
+            *(block_dk, block_dv, _mean_tile(dkp, key_chunks, config.warps), config.block_rows),
+            *(on.small_levels, on.asm, on.dependent_launch, *pages),
         ),
-        reduce_constants=(
-            value_dim, dvp, block_dv, config.block_rows, reduce_slots, REDUCE_DENSE, has_aux, on.dependent_launch
+        reduce=ReduceShape(
+            *(value_dim, dvp, block_dv, reduce_slots, REDUCE_DENSE, has_aux),
+            *(config.block_rows, on.dependent_launch, pages[-1]),
         ),
-    )  # fmt: skip
+    )

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.device import constants_of
+from ..common.launcher import kernel
 from ..common.schedule import LINE, counted, dense_jobs, holder, sharing, work_of
 from ..common.softmax import LOG2E, rescaled
 from .rotate import hadamard, signs
@@ -33,14 +35,26 @@ class Partials(NamedTuple):
 
 
 class ReduceShape(NamedTuple):
-    """Constants of a reduce kernel, passed on as one argument C; see `reduce_splits`."""
+    """Constants of a reduce kernel.
+
+    Args:
+        BLOCK_S, BLOCK_DENSE: Slots of packed and of dense results that are loaded at a time.
+        TILE_R: BLOCK_R of the split.
+        PDL: Whether the kernel may start before the one in front ends.
+        BLOCK_B: Over pages the padded number of sequences.
+        FILL: Over pages: no sequence has several new tokens, and padding tokens are written as 0.
+    """
 
     DV: Any
     DVP: Any
     BLOCK_D: Any
     BLOCK_S: Any
     BLOCK_DENSE: Any
-    HAS_AUX: Any
+    HAS_AUX: Any = False
+    TILE_R: Any = 1
+    PDL: Any = False
+    BLOCK_B: Any = 0
+    FILL: Any = False
 
 
 @triton.jit
@@ -93,12 +107,7 @@ def merge_row(slots, row, packed, dense, rotation, sign, factor, s_aux, C: tl.co
     return (plain + back * (sign * (C.DVP**-0.5) / factor)) / tl.where(weights > 0, weights, 1.0)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "rows queries kv_heads row_tiles streams tile_rows workers lse_at partial_at dense_splits out_b out_s out_h "
-        "count"
-    ).split()
-)
+@kernel("rows:count")
 def reduce_splits(
     scratch,
     num_blocks,  # [] int32; over pages [sequences]
@@ -116,23 +125,18 @@ def reduce_splits(
     dense_splits,  # as in `decode_split`
     out_b, out_s, out_h,
     count,  # over pages: sequences; else None
-    DV: tl.constexpr, DVP: tl.constexpr, BLOCK_D: tl.constexpr, TILE_R: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr, HAS_AUX: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_B: tl.constexpr,  # over pages: sequences, padded to a power of two
-    FILL: tl.constexpr,  # over pages: no sequence has several new tokens, and padding tokens are written as 0
+    SHAPE: tl.constexpr,  # a `ReduceShape`
 ):  # fmt: skip
-    """Merge the slots of `decode_split`. Grid: (streams, tile_rows).
-
-    TILE_R is the split's BLOCK_R.
-    """
+    """Merge the slots of `decode_split`. Grid: (streams, tile_rows)."""
+    C: tl.constexpr = constants_of(SHAPE)
     stream, local = tl.program_id(0), tl.program_id(1)
     head = stream // row_tiles
-    r = (stream % row_tiles) * TILE_R + local
-    d = tl.arange(0, BLOCK_D)
+    r = (stream % row_tiles) * C.TILE_R + local
+    d = tl.arange(0, C.BLOCK_D)
     # Before the wait: signs, channel scales and counts do not depend on the kernel in front.
-    sign = signs(rotation, d, DVP)
+    sign = signs(rotation, d, C.DVP)
     if cu_seqlens_q is None:
-        factor = tl.load(channel_scales + head * DV + d, mask=d < DV, other=1.0).to(tl.float32)
+        factor = tl.load(channel_scales + head * C.DV + d, mask=d < C.DV, other=1.0).to(tl.float32)
         blocks = tl.load(num_blocks)
         dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
         per_stream, jobs = counted(blocks), dense_jobs(dense_tokens)
@@ -146,8 +150,8 @@ def reduce_splits(
         at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h
     else:
         sequence, heads = head // kv_heads, kv_heads * row_tiles
-        factor = tl.load(channel_scales + head % kv_heads * DV + d, mask=d < DV, other=1.0).to(tl.float32)
-        b = tl.arange(0, BLOCK_B)
+        factor = tl.load(channel_scales + head % kv_heads * C.DV + d, mask=d < C.DV, other=1.0).to(tl.float32)
+        b = tl.arange(0, C.BLOCK_B)
         blocks_of, jobs_of, _, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, b, count)
         blocks, jobs, token, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, sequence, count)
         items = counted(blocks_of)
@@ -160,22 +164,21 @@ def reduce_splits(
         dense_first = workers + streams + stream * dense_splits
         dense_last = dense_first + jobs
         exists = jobs > 0  # one new token
-        if FILL:
+        if C.FILL:
             # A sequence without a token takes the padding token of its rank among the sequences without one.
             token = tl.where(exists, token, tl.load(cu_seqlens_q + count) + sequence - token)
             exists = token < queries
         head_q = head % kv_heads * rows + r
         at = token.to(tl.int64) * out_s + head_q * out_h
-    if PDL:
+    if C.PDL:
         cuda.gdc_wait()
 
-    shape: tl.constexpr = ReduceShape(DV, DVP, BLOCK_D, BLOCK_S, BLOCK_DENSE, HAS_AUX)
     inside = r < rows
     if cu_seqlens_q is not None:
         inside = inside & exists
     if inside:
         slots = Partials(scratch + LINE * lse_at, scratch + LINE * partial_at, tile_rows)
         result = merge_row(
-            slots, local, (first, last), (dense_first, dense_last), rotation, sign, factor, s_aux + head_q, shape
+            slots, local, (first, last), (dense_first, dense_last), rotation, sign, factor, s_aux + head_q, C
         )
-        tl.store(out + at + d, result.to(out.dtype.element_ty), mask=d < DV)
+        tl.store(out + at + d, result.to(out.dtype.element_ty), mask=d < C.DV)

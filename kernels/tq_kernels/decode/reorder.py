@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import current_device, target
-from ..common.launcher import Kernel
+from ..common.launcher import Kernel, kernel
 
 TENSORS = 10
 """Most tensors of a launch."""
@@ -35,9 +35,7 @@ def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
     return tl.where(which == INDEX, words, at), tl.where(which == INDEX, units.to(tl.int64) * 4, size)
 
 
-@triton.jit(  # without `debug` the assertion would not be compiled
-    debug=True, do_not_specialize="units0 units1 units2 units3 units4 units5 units6 units7 units8 units9 count".split()
-)
+@kernel("units0:count", debug=True)  # without `debug` the assertion would not be compiled
 def reorder_sequences(
     sources,  # [B] int32 or int64: sequence b gets the states of sequence `sources[b]`
     tensor0,  # [B, ..] contiguous, aligned

@@ -16,11 +16,11 @@ G * S and TILE rows in a tile of rows:
     lse [SLOTS, TILE] · partial [SLOTS, TILE, DM], DM = max(DV, DVP); SLOTS = workers + streams + streams * dense_splits
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.device import AMPERE
+from ..common.device import AMPERE, constants_of
+from ..common.launcher import kernel
 from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
@@ -40,26 +40,10 @@ from ..common.schedule import (
 )
 from ..format import TOKENS
 from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
-from .tiles import (
-    DecodeMask,
-    DecodeShape,
-    DenseTokens,
-    dense_job,
-    dense_rows_of,
-    per_lane,
-    prefetch,
-    prefetch_rows,
-    store_dense,
-)
+from .tiles import DecodeMask, DenseTokens, dense_job, dense_rows_of, per_lane, prefetch, prefetch_rows, store_dense
 
 
-@triton.jit(
-    do_not_specialize=(
-        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
-        "residual_capacity key_t key_h value_t value_h width scaling_log2 cap_log2 row_tiles streams tile_rows "
-        "plain_at scale_at lse_at partial_at dense_splits"
-    ).split()
-)
+@kernel("mask_b:dense_splits")
 def decode_split(
     scratch,
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32; over pages [pages, Hkv, ...], like the next three
@@ -97,35 +81,24 @@ def decode_split(
     tile_rows,  # min(rows, BLOCK_R)
     plain_at, scale_at, lse_at, partial_at,
     dense_splits,  # slots of a stream for dense jobs: enough for full sinks and residual
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
-    BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
-    BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr,
-    BLOCK_R: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,  # whether the merge may start and wait in the multiprocessors
+    SHAPE: tl.constexpr,  # a `DecodeShape`
 ):  # fmt: skip
     """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,).
 
     With a block table, sequences differ in length.
     """
+    C: tl.constexpr = constants_of(SHAPE)
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
-    DM: tl.constexpr = DV if DV > DVP else DVP
-    C: tl.constexpr = DecodeShape(
-        DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
-        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS,
-    )  # fmt: skip
     to = DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows)
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
-    local = tl.arange(0, BLOCK_R)
+    local = tl.arange(0, C.BLOCK_R)
     store_rows = local < tile_rows
-    if PDL:
+    if C.PDL:
         cuda.gdc_launch_dependents()
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     heads = kv_heads * row_tiles
-    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(SINKS, RING, ROWS)
+    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(C.SINKS, C.RING, C.ROWS)
     if block_table is None:
         blocks = tl.load(num_blocks)
         residual_count = tl.load(num_residual)
@@ -133,7 +106,7 @@ def decode_split(
         per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(sink_count + residual_count)
         total = counted(blocks) * streams
     else:
-        every = tl.arange(0, BLOCK_B)
+        every = tl.arange(0, C.BLOCK_B)
         work = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
         total, jobs = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0)
     total_jobs = jobs * streams
@@ -148,34 +121,35 @@ def decode_split(
         first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
         tile, head = first_stream % row_tiles, first_stream // row_tiles
         batch, kv_head = head // kv_heads, head % kv_heads
-        if ASM >= AMPERE:
+        if C.ASM >= AMPERE:
             # Fetch the first block and dense rows now: queries are read before them.
             own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             own_block += tl.maximum(start % per_stream - START, 0)
             prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
-            prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
-            prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
+            prefetch(key_words + own_block * (4 * C.DKP * C.KEY_BITS), C.DKP * C.KEY_BITS // 8, start < end)
+            prefetch(value_words + own_block * (4 * C.DVP * C.VALUE_BITS), C.DVP * C.VALUE_BITS // 8, start < end)
             if (first_job >= 0) & (first_job < total_jobs):
                 job_head = first_job // jobs // row_tiles
                 own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
                 own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
                 first_low = first_job % jobs * DENSE_TOKENS
                 first_dense = DenseTokens(
-                    sink_keys + own_sinks * DK, sink_values + own_sinks * DV, residual_keys + own_residual * DK,
-                    residual_values + own_residual * DV, sink_count, residual_count, residual_start, residual_capacity,
+                    sink_keys + own_sinks * C.DK, sink_values + own_sinks * C.DV,
+                    residual_keys + own_residual * C.DK, residual_values + own_residual * C.DV,
+                    sink_count, residual_count, residual_start, residual_capacity,
                 )  # fmt: skip
                 k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
-                prefetch_rows(k_row, DK)
-                prefetch_rows(v_row, DV)
+                prefetch_rows(k_row, C.DK)
+                prefetch_rows(v_row, C.DV)
 
         for stream in tl.range(first_stream, last_stream, num_stages=1):
             first = tl.maximum(start - stream * per_stream - START, 0)
-            last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
-            r = tile * BLOCK_R + local
+            last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), C.ASM)
+            r = tile * C.BLOCK_R + local
             stream_blocks = DecodeBlocks(
                 key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h
             )
-            stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+            stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
             stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
             attend_share(
                 to, stream_blocks, stream_mask, first, last,
@@ -185,19 +159,19 @@ def decode_split(
             batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
     else:
         sequence, stream, at = stream_of(counted(work[0]), heads, start)
-        if ASM >= AMPERE:
+        if C.ASM >= AMPERE:
             # Fetch the share's first block while queries are read.
             first = tl.maximum(start - at - START, 0)
             own_column = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + first
             page = tl.load(own_column, mask=start < end, other=0)
             first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
-            prefetch(key_words + first_block * BLOCK_WORDS, DKP * KEY_BITS // 8, start < end)
-            prefetch(value_words + first_block * BLOCK_WORDS, DKP * VALUE_BITS // 8, start < end)
+            prefetch(key_words + first_block * C.BLOCK_WORDS, C.DKP * C.KEY_BITS // 8, start < end)
+            prefetch(value_words + first_block * C.BLOCK_WORDS, C.DKP * C.VALUE_BITS // 8, start < end)
         while at < end:
             stream_blocks_count = packed_of(num_blocks, sequence, queries)
             first = tl.maximum(start - at - START, 0)
-            last = per_lane(tl.minimum(end - at - START, stream_blocks_count), ASM)
-            r = stream % row_tiles * BLOCK_R + local
+            last = per_lane(tl.minimum(end - at - START, stream_blocks_count), C.ASM)
+            r = stream % row_tiles * C.BLOCK_R + local
             pages = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK
             stream_blocks = DecodeBlocks(
                 key_words, value_words, scales, key_means, pages, 0, stream % heads // row_tiles, blocks_b, 1
@@ -222,8 +196,8 @@ def decode_split(
         stream, part = job // jobs, job % jobs
         head = stream // row_tiles
         batch, kv_head = head // kv_heads, head % kv_heads
-        r = (stream % row_tiles) * BLOCK_R + local
-        query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * DK
+        r = (stream % row_tiles) * C.BLOCK_R + local
+        query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * C.DK
         scale = scratch + LINE * scale_at + head * rows + r
         low = part * DENSE_TOKENS
         slot = workers + streams + stream * dense_splits + part
@@ -231,10 +205,10 @@ def decode_split(
             sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
             residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
             dense = DenseTokens(
-                sink_keys + sink_at * DK, sink_values + sink_at * DV, residual_keys + residual_at * DK,
-                residual_values + residual_at * DV, sink_count, residual_count, residual_start, residual_capacity,
+                sink_keys + sink_at * C.DK, sink_values + sink_at * C.DV, residual_keys + residual_at * C.DK,
+                residual_values + residual_at * C.DV, sink_count, residual_count, residual_start, residual_capacity,
             )  # fmt: skip
-            job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+            job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
             k_row, v_row, t, inside = dense_rows_of(low, dense, C)
             out, dense_total, dense_maximum = dense_job(
                 k_row, v_row, t, inside, blocks * TOKENS, query, scale, dense, job_mask, (r % queries) * mask_s,
@@ -249,7 +223,7 @@ def decode_split(
                 k_row, v_row = dense_rows(
                     page_rows, block_table + batch.to(tl.int64) * width,
                     NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
-                    held, past, length, token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
+                    held, past, length, token, kv_head, blocks_b, C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
                 )  # fmt: skip
                 out, dense_total, dense_maximum = dense_job(
                     k_row, v_row, t, t < length, 0, query, scale, None, None, None, 1, r, rows, scaling_log2,

@@ -17,7 +17,7 @@ ROWS32 = tl.constexpr(32)
 
 
 class DecodeShape(NamedTuple):
-    """Constants of a split kernel, passed on as one argument C.
+    """Constants of a split kernel.
 
     Args:
         DK, DV: Channels of keys and of values as models see them.
@@ -34,7 +34,9 @@ class DecodeShape(NamedTuple):
         BLOCK_R: Query rows of a tile.
         SMALL: Whether levels are small (`tq_kernels.common.unpack.SMALL_UNIT`).
         ASM: `Target.asm`.
-        BLOCK_WORDS: With a block table, int32 words from a block to the next; 0 without.
+        PDL: Whether the merge may start and wait in the multiprocessors.
+        SINKS, RING, ROWS, BLOCK_WORDS: With a block table `Pages.place`; 0 without.
+        BLOCK_B: With a block table sequences, padded to a power of two; 0 without.
     """
 
     DK: Any
@@ -57,7 +59,12 @@ class DecodeShape(NamedTuple):
     BLOCK_R: Any
     SMALL: Any
     ASM: Any
+    PDL: Any
+    SINKS: Any
+    RING: Any
+    ROWS: Any
     BLOCK_WORDS: Any
+    BLOCK_B: Any
 
 
 @triton.jit

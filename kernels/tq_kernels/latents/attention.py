@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.device import AMPERE
+from ..common.device import AMPERE, constants_of
+from ..common.launcher import kernel
 from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
-from ..decode.reduce import Partials, ReduceShape, merge_row
+from ..decode.reduce import Partials, merge_row
 from ..decode.rotate import hadamard, signs
 from ..format import TOKENS
 from ..prefix.tiles import hcat, opaque, scaled, stack
@@ -41,18 +42,25 @@ DENSE = tl.constexpr(3)
 
 
 class LatentShape(NamedTuple):
-    """Constants of `attend_latents_split`."""
+    """Constants of `attend_latents_split`: TILE, 16 to 128, is the number of tokens between two updates of the maximum;
+    CHUNKS, a multiple of 4 at 2 and 3 bits, that of parts of a latent, whose products follow one another; those from
+    SINKS on are `Pages.place`, 0 without pages."""
 
-    DK: tl.constexpr
-    DV: tl.constexpr
-    KEY_BITS: tl.constexpr
-    VALUE_BITS: tl.constexpr
-    CAUSAL: tl.constexpr
-    MASK: tl.constexpr
-    BLOCK_R: tl.constexpr
-    TILE: tl.constexpr
-    CHUNKS: tl.constexpr
-    ASM: tl.constexpr
+    DK: Any
+    DV: Any
+    KEY_BITS: Any
+    VALUE_BITS: Any
+    CAUSAL: Any
+    MASK: Any
+    BLOCK_R: Any
+    TILE: Any
+    CHUNKS: Any
+    STAGES: Any
+    ASM: Any
+    SINKS: Any
+    RING: Any
+    ROWS: Any
+    BLOCK_WORDS: Any
 
 
 class LatentRows(NamedTuple):
@@ -227,12 +235,7 @@ def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexp
     return first_tile, last_tile, tl.maximum(start - tiles * DENSE, 0), tl.maximum(end - tiles * DENSE, 0)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "rows count queries blocks_b sink_b residual_b residual_capacity mask_b mask_s mask_t new_key_t new_value_t "
-        "width scaling_log2"
-    ).split()
-)
+@kernel("rows:scaling_log2")
 def attend_latents_split(
     rotated,  # [B * rows, DK + DV] fp16
     plain,  # [B * rows, DK + DV] fp16
@@ -265,87 +268,81 @@ def attend_latents_split(
     new_key_t, new_value_t,  # over pages
     width,  # W
     scaling_log2,  # scaling * log2(e)
-    DK: tl.constexpr, DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
-    BLOCK_R: tl.constexpr, TILE: tl.constexpr,
-    CHUNKS: tl.constexpr,  # parts of a latent, whose products follow one another; a multiple of 4 at 2 and 3 bits
-    STAGES: tl.constexpr, ASM: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,  # int32 words from a block to the next; without pages 0, like the three before
+    SHAPE: tl.constexpr,  # a `LatentShape`
 ):  # fmt: skip
     """Attend to every program's share: writes `partial` and `lse`. Grid: (row tiles, B, splits).
 
-    TILE, 16 to 128, is the number of tokens between two updates of the maximum. Without pages residual row j is in slot
-    (128 * num_blocks + j) % residual_capacity.
+    Without pages residual row j is in slot (128 * num_blocks + j) % residual_capacity.
     """
-    C: tl.constexpr = LatentShape(DK, DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BLOCK_R, TILE, CHUNKS, ASM)
-    PART: tl.constexpr = TILE // 4  # tokens of a plane
-    STEPS: tl.constexpr = TOKENS // TILE
+    C: tl.constexpr = constants_of(SHAPE)
+    PART: tl.constexpr = C.TILE // 4  # tokens of a plane
+    STEPS: tl.constexpr = TOKENS // C.TILE
     batch, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     if block_table is None:
         blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
         tokens = sink_count + residual_count
     else:
         _, _, _, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
-    first_tile, last_tile, first, last = _share(blocks, tokens, split, splits, TILE, STEPS)
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    first_tile, last_tile, first, last = _share(blocks, tokens, split, splits, C.TILE, STEPS)
+    r = tl.program_id(0) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
     inside = r < rows
     row = tl.program_id(1) * rows + r
     gain = tl.load(scale + row, mask=inside, other=1.0) * scaling_log2  # [BR]
     query = r % queries
     mask_at = mask + batch * mask_b
-    if MASK == 2:
+    if C.MASK == 2:
         mask_at = mask_at + query.to(tl.int64) * mask_s
 
     packed = _load_rows(rotated, row, inside, mask_at, mask_t, C)
     state = _empty(C)
     if block_table is not None:  # a page is read a step ahead
-        pages = block_table + batch * width + first_block_column(SINKS, RING, ROWS)
+        pages = block_table + batch * width + first_block_column(C.SINKS, C.RING, C.ROWS)
         page = tl.load(pages + first // STEPS, mask=first < last, other=0)
-    for step in tl.range(first, last, num_stages=STAGES):
+    for step in tl.range(first, last, num_stages=C.STAGES):
         block = tl.cast(step, tl.int32) // STEPS
         part = (tl.cast(step, tl.int32) - block * STEPS) * PART
         if block_table is None:
             at = batch * blocks_b + block
-            keys_at, values_at = key_words + at * (4 * DK * KEY_BITS), value_words + at * (4 * DV * VALUE_BITS)
-            scales_at, means_at = scales + at * TOKENS, key_means + at * DK
+            keys_at, values_at = key_words + at * (4 * C.DK * C.KEY_BITS), value_words + at * (4 * C.DV * C.VALUE_BITS)
+            scales_at, means_at = scales + at * TOKENS, key_means + at * C.DK
         else:  # the parts of a block are one behind the other: one address takes fewer registers than four
-            keys_at = key_words + page.to(tl.int64) * blocks_b * BLOCK_WORDS
-            values_at = keys_at + 4 * DK * KEY_BITS
-            scales_at = values_at + 4 * DV * VALUE_BITS
+            keys_at = key_words + page.to(tl.int64) * blocks_b * C.BLOCK_WORDS
+            values_at = keys_at + 4 * C.DK * C.KEY_BITS
+            scales_at = values_at + 4 * C.DV * C.VALUE_BITS
             means_at = (scales_at + TOKENS).to(tl.pointer_type(tl.float16), bitcast=True)
         latents, rotary = _packed_tile(keys_at, values_at, scales_at, means_at, part + tl.arange(0, PART), C)
-        maximum, total, decay = state.maximum, state.total, tl.zeros([BLOCK_R], tl.float32)
-        p = tl.zeros([BLOCK_R, TILE], tl.float16)
+        maximum, total, decay = state.maximum, state.total, tl.zeros([C.BLOCK_R], tl.float32)
+        p = tl.zeros([C.BLOCK_R, C.TILE], tl.float16)
         # The branch is always taken. Without it the compiler sees that these products lead to others, and gives each
         # warp whole rows: two warpgroups would compute the same 64 rows.
-        if step >= first if BLOCK_R >= 64 else True:
+        if step >= first if C.BLOCK_R >= 64 else True:
             x = _products(packed, latents, rotary, C)
-            if MASK:
-                i = tl.arange(0, TILE)
+            if C.MASK:
+                i = tl.arange(0, C.TILE)
                 t = sink_count + block * TOKENS + i // PART * 32 + part + i % PART
                 x = _masked(x, packed, t, t >= 0, C)
-            maximum, total, decay, p = _weights(state, x, gain, MASK > 0)
+            maximum, total, decay, p = _weights(state, x, gain, C.MASK > 0)
         state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
         if block_table is not None:
             page = tl.load(pages + (step + 1) // STEPS, mask=step + 1 < last, other=0)
     # Rows again: their addresses would take registers through the loop.
-    r = opaque(tl.program_id(0) * BLOCK_R, ASM) + tl.arange(0, BLOCK_R)
+    r = opaque(tl.program_id(0) * C.BLOCK_R, C.ASM) + tl.arange(0, C.BLOCK_R)
     inside = r < rows
     row = tl.program_id(1) * rows + r
-    _store(state, gain, lse + split.to(tl.int64) * count, partial + split.to(tl.int64) * count * DK, row, inside, C)
+    _store(state, gain, lse + split.to(tl.int64) * count, partial + split.to(tl.int64) * count * C.DK, row, inside, C)
 
     query = r % queries
-    if MASK == 2:
+    if C.MASK == 2:
         mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
     if block_table is None:
         new = queries
         start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     else:  # read again: it would take registers through the loop
         first_new, new, past, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
-        first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, TILE, STEPS)
+        first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, C.TILE, STEPS)
         new_tokens = NewTokens(new_keys, new_values, new_key_t * 8, 0, new_value_t * 8, 0)
     for tile in tl.range(first_tile, last_tile, num_stages=1):
-        t = tile * TILE + tl.arange(0, TILE)
+        t = tile * C.TILE + tl.arange(0, C.TILE)
         exists = t < tokens
         newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
         if block_table is None:
@@ -353,26 +350,26 @@ def attend_latents_split(
             slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
             sink = t < sink_count
             held_sink, held = batch * sink_b + t, batch * residual_b + slot
-            key_at = tl.where(sink, sink_keys + held_sink * DK, residual_keys + held * DK)
-            value_at = tl.where(sink, sink_values + held_sink * DV, residual_values + held * DV)
+            key_at = tl.where(sink, sink_keys + held_sink * C.DK, residual_keys + held * C.DK)
+            value_at = tl.where(sink, sink_values + held_sink * C.DV, residual_values + held * C.DV)
         else:
             key_at, value_at = dense_rows(
                 residual_keys, block_table + batch * width, new_tokens, t, blocks, past, tokens, first_new, 0,
-                blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING, DV,
+                blocks_b, C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING, C.DV,
             )  # fmt: skip
-        latents = _load_chunks(key_at, exists, CHUNKS, DK, KEY_BITS)
-        x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, DV, 8)[0]), C)
+        latents = _load_chunks(key_at, exists, C.CHUNKS, C.DK, C.KEY_BITS)
+        x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, C.DV, 8)[0]), C)
         seen = exists[None, :]
-        if CAUSAL:
+        if C.CAUSAL:
             seen = seen & (t[None, :] <= (tokens - new + query)[:, None])
         x = tl.where(seen, x, -float("inf"))
-        if MASK:
+        if C.MASK:
             x = _masked(x, newest, tl.where(sink, t, t + blocks * TOKENS), exists, C)
         state = _empty(C)
         maximum, total, decay, p = _weights(state, x, gain, True)
         state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
         at = (splits + tile).to(tl.int64) * count
-        _store(state, gain, lse + at, partial + at * DK, row, inside, C)
+        _store(state, gain, lse + at, partial + at * C.DK, row, inside, C)
 
 
 @triton.jit
@@ -440,9 +437,10 @@ def merge_latents(
     rows,  # Hq * S
     queries,  # S
     count,  # B * rows
-    splits, out_h, out_s, DK: tl.constexpr, TILE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr,
+    splits, out_h, out_s, SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
 ):  # fmt: skip
     """Merge the slots of `attend_latents_split`. Grid: (rows, B)."""
+    C: tl.constexpr = constants_of(SHAPE)
     row, batch = tl.program_id(0), tl.program_id(1)
     merged = batch * rows + row
     token = batch * queries + row % queries
@@ -453,13 +451,12 @@ def merge_latents(
         if (tokens == 0) | (row % queries >= new):
             return
         batch, token = 0, first + row % queries
-    d = tl.arange(0, DK)
-    factor = tl.load(channel_scales + batch * DK + d).to(tl.float32)
-    dense = splits + (tokens + TILE - 1) // TILE
-    shape: tl.constexpr = ReduceShape(DK, DK, DK, BLOCK_S, BLOCK_DENSE, False)
+    d = tl.arange(0, C.DV)
+    factor = tl.load(channel_scales + batch * C.DV + d).to(tl.float32)
+    dense = splits + (tokens + C.TILE_R - 1) // C.TILE_R
     result = merge_row(
         Partials(lse, partial, count), merged, (0, splits), (splits, dense), rotation,
-        signs(rotation, d, DK), factor, None, shape,
+        signs(rotation, d, C.DV), factor, None, C,
     )  # fmt: skip
     at = (row // queries).to(tl.int64) * out_h + token.to(tl.int64) * out_s
     tl.store(out + at + d, result.to(out.dtype.element_ty))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -13,10 +12,11 @@ import triton
 from ..common.device import AMPERE, Target, interpreted, target
 from ..common.launcher import Kernel, on_its_device
 from ..decode.launch import NO_PLACE
+from ..decode.reduce import ReduceShape
 from ..layout import BlockLayout
 from ..prefix.launch import mask_layout, prefix_splits
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .attention import attend_latents_split, merge_latents, rotate_latent_queries
+from .attention import LatentShape, attend_latents_split, merge_latents, rotate_latent_queries
 
 ROTATE, SPLIT, MERGE = Kernel(rotate_latent_queries), Kernel(attend_latents_split), Kernel(merge_latents)
 
@@ -71,10 +71,10 @@ def fitted(config: LatentConfig, layout: BlockLayout) -> LatentConfig:
 
 def latent_constants(
     layout: BlockLayout, causal: bool, mask: int, config: LatentConfig, on: Target, place: tuple[int, ...] = NO_PLACE
-) -> tuple[Any, ...]:
-    """Constants of `attend_latents_split` on this target, in order; `place` is that of `Pages`."""
+) -> tuple[LatentShape]:
+    """Constants of `attend_latents_split` on this target; `place` is that of `Pages`."""
     tiles = (config.block_rows, config.tile, config.chunks, config.stages, on.asm)
-    return (layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *place)
+    return (LatentShape(layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *place),)
 
 
 def latent_scratch_bytes(
@@ -186,14 +186,14 @@ def attend_latents(
         num_stages=config.stages,
     )
     block_s = min(triton.next_power_of_2(splits), 16384 // key_dim)
-    constants = (key_dim, config.tile, block_s, 8)
+    shape = ReduceShape(key_dim, key_dim, key_dim, block_s, 8, TILE_R=config.tile)
     of_pages = (None,) * 3 if tables[3] is None else (of_counts[0], *tables[3:])
     MERGE(
         (rows, batch, 1),
         (lse, partial, *of_counts[1:], *of_pages, rotations[0], factors[0], out),
         (rows, queries, count, splits, *out.stride()[:2]),
-        constants,
-        (constants, out.dtype, tables[3] is None, index),
+        (shape,),
+        (shape, out.dtype, tables[3] is None, index),
         num_warps=8,
     )
     return out

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.device import constants_of
+from ..common.launcher import kernel
 from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, packed_of
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, rescaled, update, weights
 from ..common.unpack import unpack_scales
@@ -81,26 +83,30 @@ class PrefixScratch(NamedTuple):
 
 
 class PrefixShape(NamedTuple):
-    """Constants of `prefix_attention`."""
+    """Constants of `prefix_attention`: STEP, 64 or 128, is the number of tokens between two updates of the maximum;
+    those from SINKS on are `Pages.place` and the padded number of sequences, 0 without a block table."""
 
-    DK: tl.constexpr
-    DV: tl.constexpr
-    DKP: tl.constexpr
-    DVP: tl.constexpr
-    BLOCK_DK: tl.constexpr
-    BLOCK_DV: tl.constexpr
-    KEY_BITS: tl.constexpr
-    VALUE_BITS: tl.constexpr
-    CAUSAL: tl.constexpr
-    MASK: tl.constexpr
-    BOUNDS: tl.constexpr
-    BLOCK_R: tl.constexpr
-    STEP: tl.constexpr
-    ASM: tl.constexpr
-    ROWS: tl.constexpr
-    BLOCK_WORDS: tl.constexpr
-    SINKS: tl.constexpr
-    RING: tl.constexpr
+    DK: Any
+    DV: Any
+    DKP: Any
+    DVP: Any
+    BLOCK_DK: Any
+    BLOCK_DV: Any
+    KEY_BITS: Any
+    VALUE_BITS: Any
+    CAUSAL: Any
+    MASK: Any
+    BOUNDS: Any
+    HAS_AUX: Any
+    SPLIT: Any
+    BLOCK_R: Any
+    STEP: Any
+    ASM: Any
+    SINKS: Any = 0
+    RING: Any = 0
+    ROWS: Any = 0
+    BLOCK_WORDS: Any = 0
+    BLOCK_B: Any = 0
 
 
 @triton.jit
@@ -254,12 +260,7 @@ def _attend_dense(
     return state
 
 
-@triton.jit(
-    do_not_specialize=(
-        "blocks_b blocks_h rows groups kv_heads blocks sink_count residual_count residual_start residual_capacity "
-        "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count count width"
-    ).split()
-)
+@kernel("blocks_b:blocks_h rows:width")
 def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
@@ -302,24 +303,15 @@ def prefix_attention(
     tile_count,  # tiles of rows
     count,  # with a block table: B
     width,  # W
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr,
-    STEP: tl.constexpr, ASM: tl.constexpr,
-    ROWS: tl.constexpr,  # this and the rest: 0 without a block table
-    BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
+    SHAPE: tl.constexpr,  # a `PrefixShape`
 ):  # fmt: skip
     """Attend to everything with many queries. Grid: (row tiles, B * Hkv, splits).
 
-    STEP, 64 or 128, is the number of tokens between two updates of the maximum. With a block table: sequences with
-    several new tokens, over the pages of `tq_kernels.common.schedule`. Tensors then have one batch row with the new
-    tokens of all sequences; `residual_keys` are the layer's first page, `blocks_b` blocks before the next; `rows`
-    counts rows of all sequences. Programs without a tile end at once.
+    With a block table: sequences with several new tokens, over the pages of `tq_kernels.common.schedule`. Tensors then
+    have one batch row with the new tokens of all sequences; `residual_keys` are the layer's first page, `blocks_b`
+    blocks before the next; `rows` counts rows of all sequences. Programs without a tile end at once.
     """
-    C: tl.constexpr = PrefixShape(
-        DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, BLOCK_R, STEP, ASM,
-        ROWS, BLOCK_WORDS, SINKS, RING,
-    )  # fmt: skip
+    C: tl.constexpr = constants_of(SHAPE)
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
@@ -327,44 +319,44 @@ def prefix_attention(
     # Start the last rows first: they see the most tokens.
     pages = None
     if block_table is None:
-        first_row = (tile_count - 1 - tl.program_id(0)) * BLOCK_R
+        first_row = (tile_count - 1 - tl.program_id(0)) * C.BLOCK_R
     else:
         exists, sequence, first_row = row_tile(
-            cu_seqlens_q, cu_seqlens_k, count, groups, tl.program_id(0), BLOCK_R, BLOCK_B
+            cu_seqlens_q, cu_seqlens_k, count, groups, tl.program_id(0), C.BLOCK_R, C.BLOCK_B
         )
         if not exists:
             return
         token, queries, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         new_count, rows = queries, queries * groups
-        blocks, sink_count = packed_of(packed_blocks, sequence, count), tl.minimum(past, SINKS)
+        blocks, sink_count = packed_of(packed_blocks, sequence, count), tl.minimum(past, C.SINKS)
         residual_count = past - sink_count - blocks * TOKENS
         pages = block_table + sequence.to(tl.int64) * width
-        block_table = pages + first_block_column(SINKS, RING, ROWS)
+        block_table = pages + first_block_column(C.SINKS, C.RING, C.ROWS)
         query += token.to(tl.int64) * query_s
         out += token.to(tl.int64) * out_s
         new_keys += token.to(tl.int64) * new_t
         new_values += token.to(tl.int64) * new_vt
-        lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * DV)
+        lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * C.DV)
         scratch = PrefixScratch(lse, operand_rows, scratch.rows, tile_count)
-    r = first_row + tl.arange(0, BLOCK_R)
+    r = first_row + tl.arange(0, C.BLOCK_R)
     row_mask = r < rows
     s = r // groups
     head_q = kv_head * groups + r % groups  # [BR]
-    dk = tl.arange(0, BLOCK_DK)
-    dv = tl.arange(0, BLOCK_DV)
+    dk = tl.arange(0, C.BLOCK_DK)
+    dv = tl.arange(0, C.BLOCK_DV)
     query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
-    query_inside = row_mask[:, None] & (dk < DK)[None, :]
+    query_inside = row_mask[:, None] & (dk < C.DK)[None, :]
 
     # This program's share, in units of 128 tokens: packed blocks, then the dense tokens that these rows see.
     dense_count = sink_count + residual_count + new_count
-    if CAUSAL:
+    if C.CAUSAL:
         dense_count = tl.minimum(
-            dense_count, dense_count - queries + 1 + (tl.minimum(first_row + BLOCK_R, rows) - 1) // groups
+            dense_count, dense_count - queries + 1 + (tl.minimum(first_row + C.BLOCK_R, rows) - 1) // groups
         )
     units = blocks + (dense_count + TOKENS - 1) // TOKENS
     first = 0
     last = units
-    if SPLIT:
+    if C.SPLIT:
         split = tl.program_id(2)
         splits = tl.num_programs(2)
         first = (units // splits) * split + (units % splits) * split // splits
@@ -373,9 +365,9 @@ def prefix_attention(
 
     plain, largest = normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
     factor = largest * scaling_log2
-    scale = Scale(factor, tl.full([BLOCK_R], 1.0, tl.float32) if BOUNDS else factor, cap_log2)
-    state = empty_state(BLOCK_R, BLOCK_DV)
-    if MASK > 0:
+    scale = Scale(factor, tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor, cap_log2)
+    state = empty_state(C.BLOCK_R, C.BLOCK_DV)
+    if C.MASK > 0:
         mask += batch * mask_b
     allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
@@ -389,14 +381,14 @@ def prefix_attention(
         )  # fmt: skip
 
     if last > blocks:
-        first_row = opaque(first_row, ASM)
-        r = first_row + tl.arange(0, BLOCK_R)
+        first_row = opaque(first_row, C.ASM)
+        r = first_row + tl.arange(0, C.BLOCK_R)
         s = r // groups
         allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
         query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
-        query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
+        query_inside = (r < rows)[:, None] & (dk < C.DK)[None, :]
         plain, _ = normalised_rows(query_at[:, None] + dk[None, :], query_inside)
-        plain = spill(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
+        plain = spill(plain, operand_rows, tile_count, C.BLOCK_R, C.BLOCK_DK)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
         dense = PrefixDense(
@@ -410,19 +402,19 @@ def prefix_attention(
         newest = dense.history + new_count - queries + s  # [BR], the last dense token a row sees
         state = _attend_dense(state, plain, newest, scale, allowed, dense, low, high, blocks, C)
 
-    r = opaque(first_row, ASM) + tl.arange(0, BLOCK_R)
+    r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
     row_mask = r < rows
     s = r // groups
     head_q = kv_head * groups + r % groups
     maximum, total, acc = state.maximum, state.total, state.output
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    inside = row_mask[:, None] & (dv < DV)[None, :]
-    if SPLIT:
+    inside = row_mask[:, None] & (dv < C.DV)[None, :]
+    if C.SPLIT:
         row = _row_of(scratch, r)
         tl.store(lse + row, log2_sum(finite(maximum) * scale.gain, total), mask=row_mask)
-        tl.store(partial + row[:, None] * DV + dv[None, :], acc * inverse[:, None], mask=inside)
+        tl.store(partial + row[:, None] * C.DV + dv[None, :], acc * inverse[:, None], mask=inside)
     else:
-        if HAS_AUX:
+        if C.HAS_AUX:
             aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
             inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - finite(maximum) * scale.gain))
         at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]

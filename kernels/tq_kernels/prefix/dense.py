@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.device import AMPERE, Target, matrix_type, target
-from ..common.launcher import Kernel, on_its_device, specialised
+from ..common.device import AMPERE, Target, constants_of, matrix_type, target
+from ..common.launcher import Kernel, kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
@@ -54,7 +54,7 @@ class DenseStates(NamedTuple):
 
 
 class DenseShape(NamedTuple):
-    """Constants of `_add_tokens`."""
+    """Constants of `dense_attention`."""
 
     DK: tl.constexpr
     DV: tl.constexpr
@@ -63,7 +63,10 @@ class DenseShape(NamedTuple):
     CAUSAL: tl.constexpr
     MASK: tl.constexpr
     BOUNDS: tl.constexpr
+    HAS_AUX: tl.constexpr
+    SPLIT: tl.constexpr
     MATRIX: tl.constexpr
+    BLOCK_R: tl.constexpr
     BLOCK_T: tl.constexpr
     STAGES: tl.constexpr
 
@@ -113,11 +116,7 @@ def _add_tokens(
     return SoftmaxState(maximum, total, output)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "mask_b mask_s mask_t rows groups kv_heads queries tokens scaling_log2 cap_log2 tile_count"
-    ).split()
-)
+@kernel("mask_b:tile_count")
 def dense_attention(
     query,  # [B, Hq, S, DK], last dimension of these contiguous
     keys,  # [B, Hkv, T, DK]
@@ -138,66 +137,64 @@ def dense_attention(
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     tile_count,  # tiles of rows
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, MATRIX: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    SHAPE: tl.constexpr,  # a `DenseShape`
 ):  # fmt: skip
     """Attend to dense states. Grid: (row tiles, B * Hkv, splits).
 
     CAUSAL: query s does not see the last S - 1 - s tokens. MASK 1: a mask for all queries alike, 2: row by row.
     """
+    C: tl.constexpr = constants_of(SHAPE)
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
     # Start the last rows first: they see the most tokens.
-    r = (tile_count - 1 - tl.program_id(0)) * BLOCK_R + tl.arange(0, BLOCK_R)
+    r = (tile_count - 1 - tl.program_id(0)) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
     valid = r < rows
     s = r // groups
     head_q = kv_head * groups + r % groups  # [BR]
-    dk = tl.arange(0, BLOCK_DK)
-    dv = tl.arange(0, BLOCK_DV)
+    dk = tl.arange(0, C.BLOCK_DK)
+    dv = tl.arange(0, C.BLOCK_DV)
     query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
-    inside = valid[:, None] & (dk < DK)[None, :]
-    plain = tl.load(query_at[:, None] + dk[None, :], mask=inside, other=0.0).to(MATRIX)
+    inside = valid[:, None] & (dk < C.DK)[None, :]
+    plain = tl.load(query_at[:, None] + dk[None, :], mask=inside, other=0.0).to(C.MATRIX)
     keys += batch * key_b + kv_head * key_h
     values += batch * value_b + kv_head * value_h
-    newest = tl.where(valid, tokens - queries + s if CAUSAL else tokens - 1, -1)  # [BR]
-    first_query = (tile_count - 1 - tl.program_id(0)) * BLOCK_R // groups
+    newest = tl.where(valid, tokens - queries + s if C.CAUSAL else tokens - 1, -1)  # [BR]
+    first_query = (tile_count - 1 - tl.program_id(0)) * C.BLOCK_R // groups
     mask += batch * mask_b + first_query.to(tl.int64) * mask_s
     mask_rows = (s - first_query) * mask_s
     low = 0
     high = tl.max(newest, 0) + 1
-    if MASK == 2:
+    if C.MASK == 2:
         span = spans + (batch * queries + s) * 2
-        low = tl.minimum(tl.min(tl.load(span, mask=valid, other=2**30), 0), high) // BLOCK_T * BLOCK_T
+        low = tl.minimum(tl.min(tl.load(span, mask=valid, other=2**30), 0), high) // C.BLOCK_T * C.BLOCK_T
         high = tl.minimum(high, tl.max(tl.load(span + 1, mask=valid, other=0), 0))
-    if SPLIT:
-        tiles = (tl.maximum(high - low, 0) + BLOCK_T - 1) // BLOCK_T
-        share = (tiles + tl.num_programs(2) - 1) // tl.num_programs(2) * BLOCK_T
+    if C.SPLIT:
+        tiles = (tl.maximum(high - low, 0) + C.BLOCK_T - 1) // C.BLOCK_T
+        share = (tiles + tl.num_programs(2) - 1) // tl.num_programs(2) * C.BLOCK_T
         low += tl.program_id(2) * share
         high = tl.minimum(high, low + share)
     # Attend to tiles that all rows see whole, then to the others.
     edge = low
-    if MASK == 0:
+    if C.MASK == 0:
         oldest = tl.min(tl.where(valid, newest, tokens), 0)
-        edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_T * BLOCK_T
-    C: tl.constexpr = DenseShape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, BOUNDS, MATRIX, BLOCK_T, STAGES)
-    state = empty_state(BLOCK_R, BLOCK_DV)
+        edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // C.BLOCK_T * C.BLOCK_T
+    state = empty_state(C.BLOCK_R, C.BLOCK_DV)
     states = DenseStates(keys, values, key_t, value_t)
     allowed = PrefixMask(mask, mask_rows, mask_t)
-    if MASK == 0:
+    if C.MASK == 0:
         state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
     state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)
     maximum, total, acc = state.maximum, state.total, state.output
-    inside = valid[:, None] & (dv < DV)[None, :]
-    if SPLIT:
+    inside = valid[:, None] & (dv < C.DV)[None, :]
+    if C.SPLIT:
         row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
         tl.store(lse + row, log2_sum(finite(maximum), total), mask=valid)
         acc = normalize(state)
-        tl.store(partial + row[:, None] * DV + dv[None, :], acc, mask=inside)
+        tl.store(partial + row[:, None] * C.DV + dv[None, :], acc, mask=inside)
     else:
         total = tl.where(total > 0, total, 1.0)
-        if HAS_AUX:
+        if C.HAS_AUX:
             aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
             total += tl.exp2(aux - finite(maximum))
         at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
@@ -334,7 +331,8 @@ def attend_dense(
     aux = query if options.s_aux is None else options.s_aux
     flags = (options.causal and mask is None, kind, *options.flags, splits > 1)
     tiles = (config.block_rows, config.block_tokens, config.stages)
-    constants = (key_dim, value_dim, block_dk, block_dv, *flags, matrix_type(query.dtype, query.device), *tiles)
+    dims, matrix = (key_dim, value_dim, block_dk, block_dv), matrix_type(query.dtype, query.device)
+    constants = (DenseShape(*dims, *flags, matrix, *tiles),)
     strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3])
     counts = (rows, groups, kv_heads, queries, tokens)
     ATTEND(

@@ -18,7 +18,7 @@ from ..common.device import AMPERE, Target, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..format import BLOCK_TOKENS, padded_dim
 from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences, Tokens
-from .attention import prefix_attention
+from .attention import PrefixShape, prefix_attention
 from .tiles import merge_splits
 
 ATTEND, MERGE = Kernel(prefix_attention), Kernel(merge_splits)
@@ -105,13 +105,13 @@ def prefix_constants(
     split: bool,
     config: PrefixConfig,
     on: Target,
-    pages: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
-) -> tuple[Any, ...]:
-    """Constants of the attention kernel on this target, in order; `pages` are those that only a block table needs."""
+    pages: tuple[int, ...] = (),
+) -> tuple[PrefixShape]:
+    """Constants of the attention kernel on this target; `pages` are those that only a block table needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
     flags = (key_bits, value_bits, causal, mask, bounds, has_aux, split)
     tiles = (config.block_rows, config.step, on.asm)
-    return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages)
+    return (PrefixShape(*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages),)
 
 
 @on_its_device
@@ -296,7 +296,7 @@ def attend_many(
     aux = query if options.s_aux is None else options.s_aux
     flags = (True, 0, *options.flags, splits > 1)
     padded = triton.next_power_of_2(max(count, sequences.least_padding))
-    place = (pages.page_rows, pages.block_words, padded, pages.sinks, pages.ring_rows)
+    place = (*pages.place, padded)
     constants = prefix_constants(dim, dim, pages.key_bits, pages.value_bits, *flags, config, on, place)
     (query_s, query_h), (new_t, new_h), (new_vt, new_vh), (out_s, out_h) = (x.stride()[:2] for x in (*tokens, out))
     strides = specialised((query_s, query_h, new_t, new_h, new_vt, new_vh, out_s, out_h))

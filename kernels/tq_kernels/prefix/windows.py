@@ -15,19 +15,14 @@ import triton
 import triton.language as tl
 
 from ..common.device import matrix_type, target
-from ..common.launcher import Kernel
+from ..common.launcher import Kernel, kernel
 from ..common.softmax import LOG2E, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
 from .dense import SPLIT_TOKENS, dense_config
 from .launch import merge, prefix_splits
 
 
-@triton.jit(
-    do_not_specialize=(
-        "count kv_heads groups query_t query_h key_t key_h value_t value_h width page_size window row_tiles "
-        "scaling_log2 cap_log2"
-    ).split()
-)
+@kernel("count:cap_log2")
 def window_attention(
     query,  # [N, Hq, DIM], strides in units of 8 elements, like key and value
     key,  # [N, Hkv, DIM]

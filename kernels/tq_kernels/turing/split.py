@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.device import constants_of
+from ..common.launcher import kernel
 from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
@@ -118,28 +120,20 @@ def store_partial(
                         )
 
 
-@triton.jit(
-    do_not_specialize=(
-        "mask_b mask_s mask_t rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h "
-        "residual_capacity key_t key_h value_t value_h width scaling_log2 cap_log2 row_tiles streams tile_rows "
-        "plain_at scale_at lse_at partial_at dense_splits"
-    ).split()
-)
+@kernel("mask_b:dense_splits")
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
     key_words, value_words, scales, key_means, num_blocks, sink_keys, sink_values, residual_keys,
     residual_values, num_residual, num_sinks, mask, key, value, page_rows, block_table, cu_seqlens_q, cu_seqlens_k,
     mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b, blocks_h, sink_b, sink_h, residual_b, residual_h,
     residual_capacity, key_t, key_h, value_t, value_h, width, scaling_log2, cap_log2, row_tiles, streams, tile_rows,
-    plain_at, scale_at, lse_at, partial_at, dense_splits, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
-    DVP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr, TILES: tl.constexpr,
+    plain_at, scale_at, lse_at, partial_at, dense_splits, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
+    """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each."""
+    C: tl.constexpr = constants_of(SHAPE)
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
-    DM: tl.constexpr = DV if DV > DVP else DVP
+    TILES: tl.constexpr = C.BLOCK_R // 8
     lane = tl.arange(0, LANES)
     g = lane // 4
     t = lane % 4
@@ -147,12 +141,12 @@ def decode_split_fragments(
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
-    KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
-    VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
-    KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
-    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(SINKS, RING, ROWS)
+    KEY_QUARTERS: tl.constexpr = quarters_of(C.KEY_BITS)
+    VALUE_QUARTERS: tl.constexpr = quarters_of(C.VALUE_BITS)
+    KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
+    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(C.SINKS, C.RING, C.ROWS)
     heads = kv_heads * row_tiles
-    every = tl.arange(0, 1 if block_table is None else BLOCK_B)
+    every = tl.arange(0, 1 if block_table is None else C.BLOCK_B)
     if block_table is None:
         blocks = tl.load(num_blocks)
         per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(tl.load(num_sinks) + tl.load(num_residual))
@@ -178,24 +172,24 @@ def decode_split_fragments(
         head = stream // row_tiles
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
-        gain = ones(TILES) if BOUNDS else factor
+        factor = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2 / small_unit(C.KEY_BITS), TILES)
+        gain = ones(TILES) if C.BOUNDS else factor
         q = operands(
-            scratch_fp16 + ROTATED + head * rows * DKP, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES
+            scratch_fp16 + ROTATED + head * rows * C.DKP, first_row, rows, g, t, C.DKP, KEY_WIDTH, KEY_QUARTERS, TILES
         )
         sums, maximum = initial(TILES)
-        acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
+        acc = zero_quads(value_tiles(C.DVP, C.VALUE_BITS) * TILES)
         if block_table is None:
             block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             mask_row = mask + batch.to(tl.int64) * mask_b
-            sinks = tl.load(num_sinks) if MASK else 0
+            sinks = tl.load(num_sinks) if C.MASK else 0
         else:
             pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
         for step in tl.range(2 * first, 2 * last):
             block = step // 2
             half = step % 2
             allowed = ()
-            if MASK:
+            if C.MASK:
                 for plane in tl.static_range(4):
                     for tile in tl.static_range(TILES):
                         for i in tl.static_range(4):
@@ -206,26 +200,26 @@ def decode_split_fragments(
             if block_table is None:
                 home = block0 + block
                 place = Half(
-                    key_words + home * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
-                    value_words + home * (4 * DVP * VALUE_BITS) + half * 8,
+                    key_words + home * (4 * C.DKP * C.KEY_BITS) + half * (8 * KEY_WIDTH),
+                    value_words + home * (4 * C.DVP * C.VALUE_BITS) + half * 8,
                     scales + home * TOKENS + half * 16,
-                    key_means + home * DKP,
+                    key_means + home * C.DKP,
                 )
             else:
                 home = tl.load(pages + block).to(tl.int64) * blocks_b + kv_head
                 place = Half(
-                    key_words + home * BLOCK_WORDS + half * (8 * KEY_WIDTH),
-                    value_words + home * BLOCK_WORDS + half * 8,
-                    scales + home * BLOCK_WORDS + half * 16,
-                    key_means + home * (2 * BLOCK_WORDS),
+                    key_words + home * C.BLOCK_WORDS + half * (8 * KEY_WIDTH),
+                    value_words + home * C.BLOCK_WORDS + half * 8,
+                    scales + home * C.BLOCK_WORDS + half * 16,
+                    key_means + home * (2 * C.BLOCK_WORDS),
                 )
             acc, sums, maximum = attend_packed(
                 acc, sums, maximum, q, factor, cap_log2, place, allowed, g, t,
-                PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, BOUNDS, TILES),
+                PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES),
             )  # fmt: skip
         store_partial(
             Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
-            small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
+            small_unit(C.VALUE_BITS), C.DVP, C.DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip
         at += counted(blocks)
         stream += 1
@@ -256,13 +250,13 @@ def decode_split_fragments(
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
         gain = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2, TILES)
-        plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * DK
+        plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * C.DK
         q = ()
         for tile in tl.static_range(TILES):
             r = first_row + 8 * tile + g
             pairs = ()
-            for chunk in tl.static_range((DK + 15) // 16):
-                pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
+            for chunk in tl.static_range((C.DK + 15) // 16):
+                pairs += load_dense(plain + r * C.DK, r < rows, t, chunk, C.DK, C.DK % 4 == 0)
             q += (pairs,)
         if block_table is None:
             sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
@@ -277,13 +271,15 @@ def decode_split_fragments(
                     sink = j < sink_count
                     row = residual_start + j - sink_count  # the residual is a ring
                     row = tl.where(row >= residual_capacity, row - residual_capacity, row)
-                    k_row = tl.where(sink, sink_keys + (sink_at + j) * DK, residual_keys + (residual_at + row) * DK)
-                    v_row = tl.where(sink, sink_values + (sink_at + j) * DV, residual_values + (residual_at + row) * DV)
+                    k_row = tl.where(sink, sink_keys + (sink_at + j) * C.DK, residual_keys + (residual_at + row) * C.DK)
+                    v_row = tl.where(
+                        sink, sink_values + (sink_at + j) * C.DV, residual_values + (residual_at + row) * C.DV
+                    )
                 else:
                     k_row, v_row = dense_rows(
                         page_rows, block_table + batch.to(tl.int64) * width,
                         NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
-                        held, past, count, new_token, kv_head, blocks_b, DK, ROWS, BLOCK_WORDS, SINKS, RING,
+                        held, past, count, new_token, kv_head, blocks_b, C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
                     )  # fmt: skip
                 key_rows += (k_row,)
                 value_rows += (v_row,)
@@ -294,21 +290,21 @@ def decode_split_fragments(
                     j = token[i // 2]
                     r = first_row + 8 * tile + 2 * t + i % 2
                     seen = inside[2 * group + i // 2] & (r < rows)
-                    if CAUSAL:
+                    if C.CAUSAL:
                         seen = seen & (j - sink_count <= residual_count - queries + r % queries)
-                    if MASK:
+                    if C.MASK:
                         position = tl.where(j < sink_count, j, j + blocks * TOKENS)
                         at_mask = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
                         seen = load_flag(at_mask, seen)
                     allowed += (seen,)
         sums, maximum = initial(TILES)
         acc, sums, maximum = attend_dense(
-            zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-            key_rows, value_rows, inside, allowed, t, DK, DV, BOUNDS, TILES,
+            zero_quads(((C.DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
+            key_rows, value_rows, inside, allowed, t, C.DK, C.DV, C.BOUNDS, TILES,
         )  # fmt: skip
-        if BOUNDS:
+        if C.BOUNDS:
             gain = ones(TILES)
         slot = workers + streams + stream * dense_splits + part
         slots = Slots(lse, partial, tile_rows, g, t)
-        store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DV, DM, 1, TILES, True)
+        store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, C.DV, C.DM, 1, TILES, True)
         job = claim(claims, without_share, total_jobs)
