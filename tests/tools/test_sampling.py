@@ -68,7 +68,7 @@ def test_a_seeded_token_depends_on_nothing_else_in_the_batch() -> None:
         ({"seed": 0}, {"do_sample": True, "seed": 0}),
         ({"seed": 5, "temperature": 0.0}, {"do_sample": False, "temperature": 1.0, "seed": 5}),
         ({"presence_penalty": 1, "frequency_penalty": None}, {"presence_penalty": 1.0}),
-        ({"logit_bias": {"5": -100}}, {"logit_bias": {5: -100.0}}),
+        ({"logit_bias": {"5": -100}}, {"logit_bias": {"5": -100}}),
         ({"logprobs": True}, {"top_logprobs": 0}),
         ({"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}),
         ({"logprobs": False}, {}),
