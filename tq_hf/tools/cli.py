@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -103,15 +104,18 @@ def _errors_as_sentences() -> Iterator[Console]:
         raise typer.Exit(1) from None
 
 
+def _shipped(name: str, instead: str) -> Path:
+    """Return the path of a file or folder of the small model in a checkout. Raises `ValueError` without a checkout."""
+    path = EXAMPLES / "needle" / name
+    if not path.exists():
+        raise ValueError(f"The default is a part of the tq_hf repository, and {path} does not exist. {instead}")
+    return path
+
+
 def _model_name(model: str | None) -> str:
     """Return `model`, by default the folder of the small model in a checkout."""
-    path = EXAMPLES / "needle"
-    if model is None and not path.exists():
-        raise ValueError(
-            f"The default model is that of the tq_hf repository, and {path} does not exist. Run `pip install -e .` in "
-            "a clone, or name a model, e.g. `Qwen/Qwen3-0.6B`."
-        )
-    return str(path) if model is None else model
+    instead = "Run `pip install -e .` in a clone, or name a model, e.g. `Qwen/Qwen3-0.6B`."
+    return str(_shipped("", instead)) if model is None else model
 
 
 def _preset_by_layer(text: str) -> TurboQuantConfig:
@@ -212,11 +216,8 @@ def _loaded(name: str, dtype: DtypeName | None, device: str) -> tuple[Any, Any]:
 
 def _text(path: Path | None) -> str:
     """Read a text, by default the filler of the checkout."""
-    default = EXAMPLES / "needle" / "filler.txt"
-    if path is None and not default.exists():
-        raise ValueError("Pass a text: `--text FILE`. (Only a checkout of tq_hf has a default text.)")
     try:
-        return (path or default).read_text(encoding="utf-8")
+        return (path or _shipped("filler.txt", "Pass a text: `--text FILE`.")).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text in UTF-8. Convert the file, or pass another `--text`.") from None
 
@@ -390,7 +391,7 @@ def serve_command(
         except ImportError as error:  # transformers is too old, or a package is missing
             missing = f'A package of the server is missing ({error.name}): `pip install "tq-hf[serving]"`.'
             raise ValueError(missing if error.name else str(error)) from None
-        warning = server.check_access(host, port, api_key)
+        server.check_access(host, port, api_key)
         loaded, tokenizer = _loaded(name, dtype, device)
         # The option counts pages of transformers' default size. `paged_options` converts them.
         blocks = None if cache_tokens is None else -(-cache_tokens // ContinuousBatchingConfig.page_size)
@@ -402,15 +403,7 @@ def serve_command(
             default_compile_level=level,
             scheduler_type="shortest_first",
         )
-
-        def say(room: str) -> None:
-            console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", soft_wrap=True)
-            console.print(room, soft_wrap=True)
-            if not tokenizer.chat_template:
-                console.print("This model has no chat template: ask /v1/completions to continue a text.")
-            if warning:
-                console.print(f"[yellow]{warning}[/]", soft_wrap=True)
-
+        say = partial(console.print, soft_wrap=True)
         access: dict[str, Any] = {"key": api_key, "cors": cors, "most_bytes": max_body_size}
         server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **access)
 

@@ -128,7 +128,7 @@ class Estimator:
             cache = StaticCache(self.config, max_cache_len)
         else:
             cache = DynamicCache(config=self.config)
-        total = Counter[str]()
+        total: Any = Counter()
         # Measure one layer of each kind: layers of the same class, settings and calls have the same size.
         kinds: dict[Any, list[Any]] = {}
         for layer, calls in zip(cache.layers, self.calls, strict=True):

@@ -288,29 +288,28 @@ class ResponseBody(ToolBody):
     def chat(self) -> list[Message]:
         """Return the messages for the chat template. Calls and reasoning join the assistant's message beside them."""
         messages: list[dict[str, Any]] = []
-        before: dict[str, Any] = {}
+        thoughts: dict[str, Any] = {}
         for item in self.input:
-            kind, own = item.get("type"), {}
-            if kind == "reasoning" and "role" not in item:
-                own = {"reasoning_content": _text(item.get("content") or [])}
-            elif kind == "function_call" and "role" not in item:
+            kind, before, thoughts = item.get("type"), thoughts, {}
+            if "role" in item:
+                own = before if item["role"] == "assistant" else {}
+                messages.append({"role": item["role"], "content": item.get("content"), **own})
+            elif kind == "reasoning":
+                thoughts = {"reasoning_content": _text(item.get("content") or [])}
+            elif kind == "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", **before})
-                call = {"id": _of_item(item, "call_id"), "type": "function"}
-                call["function"] = {name: _of_item(item, name) for name in ("name", "arguments")}
+                function = {name: _of_item(item, name) for name in ("name", "arguments")}
+                call = {"id": _of_item(item, "call_id"), "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
-            elif kind == "function_call_output" and "role" not in item:
-                output = {"tool_call_id": _of_item(item, "call_id"), "content": item.get("output")}
-                messages.append({"role": "tool", **output})
-            elif "role" in item:
-                messages.append({"role": item["role"], "content": item.get("content")})
-                messages[-1] |= before if item["role"] == "assistant" else {}
+            elif kind == "function_call_output":
+                own = {"tool_call_id": _of_item(item, "call_id"), "content": item.get("output")}
+                messages.append({"role": "tool", **own})
             else:
                 raise ValueError(
                     f"`input` has an item of the type {shown(kind)}; without a `role` it must be function_call, "
                     "function_call_output or reasoning."
                 )
-            before = own
         if self.instructions:
             if not messages or messages[0]["role"] not in ("system", "developer"):
                 messages.insert(0, {"role": "system", "content": self.instructions})

@@ -237,7 +237,8 @@ class ResponseForm:
             yield event
         prompt, new = self.exchange.usage()
         usage: dict[str, Any] = {"input_tokens": prompt, "output_tokens": new, "total_tokens": prompt + new}
-        usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
+        usage["output_tokens_details"] = {"reasoning_tokens": 0}
         details = {"reason": "max_output_tokens"} if cut else None
         yield self._of_whole(status, status, usage=usage, incomplete_details=details)
 
@@ -301,12 +302,7 @@ def _encoded(content: dict[str, Any]) -> bytes:
 
 
 class Routes:
-    """Routes of a server.
-
-    Args:
-        engine: The engine.
-        most_bytes: Maximum size of a body.
-    """
+    """Routes of a server, which reads bodies of up to `most_bytes` bytes."""
 
     def __init__(self, engine: Engine, most_bytes: int) -> None:
         self.engine, self.most_bytes = engine, most_bytes
@@ -485,8 +481,13 @@ def serve(
         own: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none"}
         server = HttpServer(uvicorn.Config(app, host, port, timeout_graceful_shutdown=GRACE, **own))
         server.engine = engine
-        check_access(host, port, key)  # another process may have taken the port meanwhile
+        warning = check_access(host, port, key)  # another process may have taken the port meanwhile
+        say(f"{name} on {config.preset} pages: http://{host}:{port}/v1")
         say(room(engine))
+        if not tokenizer.chat_template:
+            say("This model has no chat template: ask /v1/completions to continue a text.")
+        if warning:
+            say(f"[yellow]{warning}[/]")
         gc.freeze()  # a request that makes many objects would have all modules of the model visited
         sys.setswitchinterval(1e-3)  # between threads that read long requests, the engine's and the event loop's
         server.run()
