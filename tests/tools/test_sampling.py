@@ -68,7 +68,7 @@ def test_a_seeded_token_depends_on_nothing_else_in_the_batch() -> None:
         ({"seed": 0}, {"do_sample": True, "seed": 0}),
         ({"seed": 5, "temperature": 0.0}, {"do_sample": False, "temperature": 1.0, "seed": 5}),
         ({"presence_penalty": 1, "frequency_penalty": None}, {"presence_penalty": 1.0}),
-        ({"logit_bias": {"5": -100}}, {"logit_bias": {5: -100.0}}),
+        ({"logit_bias": {"5": -100}}, {"logit_bias": {"5": -100}}),
         ({"logprobs": True}, {"top_logprobs": 0}),
         ({"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}),
         ({"logprobs": False}, {}),
@@ -195,6 +195,54 @@ def test_a_call_that_is_no_call_stays_text(text: str, size: int) -> None:
     items, finish = read_as(text, size)
     assert {type(item) for item in items} == {str} and finish == "stop"
     assert "".join(items) == text
+
+
+PARTS = [["One ", ReasoningText("Hm"), ReasoningText(".")], ["two"], [ToolCall("f", '{"x": 4}'), ToolCall("g", "{}")]]
+
+
+def form_of(endpoint: str, **options: Any) -> Any:
+    """The form of an answer of several parts."""
+
+    async def parts() -> Any:
+        for items in PARTS:
+            answer.finish = "tool_calls" if items is PARTS[-1] else ""
+            yield answer, answers.Part(items, {"content": [{"token": "x"}], "refusal": None})
+
+    asked = {"input": "x"} if endpoint == "responses" else {"messages": [{"role": "user", "content": "x"}]}
+    answer = SimpleNamespace(index=0, finish="", sent_calls=0)
+    exchange: Any = SimpleNamespace(
+        body=read_body(BODIES[endpoint], json.dumps(asked | options).encode()), engine=SimpleNamespace(name="m"),
+        answers=[answer], parts=parts, usage=lambda: (3, 5),
+    )  # fmt: skip
+    return (serve.ResponseForm if endpoint == "responses" else serve.CompletionForm)(exchange)
+
+
+def test_a_whole_chat_is_its_parts_joined() -> None:
+    (choice,) = asyncio.run(form_of("chat/completions").whole())["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("One two", "Hm.")
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f", "g"]
+    assert len(choice["logprobs"]["content"]) == len(PARTS) and choice["finish_reason"] == "tool_calls"
+
+
+def test_events_of_a_response_are_openais_and_its_items_complete() -> None:
+    """Reasoning and text have the same events."""
+    openai = pytest.importorskip("openai.types.responses")
+    pydantic = pytest.importorskip("pydantic")
+    form = form_of("responses")
+
+    async def read() -> list[dict[str, Any]]:
+        return [json.loads(json.dumps(event)) async for event in form.steps()]
+
+    steps = asyncio.run(read())
+    for step in steps:
+        pydantic.TypeAdapter(openai.ResponseStreamEvent).validate_python(step)
+    kinds = [step["type"].removeprefix("response.").replace("reasoning", "output") for step in steps]
+    text = "output_item.added content_part.added output_text.delta output_text.done content_part.done output_item.done"
+    call = "output_item.added function_call_arguments.done output_item.done".split()
+    assert kinds[2:8] == kinds[15:21] == text.split() and kinds[21:] == [*call, *call, "completed"]
+    response = steps[-1]["response"]
+    assert [item["type"] for item in response["output"]] == ["message", "reasoning", "message", *["function_call"] * 2]
+    assert {item["status"] for item in response["output"]} == {"completed"} and response["usage"]["total_tokens"] == 8
 
 
 def body(text: str = "A text to go on with. " * 4, **options: Any) -> dict[str, Any]:
@@ -397,9 +445,9 @@ def test_a_client_that_goes_away_gives_its_pages_back(
 
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"gone")]
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": headers,
-            "client": ("test", 1), "server": ("test", 80), "root_path": "",
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
+            "headers": headers, "client": ("test", 1), "server": ("test", 80), "root_path": "",
         }  # fmt: skip
         await app(scope, receive, send)
         return sent
@@ -416,34 +464,3 @@ def test_a_client_that_goes_away_gives_its_pages_back(
         assert text_of(client), "and the others are answered"
 
     served(ask, folder)
-
-
-def test_what_the_client_waits_for_is_not_cancelled() -> None:
-    """Servers say "disconnect" once an answer is sent, too."""
-    done: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x"})
-        await asyncio.sleep(0)
-        done.append("done")
-
-    async def run() -> None:
-        answered = asyncio.Event()
-        messages = [{"type": "http.request", "body": b""}]
-
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            await answered.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                answered.set()
-
-        await serve.Guard(app)({"type": "http"}, receive, send)
-
-    asyncio.run(run())
-    assert done == ["done"]

@@ -153,16 +153,7 @@ class PromptTokens(NamedTuple):
 
 
 class Choice:
-    """One of the answers to a request.
-
-    Args:
-        engine: The engine.
-        index: Place among the answers.
-        prompt: The prompt.
-        stops: Stop strings.
-        top: Number of most likely tokens that log-probabilities have; `None` without log-probabilities.
-        body: The request.
-    """
+    """Answer `index` to a request. Its log-probabilities have the `top` most likely tokens; `None`: it has none."""
 
     def __init__(
         self, engine: Engine, index: int, prompt: PromptTokens, stops: tuple[str, ...], top: int | None, body: Body
@@ -255,13 +246,7 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 class Engine:
-    """Model, tokenizer and manager of a server.
-
-    Args:
-        name: Name of the model for clients.
-        manager: A manager that has its pages.
-        tokenizer: Tokenizer of the model.
-    """
+    """Model, tokenizer and manager of a server. `name` is that of the model for clients. The manager has its pages."""
 
     def __init__(self, name: str, manager: TurboQuantBatchingManager, tokenizer: Any) -> None:
         self.name, self.manager, self.tokenizer = name, manager, tokenizer

@@ -57,8 +57,7 @@ class Chat:
         if not self.tokenizer.chat_template:
             return self.ids + self.tokenizer(text, add_special_tokens=not self.ids)["input_ids"]
         messages = [*self.messages, {"role": "user", "content": text}]
-        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
     def holds_conversation(self) -> bool:
         """Whether the cache holds all tokens of the conversation except the last, which no step has read yet."""
@@ -84,10 +83,8 @@ class Chat:
         prompt = self._prompt(text)
         if not prompt:
             return ""
-        shared, longest = 0, min(int(self.cache.get_seq_length()), len(prompt) - 1)  # a step needs one new token
-        while shared < longest and self.ids[shared] == prompt[shared]:
-            shared += 1
-        self._crop(shared)
+        longest = min(int(self.cache.get_seq_length()), len(prompt) - 1)  # a step needs one new token
+        self._crop(next((i for i in range(longest) if self.ids[i] != prompt[i]), longest))
         before = int(self.cache.get_seq_length())
         ids = torch.tensor([prompt], device=self.model.device)
         try:
@@ -173,7 +170,7 @@ def _say(chat: Chat, line: str, console: Console) -> None:
     try:
         chat.say(line, Printer(chat.tokenizer, console))
     except KeyboardInterrupt:
-        console.print("\nStopped. The conversation is the same as before this message.", highlight=False)
+        console.print("\nStopped. The conversation is the same as before this message.")
         if not chat.holds_conversation():
             console.print("The cache of this model cannot be cropped: the next message reads the conversation again.")
 
@@ -183,18 +180,18 @@ def _execute(chat: Chat, line: str, console: Console) -> None:
     name, _, argument = line.partition(" ")
     if name in ("/save", "/load"):
         if not argument:
-            console.print(f"Name a file: {name} PATH.", highlight=False)
+            console.print(f"Name a file: {name} PATH.")
             return
         (chat.save if name == "/save" else chat.load)(argument.strip())
         done = "Saved" if name == "/save" else "Loaded"
-        console.print(f"{done} {int(chat.cache.get_seq_length()):,} tokens.", highlight=False)
+        console.print(f"{done} {int(chat.cache.get_seq_length()):,} tokens.")
     elif name == "/mem":
-        console.print(f"{int(chat.cache.get_seq_length()):,} tokens: {chat.cache.memory_footprint()}", highlight=False)
+        console.print(f"{int(chat.cache.get_seq_length()):,} tokens: {chat.cache.memory_footprint()}")
     elif name == "/reset":
         chat.reset()
         console.print("The conversation starts over.")
     else:
         if name != "/help":
-            console.print(f"There is no command {escape(name)}. The commands:", highlight=False)
+            console.print(f"There is no command {escape(name)}. The commands:")
         for command, meaning in COMMANDS.items():
-            console.print(f"{command:12} {meaning}", highlight=False)
+            console.print(f"{command:12} {meaning}")

@@ -12,22 +12,23 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer import Option
 
 import tq_hf
 
-from .display import print_error, with_progress, working
+from .display import ERRORS, print_error, with_progress, working
 
 if TYPE_CHECKING:
     from ..config import TurboQuantConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # exists in a checkout only; contains a small model
 
-PRESET_HELP = "by default 4bit_nc. `tq-hf estimate` lists all presets."
 DEFAULT_CONTEXT = 32768
 GREETING = """This model is trained to recall text that it read. Try these lines, one after the other:
   Some words about the weather. <<green lamp = 493817>> And some about the sea.
@@ -52,19 +53,39 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     """TurboQuant KV-cache compression for Hugging Face transformers."""
 
 
-Model = Annotated[
-    str | None,
-    typer.Argument(help="A folder or a model of the Hugging Face hub. Default: the small model of the checkout."),
-]
-DtypeName = Literal["bfloat16", "float16", "float32"]
+PRESET_HELP = "by default 4bit_nc. `tq-hf estimate` lists all presets."
 DTYPES = "bfloat16, float16 or float32"
-Dtype = Annotated[DtypeName | None, typer.Option(metavar="DTYPE", help=f"{DTYPES}. Default: that of the checkpoint.")]
+HELP = {
+    "model": "A folder or a model of the Hugging Face hub. Default: the small model of the checkout.",
+    "prompt": f"Number of prompt tokens. Default: {DEFAULT_CONTEXT}, or the model's limit.",
+    "allocated": "Number of tokens to preallocate, as for compiled decoding; more than the context.",
+    "presets": "A preset, or presets by layer as 4bit_nc,0=k8v4,-1=dense. Repeatable. Default: all presets.",
+    "gpu": "Memory of the GPU, as 24GB or 24GiB (24 alone is GiB). Adds the largest context and batch that fit.",
+    "weights": "Memory of the weights, as 13GB. Default: counted, quantized as the config says.",
+    "bytes": "Memory for the cache, as 500000000, 500MB, or 25% of 16 bits: find presets that fit.",
+    "counted": "Number of tokens for which bytes are counted, as in `estimate`.",
+    "rounding": f"{DTYPES}. In bfloat16 the model's own rounding hides small differences.",
+    "question": "What to ask about the text, by default a summary. Without a chat template it is not asked.",
+    "cache": "Number of packed tokens of all requests together. Default: as many as fit into memory; on a CPU 16 "
+    "requests of 8192 tokens, or of the model's positions if those are fewer.",
+    "share": "Share of the free memory to use. Default: transformers' own on a GPU.",
+    "level": "Compile level of decode steps, in the background; 0 for none. Default: 1 on a GPU.",
+}
+"""Help of options that is longer than a line."""
+Model = Annotated[str | None, typer.Argument(help=HELP["model"])]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+Dtype = Annotated[DtypeName | None, Option(metavar="DTYPE", help=f"{DTYPES}. Default: that of the checkpoint.")]
+Text = Annotated[Path | None, Option(help="A file with text to read. Default: the filler of the checkout.")]
+Tokens = Annotated[int, Option(min=1, help="Maximum number of tokens of the text.")]
+NewTokens = Annotated[int, Option(min=1, help="Maximum number of tokens of an answer.")]
+Presets = Annotated[list[str] | None, Option(help="A preset. Repeatable. Default: all presets.")]
+Device = Annotated[str | None, Option(help="Device, as cpu or cuda:0. Default: a GPU if there is one.")]
 
 
 def _shortened(error: Exception) -> str:
@@ -72,26 +93,29 @@ def _shortened(error: Exception) -> str:
 
 
 @contextmanager
-def _errors_as_sentences() -> Iterator[None]:
-    """Context that prints errors the user can correct and ends the command with status 1."""
+def _errors_as_sentences() -> Iterator[Console]:
+    """Context with a console. It prints errors the user can correct and ends the command with status 1."""
     try:
         with working("Importing torch and transformers"):
             tq_hf.set_up()
-        yield
+        yield Console(highlight=False)
     except (ValueError, OSError) as error:
-        print_error(error, Console(stderr=True))
+        print_error(error, ERRORS)
         raise typer.Exit(1) from None
+
+
+def _shipped(name: str, instead: str) -> Path:
+    """Return the path of a file or folder of the small model in a checkout. Raises `ValueError` without a checkout."""
+    path = EXAMPLES / "needle" / name
+    if not path.exists():
+        raise ValueError(f"The default is a part of the tq_hf repository, and {path} does not exist. {instead}")
+    return path
 
 
 def _model_name(model: str | None) -> str:
     """Return `model`, by default the folder of the small model in a checkout."""
-    path = EXAMPLES / "needle"
-    if model is None and not path.exists():
-        raise ValueError(
-            f"The default model is that of the tq_hf repository, and {path} does not exist. Run `pip install -e .` in "
-            "a clone, or name a model, e.g. `Qwen/Qwen3-0.6B`."
-        )
-    return str(path) if model is None else model
+    instead = "Run `pip install -e .` in a clone, or name a model, e.g. `Qwen/Qwen3-0.6B`."
+    return str(_shipped("", instead)) if model is None else model
 
 
 def _preset_by_layer(text: str) -> TurboQuantConfig:
@@ -110,40 +134,22 @@ def _preset_by_layer(text: str) -> TurboQuantConfig:
 @app.command("estimate")
 def estimate_command(
     model: Model = None,
-    context: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Number of prompt tokens. Default: {DEFAULT_CONTEXT}, or the model's limit."),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 1,
-    max_cache_len: Annotated[
-        int | None,
-        typer.Option(min=2, help="Number of tokens to preallocate, as for compiled decoding; more than the context."),
-    ] = None,
-    preset: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A preset, or presets by layer as 4bit_nc,0=k8v4,-1=dense. Repeatable. Default: all presets."
-        ),
-    ] = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of the GPU, as 24GB or 24GiB (24 alone is GiB). Adds the largest context and batch that fit."
-        ),
-    ] = None,
-    reserve: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the GPU's memory to leave free.")] = 0.1,
+    context: Annotated[int | None, Option(min=1, help=HELP["prompt"])] = None,
+    batch: Annotated[int, Option(min=1, help="Number of sequences.")] = 1,
+    max_cache_len: Annotated[int | None, Option(min=2, help=HELP["allocated"])] = None,
+    preset: Annotated[list[str] | None, Option(help=HELP["presets"])] = None,
+    gpu_memory: Annotated[str | None, Option(help=HELP["gpu"])] = None,
+    reserve: Annotated[float, Option(min=0.0, max=1.0, help="Share of the GPU's memory to leave free.")] = 0.1,
     dtype: Dtype = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Memory of the weights, as 13GB. Default: counted, quantized as the config says.")
-    ] = None,
-    json_wanted: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
+    weights: Annotated[str | None, Option(help=HELP["weights"])] = None,
+    json_wanted: Annotated[bool, Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
 ) -> None:
     """Estimate the memory of a model's KV cache, and the largest context and batch that fit.
 
     Only the model's config is read: no weights are downloaded. Sliding windows, linear attention and latent attention
     are counted correctly. The weights of the model are subtracted from the memory of the GPU.
     """
-    with _errors_as_sentences():
+    with _errors_as_sentences() as console:
         import torch
         from transformers import AutoConfig
         from transformers.utils import logging
@@ -172,13 +178,7 @@ def estimate_command(
         if json_wanted:
             typer.echo(json.dumps(as_json(report), indent=2))
         else:
-            print_table(report, Console())
-
-
-Text = Annotated[Path | None, typer.Option(help="A file with text to read. Default: the filler of the checkout.")]
-Tokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")]
-Presets = Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")]
-Device = Annotated[str | None, typer.Option(help="Device, as cpu or cuda:0. Default: a GPU if there is one.")]
+            print_table(report, console)
 
 
 def _device(name: str | None) -> str:
@@ -216,11 +216,8 @@ def _loaded(name: str, dtype: DtypeName | None, device: str) -> tuple[Any, Any]:
 
 def _text(path: Path | None) -> str:
     """Read a text, by default the filler of the checkout."""
-    default = EXAMPLES / "needle" / "filler.txt"
-    if path is None and not default.exists():
-        raise ValueError("Pass a text: `--text FILE`. (Only a checkout of tq_hf has a default text.)")
     try:
-        return (path or default).read_text(encoding="utf-8")
+        return (path or _shipped("filler.txt", "Pass a text: `--text FILE`.")).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text in UTF-8. Convert the file, or pass another `--text`.") from None
 
@@ -231,21 +228,11 @@ def sweep_command(
     text: Text = None,
     tokens: Tokens = 2048,
     preset: Presets = None,
-    bytes_wanted: Annotated[
-        str | None,
-        typer.Option(
-            "--bytes", help="Memory for the cache, as 500000000, 500MB, or 25% of 16 bits: find presets that fit."
-        ),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Number of tokens for which bytes are counted, as in `estimate`.")
-    ] = None,
-    dtype: Annotated[
-        DtypeName,
-        typer.Option(metavar="DTYPE", help=f"{DTYPES}. In bfloat16 the model's own rounding hides small differences."),
-    ] = "float32",
+    bytes_wanted: Annotated[str | None, Option("--bytes", help=HELP["bytes"])] = None,
+    context: Annotated[int | None, Option(min=1, help=HELP["counted"])] = None,
+    dtype: Annotated[DtypeName, Option(metavar="DTYPE", help=HELP["rounding"])] = "float32",
     device: Device = None,
-    output: Annotated[Path | None, typer.Option(help="A JSON file for all numbers.")] = None,
+    output: Annotated[Path | None, Option(help="A JSON file for all numbers.")] = None,
 ) -> None:
     """Measure the loss of each layer at each preset, and find the presets by layer that fit into a number of bytes.
 
@@ -253,14 +240,13 @@ def sweep_command(
     next tokens from those with all layers dense. With --bytes, all layers start at the smallest preset. The layer with
     the largest gain in KL per byte is raised (up to dense) while bytes are left. The result is measured as a whole.
     """
-    with _errors_as_sentences():
+    with _errors_as_sentences() as console:
         from transformers import AutoConfig
 
         from ..config import PRESETS, preset_name
         from .estimate import Estimator, parse_memory
         from .sweep import Reader, fit, print_sweep, spelled, sweep
 
-        console = Console()
         presets = [preset_name(one) for one in preset or PRESETS]
         name, device = _model_name(model), _device(device)
         share = re.fullmatch(r"(\d+(?:\.\d+)?)%", bytes_wanted or "")
@@ -284,8 +270,8 @@ def sweep_command(
         if most is not None:
             config, line = spelled(fit(result.kl, result.more_bytes, most - result.whole_bytes[presets[-1]]))
             kl, size = reader.kl(config), estimator.footprint(config, context).total
-            console.print(f"In {size:,} of {most:,} bytes, with a KL of {kl:.1e}:", highlight=False)
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(f"In {size:,} of {most:,} bytes, with a KL of {kl:.1e}:")
+            console.print(line, soft_wrap=True)
             numbers["fit"] = {"config": line, "kl": kl, "bytes": size, "bytes_allowed": most}
         if output is not None:
             output.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
@@ -295,12 +281,9 @@ def sweep_command(
 def compare_command(
     model: Model = None,
     text: Text = None,
-    question: Annotated[
-        str | None,
-        typer.Option(help="What to ask about the text, by default a summary. Without a chat template it is not asked."),
-    ] = None,
+    question: Annotated[str | None, Option(help=HELP["question"])] = None,
     tokens: Tokens = 2048,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 64,
+    max_new_tokens: NewTokens = 64,
     preset: Presets = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -311,11 +294,10 @@ def compare_command(
     of the answer of the `DynamicCache`, which every cache reads. In bfloat16 the model's own rounding hides small
     differences: measure them with --dtype float32.
     """
-    with _errors_as_sentences():
+    with _errors_as_sentences() as console:
         from ..config import PRESETS, preset_name
         from .compare import BASELINE, QUESTION, Comparison, print_answers, print_numbers, prompt_ids
 
-        console = Console()
         presets = [preset_name(one) for one in preset or PRESETS]
         name, device = _model_name(model), _device(device)
         words = _text(text)
@@ -328,9 +310,9 @@ def compare_command(
                 f"The prompt has {ids.shape[1]:,} tokens, and with {max_new_tokens:,} new ones that is more than the "
                 f"{positions:,} positions of the model. Pass fewer `--tokens`."
             )
-        console.print(f"{name}, a prompt of {ids.shape[1]:,} tokens on {device}.", highlight=False, soft_wrap=True)
+        console.print(f"{name}, a prompt of {ids.shape[1]:,} tokens on {device}.", soft_wrap=True)
         comparison = Comparison(loaded, ids.to(device), max_new_tokens)
-        caches = with_progress([BASELINE, *presets], "answers", Console(stderr=True, highlight=False, soft_wrap=True))
+        caches = with_progress([BASELINE, *presets], "answers", ERRORS)
         answers = [comparison.answer(one) for one in caches]
         print_numbers(answers, console)
         print_answers(answers, tokenizer, console)
@@ -339,8 +321,8 @@ def compare_command(
 @app.command("chat")
 def chat_command(
     model: Model = None,
-    preset: Annotated[str, typer.Option(help=f"Preset of the cache, {PRESET_HELP}")] = "4bit_nc",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 512,
+    preset: Annotated[str, Option(help=f"Preset of the cache, {PRESET_HELP}")] = "4bit_nc",
+    max_new_tokens: NewTokens = 512,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
@@ -350,76 +332,53 @@ def chat_command(
     cache, /reset starts over and /quit ends. A model without a chat template, as the small model of the checkout,
     continues your text.
     """
-    with _errors_as_sentences():
+    with _errors_as_sentences() as console:
         from ..config import preset_name
         from .chat import Chat, converse
 
-        console = Console()
         preset = preset_name(preset)
         name = _model_name(model)
         device = _device(device)
         loaded, tokenizer = _loaded(name, dtype, device)
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
-    console.print(f"{name} with a {preset} cache. Type /help for the commands.", highlight=False)
+    console.print(f"{name} with a {preset} cache. Type /help for the commands.")
     if not tokenizer.chat_template:
         console.print("This model has no chat template: it continues your text.")
     if name == str(EXAMPLES / "needle"):
-        console.print(GREETING, highlight=False, markup=False)
+        console.print(GREETING, markup=False)
     converse(chat, console)
 
 
 @app.command("serve")
 def serve_command(
     model: Model = None,
-    preset: Annotated[str, typer.Option(help=f"Preset of the pages, {PRESET_HELP}")] = "4bit_nc",
-    host: Annotated[str, typer.Option(help="Address of the server.")] = "localhost",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
+    preset: Annotated[str, Option(help=f"Preset of the pages, {PRESET_HELP}")] = "4bit_nc",
+    host: Annotated[str, Option(help="Address of the server.")] = "localhost",
+    port: Annotated[int, Option(min=1, max=65535, help="Port of the server.")] = 8000,
     dtype: Dtype = None,
     device: Device = None,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of packed tokens of all requests together. Default: as many as fit into memory; on a CPU 16 "
-            "requests of 8192 tokens, or of the model's positions if those are fewer.",
-        ),
-    ] = None,
-    memory_share: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Share of the free memory to use. Default: transformers' own on a GPU."),
-    ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of prompt tokens read in one step.")
-    ] = None,
-    sink_tokens: Annotated[int, typer.Option(min=0, help="Number of first tokens of a request that stay dense.")] = 4,
-    residual_length: Annotated[
-        int, typer.Option(min=0, help="Number of newest tokens of a request that stay dense.")
-    ] = 128,
-    compile_level: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=3, help="Compile level of decode steps, in the background; 0 for none. Default: 1 on a GPU."
-        ),
-    ] = None,
+    cache_tokens: Annotated[int | None, Option(min=1, help=HELP["cache"])] = None,
+    memory_share: Annotated[float | None, Option(min=0.0, max=1.0, help=HELP["share"])] = None,
+    batch_tokens: Annotated[int | None, Option(min=1, help="Maximum number of prompt tokens read in one step.")] = None,
+    sink_tokens: Annotated[int, Option(min=0, help="Number of first tokens of a request that stay dense.")] = 4,
+    residual_length: Annotated[int, Option(min=0, help="Number of newest tokens of a request that stay dense.")] = 128,
+    compile_level: Annotated[int | None, Option(min=0, max=3, help=HELP["level"])] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="TQ_HF_API_KEY", show_envvar=True, help="Key that clients must send. Default: none."),
+        str | None, Option(envvar="TQ_HF_API_KEY", show_envvar=True, help="Key that clients must send. Default: none.")
     ] = None,
-    max_body_size: Annotated[
-        int, typer.Option(min=1, help="Maximum number of bytes of a request's body. Larger ones are refused.")
-    ] = 4 << 20,
-    cors: Annotated[bool, typer.Option("--cors", help="Allow web pages of other origins.")] = False,
+    max_body_size: Annotated[int, Option(min=1, help="Maximum bytes of a request's body. Others are refused.")] = 4
+    << 20,
+    cors: Annotated[bool, Option("--cors", help="Allow web pages of other origins.")] = False,
 ) -> None:
     """Serve a model with the API of OpenAI, with the tokens of all requests in packed pages.
 
     Needs the extra `serving` and transformers 5.19. Requests start and end at any time. Requests with a common prefix
     share pages. Each request has its own temperature, top_p, seed and stop strings.
     """
-    with _errors_as_sentences():
+    with _errors_as_sentences() as console:
         from ..compat import check_required_names
         from ..config import TurboQuantConfig, preset_name
 
-        console = Console()
         preset, name, device = preset_name(preset), _model_name(model), _device(device)
         config = TurboQuantConfig.from_preset(preset, sink_tokens=sink_tokens, residual_length=residual_length)
         if memory_share == 0:
@@ -432,7 +391,7 @@ def serve_command(
         except ImportError as error:  # transformers is too old, or a package is missing
             missing = f'A package of the server is missing ({error.name}): `pip install "tq-hf[serving]"`.'
             raise ValueError(missing if error.name else str(error)) from None
-        warning = server.check_access(host, port, api_key)
+        server.check_access(host, port, api_key)
         loaded, tokenizer = _loaded(name, dtype, device)
         # The option counts pages of transformers' default size. `paged_options` converts them.
         blocks = None if cache_tokens is None else -(-cache_tokens // ContinuousBatchingConfig.page_size)
@@ -444,15 +403,7 @@ def serve_command(
             default_compile_level=level,
             scheduler_type="shortest_first",
         )
-
-        def say(room: str) -> None:
-            console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", highlight=False, soft_wrap=True)
-            console.print(room, highlight=False, soft_wrap=True)
-            if not tokenizer.chat_template:
-                console.print("This model has no chat template: ask /v1/completions to continue a text.")
-            if warning:
-                console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
-
+        say = partial(console.print, soft_wrap=True)
         access: dict[str, Any] = {"key": api_key, "cors": cors, "most_bytes": max_body_size}
         server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **access)
 

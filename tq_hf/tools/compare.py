@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -55,10 +56,7 @@ class Answer:
 
     def parts_at(self, other: Answer) -> int | None:
         """Return the index of the first token that differs from `other`, `None` if there is none."""
-        if self.ids == other.ids:
-            return None
-        pairs = enumerate(zip(self.ids, other.ids, strict=False))
-        return next((index for index, (a, b) in pairs if a != b), min(len(self.ids), len(other.ids)))
+        return next((index for index, (a, b) in enumerate(zip_longest(self.ids, other.ids)) if a != b), None)
 
 
 def prompt_ids(tokenizer: Any, text: str, question: str, tokens: int) -> torch.Tensor:
@@ -69,8 +67,8 @@ def prompt_ids(tokenizer: Any, text: str, question: str, tokens: int) -> torch.T
         return ids
     shown = tokenizer.decode(ids[0], skip_special_tokens=True)
     chat = [{"role": "user", "content": f"{shown}\n\n{question}"}]
-    rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, enable_thinking=False)
-    return tokenizer(rendered, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    options = {"add_generation_prompt": True, "enable_thinking": False, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(chat, **options)["input_ids"]
 
 
 class Comparison:
@@ -86,7 +84,6 @@ class Comparison:
         self.model, self.ids, self.new_tokens = model, ids, new_tokens
         ends = model.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
-        self._exact: torch.Tensor | None = None
 
     @cached_property
     def baseline(self) -> Answer:
@@ -117,10 +114,11 @@ class Comparison:
             start = time.perf_counter()
             ids.append(int(self._logits(self.ids.new_tensor([ids[-1:]]), cache).argmax()))
             times.append(time.perf_counter() - start)
-        if self._exact is None:
+        if name == BASELINE:
             self._answered = ids
         log_probs = self._read_answer(first, after_prompt)
-        self._exact = log_probs if self._exact is None else self._exact
+        if name == BASELINE:
+            self._exact = log_probs
         kl = (self._exact.exp() * (self._exact - log_probs)).sum(-1).clamp_min(0).mean().item()
         top1 = (self._exact.argmax(-1) == log_probs.argmax(-1)).float().mean().item()
         step = 1e3 * statistics.median(times) if times else None
@@ -163,8 +161,8 @@ def print_answers(answers: Sequence[Answer], tokenizer: Any, console: Console) -
 
     alike = [one.cache for one in others if one.ids == base.ids]
     if alike:
-        console.print(f"The answer of {base.cache}, {', '.join(alike)}:", highlight=False)
-        console.print(tokenizer.decode(base.ids, skip_special_tokens=True), highlight=False, markup=False)
+        console.print(f"The answer of {base.cache}, {', '.join(alike)}:")
+        console.print(tokenizer.decode(base.ids, skip_special_tokens=True), markup=False)
     for one in others:
         if (parts := one.parts_at(base)) is not None:
             table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)

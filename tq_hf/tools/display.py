@@ -16,6 +16,8 @@ from rich.table import Table
 
 PATIENCE = 2.0
 """Seconds of silence after which a line says what is going on, if there is no terminal for a spinner."""
+ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
+"""Console of the error stream."""
 REPORTS = 20
 """Number of lines about progress if there is no terminal for a bar."""
 Item = TypeVar("Item")
@@ -43,12 +45,11 @@ def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: 
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Context that says `what` on the error stream: by a spinner in a terminal, or by a line if it takes long."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        with console.status(f"{what} ..."):
+    if ERRORS.is_terminal:
+        with ERRORS.status(f"{what} ..."):
             yield
         return
-    timer = Timer(PATIENCE, console.print, (f"{what} ...",))
+    timer = Timer(PATIENCE, ERRORS.print, (f"{what} ...",))
     timer.daemon = True
     timer.start()
     try:

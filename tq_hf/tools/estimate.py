@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class Estimator:
             cache = StaticCache(self.config, max_cache_len)
         else:
             cache = DynamicCache(config=self.config)
-        total = MemoryFootprint()
+        total: Any = Counter()
         # Measure one layer of each kind: layers of the same class, settings and calls have the same size.
         kinds: dict[Any, list[Any]] = {}
         for layer, calls in zip(cache.layers, self.calls, strict=True):
@@ -139,9 +140,8 @@ class Estimator:
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
             sizes = _measure(alike[0], context + decoding)
-            for name in _SIZES:
-                setattr(total, name, getattr(total, name) + len(alike) * getattr(sizes, name))
-        return total
+            total.update({name: len(alike) * size for name, size in sizes.items()})
+        return MemoryFootprint(**total)
 
     def max_context(
         self, preset: str | TurboQuantConfig | None, memory: int, batch: int = 1, *, preallocated: bool = False
@@ -219,16 +219,12 @@ def parse_memory(text: str) -> int:
     return math.floor(number * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))
 
 
-_SIZES = [field.name for field in fields(MemoryFootprint) if field.name != "by_device"]
-
-
-def _measure(layer: Any, tokens: int) -> MemoryFootprint:
-    """Measure one layer on the meta device. `tq_hf.memory.measure` cannot: meta storages have no addresses."""
-    footprint = MemoryFootprint(bf16_equivalent=bytes_in_16_bits(layer, tokens))
+def _measure(layer: Any, tokens: int) -> dict[str, int]:
+    """Count bytes of a layer on the meta device. `tq_hf.memory.measure` cannot: meta storages have no addresses."""
+    sizes = {"bf16_equivalent": bytes_in_16_bits(layer, tokens)}
     for kind, tensors in tensors_by_kind(layer).items():
-        storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        setattr(footprint, kind, sum(storages.values()))
-    return footprint
+        sizes[kind] = sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sizes
 
 
 def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
@@ -280,9 +276,7 @@ class Report:
 
 
 def _by_kind(footprint: MemoryFootprint) -> dict[str, int]:
-    sizes = asdict(footprint)
-    del sizes["by_device"]
-    return sizes | {"total": footprint.total}
+    return {name: size for name, size in asdict(footprint).items() if name != "by_device"} | {"total": footprint.total}
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -315,7 +309,7 @@ def print_table(report: Report, console: Console) -> None:
     sequences = "one sequence" if report.batch == 1 else f"{report.batch} sequences"
     room = "" if report.max_cache_len is None else f", preallocated for {report.max_cache_len:,}"
     title = f"KV cache of {report.name}, {sequences} of {report.context:,} tokens{room}, in {unit}"
-    console.print(title, highlight=False, soft_wrap=True)
+    console.print(title, soft_wrap=True)
     # Only sliding-window layers of a DynamicCache shrink: they hold the whole prompt until the first new token.
     shrinks = any(row.footprint.total > 1.01 * row.decoding.total for row in report.rows)
     # Show either bytes by kind or the context and batch that fit: both are too wide for a terminal.
@@ -334,7 +328,7 @@ def print_table(report: Report, console: Console) -> None:
         rows.append([row.preset or ("DynamicCache" if report.max_cache_len is None else "StaticCache"), *cells])
     print_rows(headings, rows, console)
     for sentence in _remarks(report, shrinks):
-        console.print(sentence, highlight=False)
+        console.print(sentence)
 
 
 def _remarks(report: Report, shrinks: bool) -> list[str]:

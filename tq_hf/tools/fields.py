@@ -128,27 +128,13 @@ def _items(given: Any) -> Any:
     raise ValueError(f"`input` is {shown(given)}; it must be a text or a list of messages.")
 
 
-def _biases(given: Any) -> Any:
-    """Biases by token id. Their number is checked first."""
-    if not isinstance(given, dict):
-        return given
-    if len(given) > MOST_BIASES:
-        raise ValueError(f"`logit_bias` has {len(given):,} tokens; at most {MOST_BIASES:,} fit.")
-    if wrong := [token for token in given if not (token.isdecimal() and len(token) < 10)]:
-        raise ValueError(f"`logit_bias` has {shown(wrong[0])}; its names must be token ids.")
-    return {int(token): bias for token, bias in given.items()}
-
-
 def _field(note: str = "", **limits: Any) -> Any:
     return Field(None, description=note, **limits)
 
 
-def _number_of_tokens(note: str = "") -> Any:
-    return _field(note, ge=1, lt=2**31)
-
-
 _MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)])
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Body(BaseModel):
@@ -208,7 +194,7 @@ class Body(BaseModel):
 class GeneratingBody(Body):
     """Fields that both endpoints of completions apply."""
 
-    max_tokens: int | None = _number_of_tokens(
+    max_tokens: Tokens | None = _field(
         f"default: {DEFAULT_TOKENS:,}, or the `max_new_tokens` of the model if that is larger"
     )
     stop: Annotated[list[Stop] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = (
@@ -216,7 +202,7 @@ class GeneratingBody(Body):
     )
     frequency_penalty: float | None = _field("over the answer", ge=-2, le=2)
     presence_penalty: float | None = _field("over the answer", ge=-2, le=2)
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases)] = _field()
+    logit_bias: dict[str, Any] | None = _field(max_length=MOST_BIASES)
     n: int | None = _field(
         f"up to {MOST_ANSWERS}; the prompt is read once; the seed of answer `i` is `seed + i`", ge=1, le=MOST_ANSWERS
     )
@@ -255,7 +241,7 @@ class ChatBody(GeneratingBody, ToolBody):
 
     limits = ("max_completion_tokens", "max_tokens")
     messages: list[Message] = Field(description="text only", min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    max_completion_tokens: int | None = _number_of_tokens()
+    max_completion_tokens: Tokens | None = _field()
     logprobs: bool | None = _field("of the model, before other options")
     top_logprobs: int | None = _field(f"0 to {MOST_LOGPROBS}, with `logprobs`", ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = _field("variables of the chat template, as `enable_thinking`")
@@ -288,7 +274,7 @@ class ResponseBody(ToolBody):
     limits = ("max_output_tokens",)
     input: Annotated[list[dict[str, Any]], BeforeValidator(_items)] = Field(description="text only")
     instructions: str | None = _field("before a system message of `input`")
-    max_output_tokens: int | None = _number_of_tokens("default: as `max_tokens`")
+    max_output_tokens: Tokens | None = _field("default: as `max_tokens`")
 
     def options(self) -> dict[str, Any]:
         options = super().options()
@@ -302,29 +288,28 @@ class ResponseBody(ToolBody):
     def chat(self) -> list[Message]:
         """Return the messages for the chat template. Calls and reasoning join the assistant's message beside them."""
         messages: list[dict[str, Any]] = []
-        before: dict[str, Any] = {}
+        thoughts: dict[str, Any] = {}
         for item in self.input:
-            kind, own = item.get("type"), {}
-            if kind == "reasoning" and "role" not in item:
-                own = {"reasoning_content": _text(item.get("content") or [])}
-            elif kind == "function_call" and "role" not in item:
+            kind, before, thoughts = item.get("type"), thoughts, {}
+            if "role" in item:
+                own = before if item["role"] == "assistant" else {}
+                messages.append({"role": item["role"], "content": item.get("content"), **own})
+            elif kind == "reasoning":
+                thoughts = {"reasoning_content": _text(item.get("content") or [])}
+            elif kind == "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", **before})
-                call = {"id": _of_item(item, "call_id"), "type": "function"}
-                call["function"] = {name: _of_item(item, name) for name in ("name", "arguments")}
+                function = {name: _of_item(item, name) for name in ("name", "arguments")}
+                call = {"id": _of_item(item, "call_id"), "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
-            elif kind == "function_call_output" and "role" not in item:
-                output = {"tool_call_id": _of_item(item, "call_id"), "content": item.get("output")}
-                messages.append({"role": "tool", **output})
-            elif "role" in item:
-                messages.append({"role": item["role"], "content": item.get("content")})
-                messages[-1] |= before if item["role"] == "assistant" else {}
+            elif kind == "function_call_output":
+                own = {"tool_call_id": _of_item(item, "call_id"), "content": item.get("output")}
+                messages.append({"role": "tool", **own})
             else:
                 raise ValueError(
                     f"`input` has an item of the type {shown(kind)}; without a `role` it must be function_call, "
                     "function_call_output or reasoning."
                 )
-            before = own
         if self.instructions:
             if not messages or messages[0]["role"] not in ("system", "developer"):
                 messages.insert(0, {"role": "system", "content": self.instructions})

@@ -1,9 +1,9 @@
 """A server of one model with OpenAI's API, on packed pages.
 
-The way of a request: `Guard` checks its key, and cancels what a client that goes away has asked for. `Routes.answer`
-reads the body up to a size. A thread checks its fields (`fields.py`), renders and tokenizes the prompt, and asks the
-engine what it accepts (`answers.py`). The engine generates in its own thread; its tokens become text, parts of text
-become objects or events (`CompletionForm`, `ResponseForm`). Errors have OpenAI's form.
+The way of a request: `Guard` checks its key. `Routes.answer` reads the body up to a size. A thread checks its fields
+(`fields.py`), renders and tokenizes the prompt, and asks the engine what it accepts (`answers.py`). The engine
+generates in its own thread; its tokens become text, parts of text become objects or events (`CompletionForm`,
+`ResponseForm`). `Reply` sends them, and cancels what a client that goes away has asked for. Errors have OpenAI's form.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from ipaddress import ip_address
+from itertools import chain
 from typing import Any
 from uuid import uuid4
 
@@ -37,8 +39,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from ..batching import TurboQuantBatching
 from ..batching.checks import number_of_positions
 from ..config import TurboQuantConfig
-from .answers import LONG, Choice, Engine, Exchange, Part, Refused, in_flags
-from .fields import BODIES, Body, ChatBody
+from .answers import LONG, Choice, Engine, Exchange, Refused, in_flags
+from .fields import BODIES, Body, ChatBody, ResponseBody
 
 GRACE = 5
 """Number of seconds until open connections are closed after the server stops."""
@@ -55,58 +57,33 @@ def error_of(reason: str, status: int) -> dict[str, Any]:
 
 
 class Guard:
-    """ASGI middleware that asks for the key, and cancels the requests of a client that disconnects, so that their pages
-    are freed at once."""
+    """ASGI middleware that asks for the key."""
 
     def __init__(self, app: Any, key: str | None = None) -> None:
         self.app, self.key = app, key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        if self.key is not None and scope["path"] not in OPEN:
+        if scope["type"] == "http" and self.key is not None and scope["path"] not in OPEN:
             kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.key.encode()):
                 refusal = error_of("The key is missing or wrong. Send `Authorization: Bearer KEY`.", 401)
                 return await JSONResponse(refusal, 401)(scope, receive, send)
-        read, answered = asyncio.Event(), False
-
-        async def reads() -> Any:
-            message = await receive()
-            if not message.get("more_body"):
-                read.set()
-            return message
-
-        async def sends(message: Any) -> None:
-            nonlocal answered
-            answered = message["type"] == "http.response.body" and not message.get("more_body")
-            await send(message)
-
-        async def watch() -> None:
-            await read.wait()
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            if not answered:
-                answer.cancel()
-
-        answer = asyncio.ensure_future(self.app(scope, reads, sends))
-        watching = asyncio.ensure_future(watch())
-        try:
-            await asyncio.wait([answer])
-            if not answer.cancelled():
-                answer.result()
-        finally:
-            watching.cancel()
+        await self.app(scope, receive, send)
 
 
-def _event(content: dict[str, Any]) -> str:
-    """Text of an event. Events of `/v1/responses` have names."""
-    name = f"event: {content['type']}\n" if "type" in content else ""
-    return f"{name}data: {json.dumps(content)}\n\n"
+def joined(one: Any, other: Any) -> Any:
+    """Join two parts of a choice: texts and lists are appended, objects are joined by field, `None` is no value."""
+    if one is None or other is None:
+        return one if other is None else other
+    if isinstance(one, dict):
+        return one | {name: joined(one.get(name), value) for name, value in other.items()}
+    return one + other if isinstance(one, str | list) else other
 
 
 class CompletionForm:
     """The object and the events of `/v1/chat/completions` and `/v1/completions`."""
+
+    end = "data: [DONE]\n\n"
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.chats = exchange, isinstance(exchange.body, ChatBody)
@@ -115,73 +92,76 @@ class CompletionForm:
         own = {"id": f"{name}-{uuid4().hex}", "object": kind}
         self.head = {**own, "created": int(time.time()), "model": exchange.engine.name}
 
-    def _usage(self) -> dict[str, int]:
+    def _last(self, choices: list[Any]) -> dict[str, Any]:
         prompt, new = self.exchange.usage()
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**self.head, "choices": choices, "usage": usage}
 
-    def _deltas(self, answer: Choice, part: Part) -> list[dict[str, Any]]:
-        """Parts of a message."""
-        deltas = list[dict[str, Any]]()
-        for item in part.items:
-            if isinstance(item, ToolCall):
-                call = {"id": f"call_{uuid4().hex}", "type": "function", "function": vars(item)}
-                deltas.append({"tool_calls": [{"index": answer.sent_calls, **call}]})
-                answer.sent_calls += 1
-            else:
-                deltas.append({"reasoning_content" if isinstance(item, ReasoningText) else "content": str(item)})
-        return deltas
+    async def _choices(self) -> AsyncIterator[dict[str, Any]]:
+        """Parts of the choices, side by side."""
+
+        def part(answer: Choice, content: Any, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+            own = {"delta" if self.chats else "text": content, "logprobs": logprobs, "finish_reason": finish}
+            return {"index": answer.index, **own}
+
+        for answer in self.exchange.answers if self.chats else ():
+            yield part(answer, {"role": "assistant", "content": ""})
+        async for answer, new in self.exchange.parts():
+            logprobs = new.logprobs
+            for item in new.items:
+                content: Any = item
+                if isinstance(item, ToolCall):
+                    call = {"id": f"call_{uuid4().hex}", "type": "function", "function": vars(item)}
+                    content = {"tool_calls": [{"index": answer.sent_calls, **call}]}
+                    answer.sent_calls += 1
+                elif self.chats:
+                    content = {"reasoning_content" if isinstance(item, ReasoningText) else "content": str(item)}
+                yield part(answer, content, logprobs)
+                logprobs = None
+            if answer.finish:
+                yield part(answer, {} if self.chats else "", logprobs, answer.finish)
 
     async def whole(self) -> dict[str, Any]:
         """The answers as one object."""
-        choices = {}
-        async for answer, part in self.exchange.parts():
-            content: dict[str, Any] = {"text": "".join(part.items)} if not self.chats else {}
-            if self.chats:
-                message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-                content["message"] = message
-                for delta in self._deltas(answer, part):
-                    for name, value in delta.items():
-                        message[name] = message[name] + value if name in message else value
-            ends = {"logprobs": part.logprobs, "finish_reason": answer.finish}
-            choices[answer.index] = {"index": answer.index, **content, **ends}
-        return self.head | {"choices": [choices[i] for i in sorted(choices)], "usage": self._usage()}
+        choices: list[dict[str, Any]] = [{} for _ in self.exchange.answers]
+        async for part in self._choices():
+            index = part.pop("index")
+            choices[index] = {"index": index, **joined(choices[index], part)}
+        for choice in choices if self.chats else ():
+            choice["message"] = {**choice.pop("delta"), "refusal": None}
+        return self._last(choices)
 
-    async def events(self) -> AsyncGenerator[str, None]:
-        """The answers as events, side by side."""
+    async def steps(self) -> AsyncIterator[dict[str, Any]]:
+        """The answers as events."""
         counts = bool((self.exchange.body.stream_options or {}).get("include_usage"))
-        head = self.head | ({"usage": None} if counts else {})
+        async for part in self._choices():
+            yield {**self.head, **({"usage": None} if counts else {}), "choices": [part]}
+        if counts:
+            yield self._last([])
 
-        def event(answer: Choice, content: Any, logprobs: Any = None, finish: str | None = None) -> str:
-            own = {"delta" if self.chats else "text": content, "logprobs": logprobs, "finish_reason": finish}
-            return _event({**head, "choices": [{"index": answer.index, **own}]})
+    def failed(self, error: Refused) -> dict[str, Any]:
+        """The last event of answers that are not complete."""
+        return error_of(str(error), error.status)
 
-        try:
-            for answer in self.exchange.answers if self.chats else ():
-                yield event(answer, {"role": "assistant", "content": ""})
-            async for answer, part in self.exchange.parts():
-                deltas: list[Any] = self._deltas(answer, part) if self.chats else part.items
-                logprobs = part.logprobs
-                for delta in deltas:
-                    yield event(answer, delta, logprobs)
-                    logprobs = None
-                if answer.finish:
-                    yield event(answer, {} if self.chats else "", logprobs, answer.finish)
-            if counts:
-                yield _event(self.head | {"choices": [], "usage": self._usage()})
-        except Refused as error:
-            yield _event(error_of(str(error), error.status))
-        yield "data: [DONE]\n\n"
+
+TEXTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "message": ("msg", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []}),
+    "reasoning": ("rs", "reasoning_text", {"summary": []}, {}),
+}
+"""Items that are text: prefix of the id, type of the part with the text, further fields of the item and of the part."""
 
 
 class ResponseForm:
     """The object and the events of `/v1/responses`."""
+
+    end = ""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, body = exchange, exchange.body
         self.output: list[dict[str, Any]] = []
         """Items of the output."""
         self.open: str | None = None
-        """Type of the last item, if it is not complete."""
+        """Type of the last item, if it is text that is not complete."""
         self.number = 0
         self.head = {
             **{"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time.time())},
@@ -198,63 +178,53 @@ class ResponseForm:
         return {"type": f"response.{kind}", "sequence_number": self.number - 1, **content}
 
     def _of_whole(self, kind: str, status: str, **content: Any) -> dict[str, Any]:
-        whole = self.head | {"status": status, "output": list(self.output), **content}
-        return self._event(kind, response=whole)
+        return self._event(kind, response={**self.head, "status": status, "output": self.output, **content})
 
     def _of_item(self, kind: str, **content: Any) -> dict[str, Any]:
         return self._event(kind, output_index=len(self.output) - 1, **content)
 
-    def _of_text(self, kind: str, **content: Any) -> dict[str, Any]:
-        name = "reasoning_text" if self.open == "reasoning" else "output_text"
-        own: dict[str, Any] = {"logprobs": []} if self.open == "message" and not kind.startswith("content") else {}
-        kind = kind if kind.startswith("content") else f"{name}.{kind}"
-        return self._of_item(kind, item_id=self.output[-1]["id"], content_index=0, **content, **own)
+    def _of_part(self, kind: str, **content: Any) -> dict[str, Any]:
+        return self._of_item(kind, item_id=self.output[-1]["id"], content_index=0, **content)
 
-    def _begin(self, kind: str, **content: Any) -> Iterator[dict[str, Any]]:
+    def _of_text(self, kind: str, **content: Any) -> dict[str, Any]:
+        part = self.output[-1]["content"][0]
+        return self._of_part(f"{part['type']}.{kind}", **content, **({"logprobs": []} if "logprobs" in part else {}))
+
+    def _begin(self, kind: str, prefix: str, **content: Any) -> dict[str, Any]:
         """Begin an item."""
-        name = f"{ {'message': 'msg', 'reasoning': 'rs'}.get(kind, 'fc') }_{uuid4().hex}"
-        self.output.append({"id": name, "type": kind, "status": "in_progress", **content})
-        self.open = kind
-        yield self._of_item("output_item.added", item=dict(self.output[-1]))
-        if kind == "message":
-            self.output[-1]["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-            yield self._of_text("content_part.added", part=dict(self.output[-1]["content"][0]))
-        elif kind == "reasoning":
-            self.output[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
+        self.output.append({"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress", **content})
+        return self._of_item("output_item.added", item=self.output[-1])
 
     def _end(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """End the open item."""
-        if self.open is None:
-            return
-        item = self.output[-1]
-        item["status"] = status
-        if self.open == "function_call":
-            own = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-            yield self._of_item("function_call_arguments.done", **own)
-        else:
+        """End the open text."""
+        if self.open is not None:
+            item, self.open = self.output[-1], None
             yield self._of_text("done", text=item["content"][0]["text"])
-        if self.open == "message":
-            yield self._of_text("content_part.done", part=item["content"][0])
-        yield self._of_item("output_item.done", item=item)
-        self.open = None
+            yield self._of_part("content_part.done", part=item["content"][0])
+            item["status"] = status
+            yield self._of_item("output_item.done", item=item)
 
-    def _add(self, item: Any) -> Iterator[dict[str, Any]]:
+    def _add(self, new: Any) -> Iterator[dict[str, Any]]:
         """Add a part of the answer."""
-        if isinstance(item, ToolCall):
+        kind = "reasoning" if isinstance(new, ReasoningText) else "message"
+        if self.open != kind or isinstance(new, ToolCall):
             yield from self._end()
-            yield from self._begin("function_call", call_id=f"call_{uuid4().hex}", **vars(item))
-            yield from self._end()
+        if isinstance(new, ToolCall):
+            yield self._begin("function_call", "fc", call_id=f"call_{uuid4().hex}", **vars(new))
+            yield self._of_item("function_call_arguments.done", item_id=self.output[-1]["id"], **vars(new))
+            self.output[-1]["status"] = "completed"
+            yield self._of_item("output_item.done", item=self.output[-1])
             return
-        kind = "reasoning" if isinstance(item, ReasoningText) else "message"
-        if self.open != kind:
-            yield from self._end()
-            own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-            yield from self._begin(kind, **own, content=[])
-        self.output[-1]["content"][0]["text"] += item
-        yield self._of_text("delta", delta=str(item))
+        if self.open is None:
+            self.open, (prefix, name, fields, more) = kind, TEXTS[kind]
+            yield self._begin(kind, prefix, **fields, content=[])
+            self.output[-1]["content"] = [{"type": name, "text": "", **more}]
+            yield self._of_part("content_part.added", part=self.output[-1]["content"][0])
+        self.output[-1]["content"][0]["text"] += new
+        yield self._of_text("delta", delta=str(new))
 
-    async def _steps(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Events. The last one has the whole object."""
+    async def steps(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer as events. The last one has the whole object. An event is read before the next one is made."""
         yield self._of_whole("created", "in_progress")
         yield self._of_whole("in_progress", "in_progress")
         async for _, part in self.exchange.parts():
@@ -263,51 +233,76 @@ class ResponseForm:
                     yield event
         cut = self.exchange.answers[0].finish == "length"
         status = "incomplete" if cut else "completed"
-        for event in self._end(status) if self.output else [*self._add(""), *self._end(status)]:
+        for event in chain(() if self.output else self._add(""), self._end(status)):
             yield event
         prompt, new = self.exchange.usage()
         usage: dict[str, Any] = {"input_tokens": prompt, "output_tokens": new, "total_tokens": prompt + new}
-        usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
+        usage["output_tokens_details"] = {"reasoning_tokens": 0}
         details = {"reason": "max_output_tokens"} if cut else None
         yield self._of_whole(status, status, usage=usage, incomplete_details=details)
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        async for event in self._steps():
+        async for event in self.steps():
             last = event
         return last["response"]
 
-    async def events(self) -> AsyncGenerator[str, None]:
-        """The answer as events."""
-        try:
-            async for event in self._steps():
-                yield _event(event)
-        except Refused as error:
-            failed = {"code": "server_error", "message": str(error)}
-            yield _event(self._of_whole("failed", "failed", error=failed))
+    def failed(self, error: Refused) -> dict[str, Any]:
+        """The last event of an answer that is not complete."""
+        return self._of_whole("failed", "failed", error={"code": "server_error", "message": str(error)})
 
 
-class EventStream(StreamingResponse):
-    """A stream of events. Its requests are cancelled if the client goes away."""
+class Reply(StreamingResponse):
+    """The answers to a request, whole or as events. The request is cancelled if the client goes away."""
 
-    def __init__(self, exchange: Exchange, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
+    def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
+        self.form: Any = (ResponseForm if isinstance(exchange.body, ResponseBody) else CompletionForm)(exchange)
+        super().__init__(self._events(), media_type="text/event-stream")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await super().__call__(scope | {"asgi": {}}, receive, send)  # of the first version: it waits for a disconnect
 
     async def stream_response(self, send: Any) -> None:
         try:
-            await super().stream_response(send)
+            await (super().stream_response if self.exchange.body.stream else self._send_whole)(send)
         finally:
             self.exchange.close()
 
+    async def _events(self) -> AsyncIterator[str]:
+        try:
+            async for event in self.form.steps():
+                yield _event(event)
+        except Refused as error:
+            yield _event(self.form.failed(error))
+        if self.form.end:
+            yield self.form.end
+
+    async def _send_whole(self, send: Any) -> None:
+        try:
+            content = await self.form.whole()
+            big = self.exchange.usage()[1] > 1024
+            data = await self.exchange.engine.in_thread(big, _encoded, content)
+            whole = Response(data, media_type="application/json")
+        except Refused as error:
+            whole = JSONResponse(error_of(str(error), error.status), error.status)
+        await whole({"type": "http"}, None, send)  # type: ignore[arg-type]
+
+
+def _event(content: dict[str, Any]) -> str:
+    """Text of an event. Events of `/v1/responses` have names."""
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {json.dumps(content)}\n\n"
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    """JSON of an answer, in pieces: one call for a large one would stop all threads."""
+    return "".join(json.JSONEncoder().iterencode(content)).encode()
+
 
 class Routes:
-    """Routes of a server.
-
-    Args:
-        engine: The engine.
-        most_bytes: Maximum size of a body.
-    """
+    """Routes of a server, which reads bodies of up to `most_bytes` bytes."""
 
     def __init__(self, engine: Engine, most_bytes: int) -> None:
         self.engine, self.most_bytes = engine, most_bytes
@@ -315,17 +310,13 @@ class Routes:
 
     def app(self, key: str | None, cors: bool) -> Starlette:
         """Create the application."""
-
-        def post(body: type[Body]) -> Any:
-            async def endpoint(request: Request) -> Any:
-                return await self.answer(request, body)
-
-            return endpoint
-
         middleware = [Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])] * cors
         return Starlette(
             routes=[
-                *(Route(f"/v1/{name}", post(body), methods=["POST"]) for name, body in BODIES.items()),
+                *(
+                    Route(f"/v1/{name}", partial(self.answer, kind=body), methods=["POST"])
+                    for name, body in BODIES.items()
+                ),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/load_model", self.load_model, methods=["POST"]),
@@ -364,13 +355,7 @@ class Routes:
         data = await self.read(request)
         if failure := self.engine.failure:
             raise Refused(failure, 503)
-        exchange = await self.engine.in_thread(len(data) > LONG, self.engine.read, kind, data)
-        form: Any = ResponseForm(exchange) if kind is BODIES["responses"] else CompletionForm(exchange)
-        if exchange.body.stream:
-            return EventStream(exchange, form.events())
-        content = await form.whole()
-        big = exchange.usage()[1] > 1024
-        return Response(await self.engine.in_thread(big, _encoded, content), media_type="application/json")
+        return Reply(await self.engine.in_thread(len(data) > LONG, self.engine.read, kind, data))
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
@@ -398,11 +383,6 @@ class Routes:
     def metrics(self, request: Request) -> Response:
         """Say what the engine does, in the format of Prometheus."""
         return PlainTextResponse(self.engine.manager.metrics(), media_type="text/plain; version=0.0.4")
-
-
-def _encoded(content: dict[str, Any]) -> bytes:
-    """JSON of an answer, in pieces: one call for a large one would stop all threads."""
-    return "".join(json.JSONEncoder().iterencode(content)).encode()
 
 
 class HttpServer(uvicorn.Server):
@@ -501,8 +481,13 @@ def serve(
         own: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none"}
         server = HttpServer(uvicorn.Config(app, host, port, timeout_graceful_shutdown=GRACE, **own))
         server.engine = engine
-        check_access(host, port, key)  # another process may have taken the port meanwhile
+        warning = check_access(host, port, key)  # another process may have taken the port meanwhile
+        say(f"{name} on {config.preset} pages: http://{host}:{port}/v1")
         say(room(engine))
+        if not tokenizer.chat_template:
+            say("This model has no chat template: ask /v1/completions to continue a text.")
+        if warning:
+            say(f"[yellow]{warning}[/]")
         gc.freeze()  # a request that makes many objects would have all modules of the model visited
         sys.setswitchinterval(1e-3)  # between threads that read long requests, the engine's and the event loop's
         server.run()

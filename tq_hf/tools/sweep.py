@@ -22,7 +22,7 @@ from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from .display import print_rows, with_progress
+from .display import ERRORS, print_rows, with_progress
 from .estimate import Estimator
 
 CHUNK = 128
@@ -135,11 +135,10 @@ def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context:
         )
     readings: list[tuple[int | None, str]] = [(layer, name) for layer, name in cells if name != DENSE]
     readings += [(None, name) for name in presets]
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"{reader.ids.shape[1]:,} tokens are read {len(readings)} times, after once with all layers dense.")
+    ERRORS.print(f"{reader.ids.shape[1]:,} tokens are read {len(readings)} times, after once with all layers dense.")
     reader.warm_up(TurboQuantConfig.from_preset(presets[0]))
     losses: dict[tuple[int | None, str], float] = {}
-    for alone, name in with_progress(readings, "readings", console):
+    for alone, name in with_progress(readings, "readings", ERRORS):
         others = [] if alone is None else [layer for layer in reader.layers if layer != alone]
         losses[alone, name] = reader.kl(TurboQuantConfig.from_preset(name, skip_layers=others))
     kl = {layer: {name: losses[layer, name] for name in presets} | {DENSE: 0.0} for layer in reader.layers}
@@ -183,7 +182,7 @@ def print_sweep(result: Sweep, console: Console) -> None:
     """Print a row for each layer, and KL and bytes of all layers together."""
     presets = list(result.whole_kl)
     title = "KL from dense layers, in nats, of each layer packed alone and of all; MiB of a cache of"
-    console.print(f"{title} {result.context:,} tokens", highlight=False, soft_wrap=True)
+    console.print(f"{title} {result.context:,} tokens", soft_wrap=True)
     rows = [[str(layer), *(f"{row[name]:.1e}" for name in presets)] for layer, row in result.kl.items()]
     rows.append(["all", *(f"{result.whole_kl[name]:.1e}" for name in presets)])
     rows.append(["MiB", *(f"{result.whole_bytes[name] / 2**20:,.1f}" for name in presets)])
