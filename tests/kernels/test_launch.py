@@ -239,7 +239,8 @@ def addresses(log: list[tuple[Any, ...]]) -> set[int]:
 
 def packed_residual_and_sinks(store: LayerStore) -> set[int]:
     tensors = [tensor for group in store.by_kind().values() for tensor in group]
-    return {tensor.data_ptr() for tensor in tensors}
+    cut = {tensor.data_ptr() for states in store._cuts.values() for tensor in states}  # kernels do not read these
+    return {tensor.data_ptr() for tensor in tensors} - cut
 
 
 def moved(store: LayerStore) -> LayerStore:
