@@ -98,8 +98,8 @@ def headline() -> str:
         row[-1] = f"**{row[-1]}**"
     conditions = (
         f"A {found['model']}, in bf16 on one {found['device']}; tq_hf with `graph_decoding`, as in the code above, "
-        f"`{BASELINE}` as `generate()` runs it, not compiled. Reading bf16 weights, keys and values once takes "
-        f"{read_once(*large):.1f} ms at {shape(*large)}."
+        f"`{BASELINE}` as `generate()` runs it, not compiled. Reading all bf16 weights, keys and values once: "
+        f"{read_once(*large):.1f} ms at {shape(*large)} (batch × context)."
     )
     headings = ["8B model", f"`{BASELINE}`", "`StaticCache`, compiled", "tq_hf, `4bit_nc`"]
     return f"{table(headings, rows)}\n{conditions}\n"
@@ -119,8 +119,8 @@ def quantized() -> str:
     about = (
         f"{REAL_MODEL} in {found['dtype']} on {found['device'].partition(',')[0]}, one thread: {found['steps']} tokens "
         f"one by one after {found['prompt']:,}, of {found['documents']} texts. `{BASELINE}` holds "
-        f"{base['bytes_held'] / 2**20:.1f} MiB, and its step takes {base['ms_per_step']:.0f} ms. Of what presets hold, "
-        f"the newest 128 tokens or more are exact. [All rows](examples/results/README.md#beside-quantizedcache)."
+        f"{base['bytes_held'] / 2**20:.1f} MiB, and its step takes {base['ms_per_step']:.0f} ms. Presets hold "
+        f"the newest 128 tokens or more exactly, in this memory too. [All rows](examples/results/README.md#beside-quantizedcache)."
     )
     return table(["cache", "held", "step / `DynamicCache`'s", "KL, nats", "top-1"], lines) + f"\n{about}\n"
 
@@ -154,8 +154,8 @@ def families() -> str:
     wrong = "".join(f" {counts[kind]} {what}." for kind, what in WRONG.items() if counts[kind])
     return (
         f"[{counts.total()} model types](examples/results/families.md) were tried as tiny models: "
-        f"{counts['right']} are right in every mode. {counts['alike']} are right in every mode but with a preallocated "
-        f"cache, where transformers' `StaticCache` fails too. {counts['refused']} are refused with a sentence, and "
+        f"{counts['right']} are right in every mode. {counts['alike']} fail with a preallocated "
+        f"cache only, where transformers' `StaticCache` fails too. {counts['refused']} are refused with a sentence, and "
         f"{counts['not loaded']} load with their default attention only.{wrong}\n"
     )
 
