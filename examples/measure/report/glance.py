@@ -120,7 +120,8 @@ def quantized() -> str:
         f"{REAL_MODEL} in {found['dtype']} on {found['device'].partition(',')[0]}, one thread: {found['steps']} tokens "
         f"one by one after {found['prompt']:,}, of {found['documents']} texts. `{BASELINE}` holds "
         f"{base['bytes_held'] / 2**20:.1f} MiB, and its step takes {base['ms_per_step']:.0f} ms. Presets hold "
-        f"the newest 128 tokens or more exactly, in this memory too. [All rows](examples/results/README.md#beside-quantizedcache)."
+        f"the newest 128 tokens or more exactly, in this memory too. "
+        f"[All rows](examples/results/README.md#beside-quantizedcache)."
     )
     return table(["cache", "held", "step / `DynamicCache`'s", "KL, nats", "top-1"], lines) + f"\n{about}\n"
 
@@ -154,8 +155,8 @@ def families() -> str:
     wrong = "".join(f" {counts[kind]} {what}." for kind, what in WRONG.items() if counts[kind])
     return (
         f"[{counts.total()} model types](examples/results/families.md) were tried as tiny models: "
-        f"{counts['right']} are right in every mode. {counts['alike']} fail with a preallocated "
-        f"cache only, where transformers' `StaticCache` fails too. {counts['refused']} are refused with a sentence, and "
+        f"{counts['right']} are right in every mode. {counts['alike']} fail with a preallocated cache only, "
+        f"where transformers' `StaticCache` fails too. {counts['refused']} are refused with a sentence, and "
         f"{counts['not loaded']} load with their default attention only.{wrong}\n"
     )
 
