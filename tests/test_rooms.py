@@ -93,7 +93,7 @@ BUDGETS = {
         "graph_decoding": 1309,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 970,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1906,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
-        "stores": 1100,  # one way into operators; one store; blocks that keep their codes when rows are assigned or cut
+        "stores": 1102,  # one way into operators; one store; blocks that keep their codes when rows are assigned or cut
         "ops": 2595,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 837,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 890,  # pending tokens; rows of latents; the order of padded rows; dense blocks of pages; cut blocks
@@ -107,7 +107,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_836, 35_420
+PRODUCT, TESTS = 28_838, 35_420
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted."""
 FILES = 126  # stores/assigned.py; latents; ops/latent_pages.py; batching/{batch_processor,linear,options}.py
 
