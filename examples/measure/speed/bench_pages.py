@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tq_kernels.decode.append import AppendLaunch
-from tq_kernels.types import AttentionOptions, Sequences
+from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from examples.provenance import provenance
 from tq_hf import TurboQuantConfig
@@ -89,8 +89,8 @@ def over_tensors(config: TurboQuantConfig, states: list[torch.Tensor], count: in
 
 def over_pages(config: TurboQuantConfig, states: list[torch.Tensor], count: int, repeat: int) -> dict[int, float]:
     """As `over_tensors`, over shuffled pages."""
-    query, key, value = (x.squeeze(2) for x in states)
-    (batch, heads, dim), device = key.shape, key.device
+    new = Tokens(*(x.squeeze(2) for x in states))
+    (batch, heads, dim), device = new.key.shape, new.key.device
     layout = config.layout(dim)
     dense_pages = ring_pages(config, layout, DTYPE) + 1
     each = dense_pages + 1 + count + 1
@@ -109,7 +109,7 @@ def over_pages(config: TurboQuantConfig, states: list[torch.Tensor], count: int,
     times = {}
     for dense in DENSE:
         lengths = starts * (config.sink_tokens + 128 * count + dense)
-        step = (query, key, value, layer, Sequences(starts, lengths, table, packed, 1), AttentionOptions(dim**-0.5))
+        step = (new, layer, Sequences(starts, lengths, table, packed, 1), AttentionOptions(dim**-0.5))
         times[dense] = replayed(functools.partial(pages.paged_step, *step), lambda: None, repeat)
     return times
 
