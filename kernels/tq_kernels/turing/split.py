@@ -251,12 +251,13 @@ def decode_split_fragments(
         first_row = (stream % row_tiles) * (8 * TILES)
         gain = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2, TILES)
         plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * C.DK
+        exists = part * DENSE_TOKENS < count  # over pages a sequence may have fewer jobs, and no queries
         q = ()
         for tile in tl.static_range(TILES):
             r = first_row + 8 * tile + g
             pairs = ()
             for chunk in tl.static_range((C.DK + 15) // 16):
-                pairs += load_dense(plain + r * C.DK, r < rows, t, chunk, C.DK, C.DK % 4 == 0)
+                pairs += load_dense(plain + r * C.DK, (r < rows) & exists, t, chunk, C.DK, C.DK % 4 == 0)
             q += (pairs,)
         if block_table is None:
             sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
