@@ -80,7 +80,7 @@ BUDGETS = {
         "prefix": 1595,  # values of wide heads in two launches
         "codec": 2220,  # trellis codes of two words in a register; launches for blocks of pages
         "sampling": 155,  # top_k, top_p and min_p without a sort
-        "turing": 885,
+        "turing": 886,
         "common": 1056,  # the power of two of a row; signs from two bits; one way to launch again; compiling in threads
         "types": 329,  # options of a call; where rows go; addresses, strides; sequences; rows of latents in pages
         "layout": 94,
@@ -107,7 +107,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_838, 35_420
+PRODUCT, TESTS = 28_839, 35_420
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted."""
 FILES = 126  # stores/assigned.py; latents; ops/latent_pages.py; batching/{batch_processor,linear,options}.py
 
