@@ -1,7 +1,7 @@
 """Append the tokens of a decode step, and rotate its queries in that launch.
 
-The counts of a growing store are on the host: `rotate_and_append` writes the row, or over pages one of each sequence
-(`append_tails` writes the newest rows of sequences with several tokens). A preallocated store has its counts in int32
+The counts of a growing store are on the host: `rotate_and_append` writes the row. Over pages `append_to_pages` writes a
+row of each sequence (`append_tails` the newest of sequences with several). A preallocated store has its counts in int32
 tensors on the device (`DeviceCounts` in `tq_hf/tensors/`); kernels read every length there, and append one token or a
 few. `state` has the counts between calls; `step_counts` has those of this step, the slot of the first residual row and
 the number of due blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the rows
