@@ -16,8 +16,8 @@ class MemoryFootprint:
     """Number of bytes that a cache holds. The whole storage of every tensor is counted once, room for growth included.
 
     Args:
-        packed: Codes of packed blocks.
-        metadata: Scales and block means, and a few bytes of bookkeeping per layer.
+        packed: Packed blocks: codes, scales and means.
+        metadata: Channel scales, and a few bytes of bookkeeping per layer.
         residual: Dense newest tokens of compressed layers.
         sinks: Dense sink tokens of compressed layers.
         uncompressed: Layers that are not compressed (sliding, linear, skipped).

@@ -7,7 +7,8 @@ A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive toke
     scales       [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
     key mean     [key_dim_padded] fp16   rotated mean of the block's keys
 
-A *slot* is a token's share of a block: codes and scales. Means, sinks and residual are counted apart.
+The parts lie one behind the other, in this order. A *slot* is a token's share of a block: codes and scales. Means,
+sinks and residual are counted apart.
 """
 
 from __future__ import annotations
@@ -67,6 +68,21 @@ class BlockLayout:
     def value_words(self) -> int:
         """int32 words of value codes in a block."""
         return self.tokens * self.value_dim_padded * self.value_bits // 32
+
+    @property
+    def scales_at(self) -> int:
+        """int32 words of a block before its scales."""
+        return self.key_words + self.value_words
+
+    @property
+    def means_at(self) -> int:
+        """int32 words of a block before its key mean."""
+        return self.scales_at + self.tokens
+
+    @property
+    def block_words(self) -> int:
+        """int32 words of a block."""
+        return self.block_bytes // 4
 
     @property
     def slot_bytes(self) -> int:

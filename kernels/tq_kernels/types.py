@@ -91,124 +91,105 @@ class ChannelScales(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Tensors of the packed blocks of a layer, with room for N blocks (see `tq_kernels.layout` for a block's parts).
-
-    Kernels require the last two dimensions contiguous, and equal strides in blocks of all tensors.
+    """Packed blocks of a layer, with room for N blocks.
 
     Args:
         layout: Sizes of a block.
-        key_words: `[B, Hkv, N, layout.key_words]` int32.
-        value_words: `[B, Hkv, N, layout.value_words]` int32.
-        scales: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
-        key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means.
+        data: `[B, Hkv, N, layout.block_words]` int32, the parts of a block one behind the other (see
+            `tq_kernels.layout`). The last two dimensions are contiguous.
         channel_scales: Factors of the states before they were encoded, for all blocks.
     """
 
     layout: BlockLayout
-    key_words: torch.Tensor
-    value_words: torch.Tensor
-    scales: torch.Tensor
-    key_means: torch.Tensor
+    data: torch.Tensor
     channel_scales: ChannelScales
 
     @classmethod
     def allocate(cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> PackedBlocks:
         """Allocate room for `blocks` blocks of `heads` KV heads, not filled, with channel scales of one."""
+        data = torch.empty(batch, heads, blocks, layout.block_words, dtype=torch.int32, device=device)
+        return cls(layout, data, ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device))
 
-        def room(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(batch, heads, blocks, size, dtype=dtype, device=device)
+    @property
+    def key_words(self) -> torch.Tensor:
+        """`[B, Hkv, N, layout.key_words]` int32, a view."""
+        return self.data[..., : self.layout.key_words]
 
-        return cls(
-            layout=layout,
-            key_words=room(layout.key_words),
-            value_words=room(layout.value_words),
-            scales=room(layout.tokens),
-            key_means=room(layout.key_dim_padded, torch.float16),
-            channel_scales=ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device),
-        )
+    @property
+    def value_words(self) -> torch.Tensor:
+        """`[B, Hkv, N, layout.value_words]` int32, a view."""
+        return self.data[..., self.layout.key_words : self.layout.scales_at]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """`[B, Hkv, N, 128]` int32, a view: fp16 key scale in the low half, fp16 value scale in the high half."""
+        return self.data[..., self.layout.scales_at : self.layout.means_at]
+
+    @property
+    def key_means(self) -> torch.Tensor:
+        """`[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, a view."""
+        return self.data[..., self.layout.means_at :].view(torch.float16)
 
     @property
     def block_strides(self) -> tuple[int, int]:
         """Strides over the batch and over heads, in blocks; blocks follow one another."""
-        assert self.capacity < 2 or self.scales.stride(2) == self.layout.tokens
-        return self.scales.stride(0) // self.layout.tokens, self.scales.stride(1) // self.layout.tokens
+        assert self.capacity < 2 or self.data.stride(2) == self.layout.block_words
+        return self.data.stride(0) // self.layout.block_words, self.data.stride(1) // self.layout.block_words
 
     @property
     def capacity(self) -> int:
         """Number of blocks there is room for."""
-        return self.scales.shape[2]
+        return self.data.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of N blocks by field name."""
+        """Parts of N blocks by name, views."""
         return {name: getattr(self, name) for name in ("key_words", "value_words", "scales", "key_means")}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
         """Apply `function` to every tensor, channel scales included."""
-        return self._map_blocks(function, self.channel_scales.map(function))
-
-    def _map_blocks(
-        self, function: Callable[[torch.Tensor], torch.Tensor], channel_scales: ChannelScales | None = None
-    ) -> PackedBlocks:
-        return PackedBlocks(self.layout, *map(function, self.tensors().values()), channel_scales or self.channel_scales)
+        return PackedBlocks(self.layout, function(self.data), self.channel_scales.map(function))
 
     def slice(self, start: int, stop: int) -> PackedBlocks:
         """Views of blocks `start` to `stop`."""
-        return self._map_blocks(lambda tensor: tensor[:, :, start:stop])
+        return PackedBlocks(self.layout, self.data[:, :, start:stop], self.channel_scales)
 
     def resized(self, blocks: int, used: int) -> PackedBlocks:
         """Copy with room for `blocks` blocks and the first `used` of these."""
-
-        def resize(tensor: torch.Tensor) -> torch.Tensor:
-            out = tensor.new_empty(*tensor.shape[:2], blocks, tensor.shape[3])
-            if used:
-                out[:, :, :used] = tensor[:, :, :used]
-            return out
-
-        return self._map_blocks(resize)
+        data = self.data.new_empty(*self.data.shape[:2], blocks, self.data.shape[3])
+        if used:
+            data[:, :, :used] = self.data[:, :, :used]
+        return PackedBlocks(self.layout, data, self.channel_scales)
 
 
 class Pages(NamedTuple):
-    """One layer's pages of a pool, with the channel scales and bits of its blocks.
+    """One layer's pages of a pool, with the channel scales of its blocks.
 
-    All fields but channel scales are views of one tensor: the pages of two heads are `block_words` int32 words apart,
-    and dense rows begin at the key words.
+    Blocks and rows are views of one tensor: the pages of two heads are `layout.block_words` int32 words apart.
 
     Args:
-        key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
-        value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
-        scales: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
-        key_means: `[pages, Hkv, D padded]` fp16.
+        layout: Sizes of a block.
+        blocks: `[pages, Hkv, layout.block_words]` int32, as `PackedBlocks.data`; empty if the layer is not compressed.
         rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype; with latents
             `[pages, 1, 1, rows of a page, Dk + Dv]`, a row with both.
-        key_channel_scales: `[Hkv, D]` fp16 contiguous.
-        value_channel_scales: `[Hkv, D]` fp16 contiguous.
-        key_bits, value_bits: 2, 3, 4 or 8.
+        key_channel_scales: `[Hkv, Dk]` fp16 contiguous.
+        value_channel_scales: `[Hkv, Dv]` fp16 contiguous.
         sinks: Number of first tokens of a sequence that stay rows, in a page of their own; 0 for no sinks and no page.
         ring_pages: Number of pages of a sequence's ring, the rows of its newest tokens: token t is in row
             `(t - sinks) % ring_rows`.
     """
 
-    key_words: torch.Tensor
-    value_words: torch.Tensor
-    scales: torch.Tensor
-    key_means: torch.Tensor
+    layout: BlockLayout
+    blocks: torch.Tensor
     rows: torch.Tensor
     key_channel_scales: torch.Tensor
     value_channel_scales: torch.Tensor
-    key_bits: int
-    value_bits: int
     sinks: int
     ring_pages: int
 
     @property
-    def block_words(self) -> int:
-        """Number of int32 words from a head's block to the next head's."""
-        return self.scales.stride(1)
-
-    @property
     def page_blocks(self) -> int:
         """Number of blocks from a page to the next."""
-        return self.scales.stride(0) // self.scales.stride(1)
+        return self.blocks.stride(0) // self.blocks.stride(1)
 
     @property
     def page_rows(self) -> int:
@@ -231,9 +212,9 @@ class Pages(NamedTuple):
         return self.value_channel_scales.shape[1] if self.rows.shape[2] == 1 else 0
 
     @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Sinks, ring rows, rows of a page and `block_words`: where kernels find a sequence's rows."""
-        return self.sinks, self.ring_rows, self.page_rows, self.block_words
+    def place(self) -> tuple[int, int, int]:
+        """Sinks, ring rows and rows of a page: where kernels find a sequence's rows."""
+        return self.sinks, self.ring_rows, self.page_rows
 
 
 class DenseRows(NamedTuple):

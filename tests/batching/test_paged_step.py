@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from tq_kernels.format import due_blocks
@@ -171,14 +169,13 @@ def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
     assert not torch.equal(requests.pool, before)
 
 
-def test_the_fields_of_a_page_share_their_strides_in_bytes() -> None:
+def test_blocks_and_rows_of_a_page_share_their_strides_in_bytes() -> None:
     pages, pool = layer_pages(all_packed(), 128, torch.bfloat16)
     assert pages.layout.block_bytes == 17152 and pages.tensors.rows.shape == (PAGES, HEADS, 2, 32, 128)
     assert pages.tensors.ring_pages == 4
-    strides = {tuple(n * x.itemsize for n in x.stride()[:2]) for x in (*pages.tensors[:4], pages.tensors.rows)}
-    assert strides == {(pool.stride(0), pool.stride(2))}
-    starts = [x.data_ptr() for x in pages.tensors[:4]]
-    assert [b - a for a, b in pairwise(starts)] == [8192, 8192, 512] and pages.tensors.rows.data_ptr() == starts[0]
+    blocks, rows = pages.tensors.blocks, pages.tensors.rows
+    assert {tuple(n * x.itemsize for n in x.stride()[:2]) for x in (blocks, rows)} == {(pool.stride(0), pool.stride(2))}
+    assert rows.data_ptr() == blocks.data_ptr()
 
 
 @pytest.mark.parametrize("bits", [(8, 4), (4, 4), (4, 3), (3, 4), (3, 3), (3, 2), (2, 2)], ids=str)
@@ -196,6 +193,4 @@ def test_packed_blocks_of_a_request_are_one_behind_the_other() -> None:
     chosen = torch.tensor([5, 3, 9])
     blocks = pages.packed(chosen)
     assert blocks.block_strides == (HEADS * 3, 3)
-    for (name, tensor), field in zip(blocks.tensors().items(), pages.tensors[:4], strict=True):
-        assert tensor.is_contiguous(), name
-        assert torch.equal(tensor[0].transpose(0, 1), field[chosen]), name
+    assert blocks.data.is_contiguous() and torch.equal(blocks.data[0].transpose(0, 1), pages.tensors.blocks[chosen])

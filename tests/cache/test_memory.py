@@ -123,7 +123,7 @@ def test_a_preallocated_cache_counts_what_it_reserves():
     config = TurboQuantConfig(residual_length=0, sink_tokens=0)
     cache = pushed(TurboQuantCache(llama_config(1), config, max_cache_len=20 * BLOCK), 0, 10, layers=1)
     layout = config.layout(16)
-    assert cache.memory_footprint().packed == 2 * 20 * 4 * (layout.key_words + layout.value_words)
+    assert cache.memory_footprint().packed == 2 * 20 * layout.block_bytes
     assert cache.memory_footprint().bf16_equivalent == 2 * 10 * layout.dense_bytes
 
 

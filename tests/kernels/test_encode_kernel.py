@@ -69,8 +69,7 @@ def make_states(case: Case, device: torch.device, blocks: int = BLOCKS) -> tuple
 def poisoned(case: Case, device: torch.device, capacity: int = CAPACITY) -> PackedBlocks:
     """Blocks to write to."""
     out = PackedBlocks.allocate(case.config.layout(case.dk, case.dv), case.batch, case.heads, capacity, device)
-    for tensor in out.tensors().values():
-        tensor.view(torch.int32).fill_(POISON)
+    out.data.fill_(POISON)
     return out
 
 
@@ -99,8 +98,8 @@ def run_compiled_for_turing(case: Case, keys: torch.Tensor, values: torch.Tensor
     assert case.dtype == FP16
     out = poisoned(case, CPU)
     rotations = codec_rotations(case.config, out.layout, CPU)
-    of_keys = (keys, out.key_words, out.scales, out.key_means, rotations[0], out.channel_scales.keys)
-    of_values = (values, out.value_words, out.scales, rotations[1], out.channel_scales.values)
+    of_keys = (keys, out.data, rotations[0], out.channel_scales.keys)
+    of_values = (values, out.data, rotations[1], out.channel_scales.values)
     for is_value, tensors in ((False, of_keys), (True, of_values)):
         compiled = build_encode(75, out.layout.bits, is_value=is_value, dim=tensors[0].shape[3])
         sizes = (case.heads, BLOCKS, START, CAPACITY, CAPACITY, *tensors[0].stride()[:3])

@@ -288,7 +288,7 @@ def test_launches_follow_the_buffers(store, log, change, monkeypatch):
 
 def test_buffers_that_were_replaced_are_let_go(store):
     dispatch.attend(query(), store.append(*token(2)), None, AttentionOptions(0.3))
-    old = [weakref.ref(tensor) for tensor in store.blocks.tensors().values()]
+    old = [weakref.ref(store.blocks.data)]
     grown(store)
     assert all(tensor() is None for tensor in old)
 
@@ -365,10 +365,7 @@ POINTERS = {
         "sink_values",
     ),
     *(
-        "key_words",
-        "value_words",
-        "scales",
-        "key_means",
+        "packed",
         "key_channel_scales",
         "value_channel_scales",
         "num_blocks",

@@ -178,11 +178,10 @@ def prefill_bytes(config: TurboQuantConfig, batch: int, dim: int, tokens: int) -
     held = tokens - sinks - 128 * blocks
     room = max(held, min(config.residual_length + 128, held * 9 // 8 + 128))
     residual = -(-room // 128) * 128
-    codes = 128 * dim * (config.key_bits + config.value_bits) // 8
     rows = 2 * batch
     return {
-        "packed": rows * blocks * codes,
-        "metadata": rows * (blocks * (128 * 4 + layout.mean_bytes) + 2 * (2 * dim)),  # with channel scales
+        "packed": rows * blocks * layout.block_bytes,
+        "metadata": rows * 2 * (2 * dim),  # channel scales
         "residual": rows * residual * 2 * dim * 2,
         "sinks": rows * config.sink_tokens * 2 * dim * 2,
     }

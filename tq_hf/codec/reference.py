@@ -120,7 +120,7 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
 
 
 def _blocks_at_a_time(blocks: PackedBlocks) -> int:
-    batch, heads = blocks.scales.shape[:2]
+    batch, heads = blocks.data.shape[:2]
     return max(1, TILE_BLOCKS // max(1, batch * heads))
 
 
@@ -162,7 +162,7 @@ def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor
     """Dequantize without rotating back: keys `[B, Hkv, N, 128, padded Dk]`, values `[B, Hkv, N, 128, padded Dv]`,
     float32."""
     layout: BlockLayout = blocks.layout
-    scales = blocks.scales.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
+    scales = blocks.scales.view(torch.float16).unflatten(-1, (-1, 2))
     keys = _dequantize(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
     keys = keys + blocks.key_means.float()[..., None, :]
     values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)

@@ -344,7 +344,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is None:
             return 0
         tokens = int(self.store.length) if tokens is None else tokens
-        return math.prod(self.store.blocks.scales.shape[:2]) * tokens * self.store.layout.dense_bytes
+        return math.prod(self.store.blocks.data.shape[:2]) * tokens * self.store.layout.dense_bytes
 
     state_fields: ClassVar[dict[str, type]] = {"counts": list, "scales_are_fixed": bool, "is_padded": bool}
 

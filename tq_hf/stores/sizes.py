@@ -64,14 +64,11 @@ def new_tensors(
             'the model on the meta device (`model.to("meta")`), or with a `DynamicCache`.'
         )
     none, num_blocks, ring_rows = _room(config, kind_of(keys), kind_of(values), max_cache_len)
-    scales = none.channel_scales.map(torch.empty_like if prompt else torch.clone)
-    words = [none.key_words, none.value_words, none.scales, none.key_means]
+    scales, data = none.channel_scales.map(torch.empty_like if prompt else torch.clone), none.data
     # A preallocated layer owns even tensors without blocks: graphs hold their addresses.
     if num_blocks or max_cache_len is not None:
-        batch, heads = keys.shape[:2]
-        words = [like.new_empty(batch, heads, num_blocks, like.shape[3]) for like in words]
-    blocks = PackedBlocks(none.layout, words[0], words[1], words[2], words[3], scales)
-    states = keys, values
+        data = data.new_empty(*keys.shape[:2], num_blocks, none.layout.block_words)
+    blocks, states = PackedBlocks(none.layout, data, scales), (keys, values)
     return LayerTensors(config, blocks, new_rows(states, config.sink_tokens), new_rows(states, ring_rows))
 
 

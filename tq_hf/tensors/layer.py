@@ -151,8 +151,8 @@ class LayerTensors:
         """Every tensor, by the kind `memory_footprint` reports."""
         blocks, order = self.blocks, self._index()
         return {
-            "packed": [blocks.key_words, blocks.value_words],
-            "metadata": [blocks.scales, blocks.key_means, *blocks.channel_scales, *order],
+            "packed": [blocks.data],
+            "metadata": [*blocks.channel_scales, *order],
             "residual": list(self.ring),
             "sinks": list(self.sinks),
         }
@@ -166,16 +166,15 @@ class LayerTensors:
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
-        return [*self.sinks, *self.ring, *self.blocks.channel_scales, *self.blocks.tensors().values()]
+        return [*self.sinks, *self.ring, *self.blocks.channel_scales, self.blocks.data]
 
     @classmethod
     def from_arguments(cls, text: str, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer that has this `config_text` and these `arguments()`."""
         config = config_from(text)
-        sink_keys, sink_values, ring_keys, ring_values, *channel_scales = tensors[:6]
-        key_words, value_words, scales, key_means = tensors[6:]
+        sink_keys, sink_values, ring_keys, ring_values, *channel_scales, data = tensors
         layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
-        blocks = PackedBlocks(layout, key_words, value_words, scales, key_means, ChannelScales(*channel_scales))
+        blocks = PackedBlocks(layout, data, ChannelScales(*channel_scales))
         return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
 
 

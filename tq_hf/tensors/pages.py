@@ -100,18 +100,12 @@ class LayerPages:
         """
         page = pool[:, index]
         assert page.stride(0) % layout.block_bytes == 0
-        sizes = (4 * layout.key_words, 4 * layout.value_words, 4 * layout.tokens, layout.mean_bytes)
-        key_words, value_words, scales, means = page.split(sizes, -1)
         shape = _rows_shape(rows_per_page(layout, dtype), layout)
         dense = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
-        words = (key_words.view(torch.int32), value_words.view(torch.int32))
-        key_means = means.view(torch.float16)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, pool.device)
         factors = (ones.keys[0], ones.values[0])
         ring = ring_pages(config, layout, dtype)
-        tensors = Pages(
-            *words, scales.view(torch.int32), key_means, dense, *factors, *layout.bits, config.sink_tokens, ring
-        )
+        tensors = Pages(layout, page.view(torch.int32), dense, *factors, config.sink_tokens, ring)
         return cls(config, layout, tensors)
 
     @classmethod
@@ -127,11 +121,8 @@ class LayerPages:
         states, shape = page.view(dtype), _rows_shape(rows_per_page(layout, dtype), layout)
         dense = states[..., : prod(shape)].unflatten(-1, shape)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, page.device)
-        empty = page.new_empty(0).view(torch.int32)
-        ring = ring_pages(config, layout, dtype)
-        scales = (ones.keys[0], ones.values[0])
-        words = (empty, empty, empty, empty.view(torch.float16))
-        tensors = Pages(*words, dense, *scales, *layout.bits, config.sink_tokens, ring)
+        empty, ring = page.new_empty(0).view(torch.int32), ring_pages(config, layout, dtype)
+        tensors = Pages(layout, empty, dense, ones.keys[0], ones.values[0], config.sink_tokens, ring)
         return cls(config, layout, tensors, states.unflatten(-1, _rows_shape(BLOCK_TOKENS, layout)))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
@@ -155,14 +146,11 @@ class LayerPages:
         """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence, a head's one behind the other."""
         heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
         # `index_select` of a view whose pages are not the first dimension would copy the pool.
-        key_words, value_words, scales, key_means = (field[pages, heads][None] for field in self.tensors[:4])
-        return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.channel_scales)
+        return PackedBlocks(self.layout, self.tensors.blocks[pages, heads][None], self.channel_scales)
 
     def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:
         """Write n blocks of one sequence to `pages` `[n]`."""
-        held = (blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means)
-        for part, states in zip(self.tensors[:4], held, strict=True):
-            part[pages] = states[0].transpose(0, 1)
+        self.tensors.blocks[pages] = blocks.data[0].transpose(0, 1)
 
     def block_rows(self, pages: torch.Tensor) -> KeyValue:
         """Keys and values `[1, Hkv, n * 128, D]` of the blocks in `pages` `[n]` of a layer that is not compressed."""

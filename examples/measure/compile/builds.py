@@ -59,13 +59,13 @@ def tile_of(dim: int, least: int = 16) -> int:
 def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`encode_blocks` of keys or of values."""
     on = target_of(arch)
-    config, shape = encode_shape((dim, padded_dim(dim)), bits, is_value, STATES[dtype], on, MATRIX[dtype])
+    config, shape = encode_shape(BlockLayout(dim, dim, *bits), is_value, STATES[dtype], on, MATRIX[dtype])
     constants = (shape, None, on.dependent_launch, config.stages, *[0] * 5)
-    types: list[str | None] = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
+    types: list[str | None] = [f"*{dtype}", "*i32", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
     return build(
         encode_blocks,
-        [*types, *[None] * 8, *["i32"] * 8, *[None] * 5],
+        [*types, *[None] * 7, *["i32"] * 8, *[None] * 5],
         constants,
         arch,
         num_warps=config.warps,
@@ -79,12 +79,12 @@ def build_dequantize(
     """`dequantize_blocks` of keys or of values."""
     on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
     config = dequantize_config(stored, own, on.capability)
-    tile = tile_of(stored, 16 * config.chunks)
+    tile, layout = tile_of(stored, 16 * config.chunks), BlockLayout(dim, dim, *bits)
     constants = (
         *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
-        *(config.resident, on.asm),
+        *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at),
     )
-    types = ["*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
+    types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
     return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)
 
 
@@ -105,9 +105,9 @@ def build_prefix(
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
-    constants = prefix_constants(*dims, *bits, config=config, on=on, **flags)
+    constants = prefix_constants(BlockLayout(*dims, *bits), config=config, on=on, **flags)
     own = f"*{dtype}"
-    types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
+    types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
     types += ["*fp32", "*fp16"]
     types += [None] * 4
     numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 5
@@ -145,7 +145,7 @@ def build_latents(
     on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
     config = fitted(latent_config(rows, on), layout)
-    types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32"]
+    types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32"]
     if paged:
         types += [None, None, own, None, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
         types += [*["i32"] * 4, *[None] * 3, *["i32"] * 6, "fp32"]
@@ -160,7 +160,7 @@ def build_small_latents(
     arch: Arch, bits: Bits, *, dim: int = 512, rotary: int = 64, dtype: str = "bf16"
 ) -> list[Compiled]:
     """The kernels of steps over pages of latents that rotate queries, merge, append rows and encode blocks."""
-    own, where = f"*{dtype}", place_of(BlockLayout(dim, rotary, *bits), dtype)
+    own, layout = f"*{dtype}", BlockLayout(dim, rotary, *bits)
     rotate = build(
         rotate_latent_queries,
         [own, own, *["*fp16"] * 4, "*i32", "*fp16", "*fp16", "*fp32", *["i32"] * 7],
@@ -176,8 +176,9 @@ def build_small_latents(
         num_warps=8,
     )
     types: list[str | None] = [own, own, own, *["*i32"] * 3, *["i32"] * 7]
-    append = build(append_tails, types, (dim, dim, *where, rotary), arch, num_warps=4)
-    return [rotate, merge, append, encoder_of_pages(arch, bits, dim, dtype, where, rotary)]
+    sizes = (dim, dim, layout.block_words, *place_of(layout, dtype), rotary)
+    append = build(append_tails, types, sizes, arch, num_warps=4)
+    return [rotate, merge, append, encoder_of_pages(arch, layout, dtype, rotary)]
 
 
 def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
@@ -202,7 +203,7 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
     """`reorder_sequences` of a layer's tensors."""
-    types = ["*i64", *[f"*{dtype}"] * 4, "*fp16", "*fp16", *["*i32"] * 3, "*fp16", *["i32"] * (TENSORS + 1)]
+    types = ["*i64", *[f"*{dtype}"] * 4, "*fp16", "*fp16", "*i32", *["i32"] * (TENSORS + 1)]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": 4}
     return build(reorder_sequences, types, (sequences, PIECE_WORDS // sequences), arch, **options)
 
@@ -217,12 +218,12 @@ def build_sampling(arch: Arch) -> tuple[Compiled, Compiled]:
 
 def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates: bool = True) -> Compiled:
     """`append_and_rotate`, with queries if it `rotates`."""
-    on, dims, dtype = target_of(arch), (dim, padded_dim(dim)), "bf16"
+    on, layout, dtype = target_of(arch), BlockLayout(dim, dim, *bits), "bf16"
     (config, of_keys), (_, of_values) = (
-        encode_shape(dims, bits, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
+        encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
     states = ["*bf16"]
-    types: list[str | None] = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16"]
+    types: list[str | None] = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32"]
     types += ["*fp32", "*fp32", "*fp16"]
     if rotates:
         types += [*states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
@@ -241,15 +242,15 @@ def build_reduce(
     return build(reduce_splits, types, (p.reduce,), arch, num_warps=p.reduce_warps)
 
 
-def place(preset: str, dim: int) -> tuple[int, int, int, int]:
-    """Sinks, rows of a ring and of a page, and words of a block."""
+def place(preset: str, dim: int) -> tuple[int, int, int]:
+    """Sinks, rows of a ring and of a page."""
     return place_of(TurboQuantConfig.from_preset(preset).layout(dim), "fp16")
 
 
-def place_of(layout: BlockLayout, dtype: str) -> tuple[int, int, int, int]:
+def place_of(layout: BlockLayout, dtype: str) -> tuple[int, int, int]:
     """`place` of blocks of this layout beside rows of `dtype`."""
     config, rows = TurboQuantConfig(), rows_per_page(layout, STATES[dtype])
-    return config.sink_tokens, rows * ring_pages(config, layout, STATES[dtype]), rows, layout.block_bytes // 4
+    return config.sink_tokens, rows * ring_pages(config, layout, STATES[dtype]), rows
 
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
@@ -263,7 +264,7 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
-        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[None] * 7, *["*fp16"] * 3, *["*i32"] * 3, *[None] * 3,
+        ["*fp32", "*i32", "*i32", *[None] * 7, *["*fp16"] * 3, *["*i32"] * 3, *[None] * 3,
          *["i32"] * 4, *[None] * 6, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
         (p.split,),
         arch,
@@ -276,25 +277,19 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
 
 def build_paged_append(arch: int, preset: str, dim: int, encodes: bool, dtype: str = "bf16") -> Any:
     """`append_to_pages` of a step of single tokens, which `encodes`, or of one with prompts."""
-    on, dims, bits, own, (*rows, words) = (
-        target_of(arch),
-        (dim, padded_dim(dim)),
-        bits_of(preset),
-        f"*{dtype}",
-        place(preset, dim),
-    )
+    on, layout, own = target_of(arch), BlockLayout(dim, dim, *bits_of(preset)), f"*{dtype}"
     (config, of_keys), (_, of_values) = (
-        encode_shape(dims, bits, is_value, STATES[dtype], on, MATRIX[dtype], words) for is_value in (False, True)
+        encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
     warps = config.warps if encodes else 1
-    constants = (of_keys, of_values, *rows, SEQUENCES, 8 if encodes else 1, warps, encodes)
-    types = [*[own] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
+    constants = (of_keys, of_values, *place(preset, dim), SEQUENCES, 8 if encodes else 1, warps, encodes)
+    types = [*[own] * 3, *["*i32"] * 4, "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
     return build(append_to_pages, [*types, *["i32"] * 17], constants, arch, num_warps=warps)
 
 
 def build_small(arch: int, dim: int = 128) -> list[Any]:
     """The kernels that rotate and append a step's rows, reduce splits, and append the newest rows of prompts."""
-    p, tile, where = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim), place("4bit_nc", dim)
+    p, layout = plan_for(arch, "4bit_nc", dim), BlockLayout(dim, dim, 4, 4)
     rotate = build_paged_append(arch, "4bit_nc", dim, encodes=False)
     reduce = build(
         reduce_splits,
@@ -304,27 +299,24 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
         num_warps=p.reduce_warps,
     )
     types = [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7]
-    append = build(append_tails, types, (dim, tile, *where, 0), arch, num_warps=4)
+    sizes = (dim, tile_of(dim, 1), layout.block_words, *place("4bit_nc", dim), 0)
+    append = build(append_tails, types, sizes, arch, num_warps=4)
     return [rotate, reduce, append]
 
 
 def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16") -> Any:
     """The encoder of blocks that new tokens complete."""
-    return encoder_of_pages(arch, bits_of(preset), dim, dtype, place(preset, dim), 0)
+    return encoder_of_pages(arch, BlockLayout(dim, dim, *bits_of(preset)), dtype, 0)
 
 
-def encoder_of_pages(
-    arch: Arch, bits: Bits, dim: int, dtype: str, where: tuple[int, int, int, int], beside: int
-) -> Compiled:
-    """`encode_blocks` over pages whose rows and blocks are at `where`; `beside` is `Pages.beside`."""
-    on, dims, own, (*rows, words) = target_of(arch), (dim, padded_dim(dim)), f"*{dtype}", where
-    config, of_keys = encode_shape(dims, bits, False, STATES[dtype], on, MATRIX[dtype], words)
-    if beside:
-        dims = (beside, beside)
-    _, of_values = encode_shape(dims, bits, True, STATES[dtype], on, MATRIX[dtype], words)
+def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str, beside: int) -> Compiled:
+    """`encode_blocks` over pages; `beside` is `Pages.beside`."""
+    on, own = target_of(arch), f"*{dtype}"
+    config, of_keys = encode_shape(layout, False, STATES[dtype], on, MATRIX[dtype])
+    _, of_values = encode_shape(layout, True, STATES[dtype], on, MATRIX[dtype])
     of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
-    constants = (of_keys, of_values, False, 1, *rows, SEQUENCES, beside)
-    types = [own, "*i32", "*fp16", "*fp16", "*fp32", "*fp16", own, "*i32", "*fp32", "*fp16", own, *["*i32"] * 3]
+    constants = (of_keys, of_values, False, 1, *place_of(layout, dtype), SEQUENCES, beside)
+    types = [own, "*i32", "*fp32", "*fp16", own, "*fp32", "*fp16", own, *["*i32"] * 3]
     types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
     return build(encode_blocks, types, constants, arch, num_warps=config.warps)
 
@@ -333,8 +325,9 @@ def build_prompts(arch: int, preset: str) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, on)
     flags = (True, 0, False, False, False)
-    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES))
-    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
+    layout, sizes = BlockLayout(128, 128, *bits), (*place(preset, 128), SEQUENCES)
+    constants = prefix_constants(layout, *flags, config, on, sizes)
+    types = ["*fp16", "*i32", *["*fp16"] * 10, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["*i32"] * 4
     numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5
     types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]

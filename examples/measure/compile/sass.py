@@ -100,7 +100,7 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled
     p = plan(arch, **shape)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     types = [
-        *["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[dtype] * 4, "*i32", "*i32", "*u8", *[None] * 6],
+        *["*fp32", "*i32", "*i32", *[dtype] * 4, "*i32", "*i32", "*u8", *[None] * 6],
         *[*["i32"] * 13, *[None] * 5, "fp32", "fp32", *["i32"] * 8],
     ]
     return build(

@@ -153,7 +153,7 @@ class Inputs:
 
     def dense(self) -> torch.Tensor:
         """Dequantized latents and rotary keys `[B, T, R + Dr]` bf16."""
-        batch, _, blocks = self.packed.scales.shape[:3]
+        batch, _, blocks = self.packed.data.shape[:3]
         states = [self.query.new_empty(batch, 1, 128 * blocks, dim) for dim in (LATENT, ROTARY)]
         dequantize(self.config, self.packed, *states)
         start = 128 * blocks % RING

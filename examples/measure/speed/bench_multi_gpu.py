@@ -217,10 +217,8 @@ def graph_step(model: PreTrainedModel, shape: Shape) -> dict[str, Any]:
 
 def bytes_with_heads(cache: TurboQuantCache) -> int:
     """Bytes of keys and values in a preallocated cache, without a layer's few bytes of counts."""
-    tensors = [
-        t for layer in cache.layers for t in (*layer.store.blocks.tensors().values(), *layer.store.tensors.sinks)
-    ] + [t for layer in cache.layers for t in layer.store.tensors.ring]
-    return sum(tensor.nbytes for tensor in tensors)
+    held = [layer.store.tensors for layer in cache.layers]
+    return sum(tensor.nbytes for each in held for tensor in (each.blocks.data, *each.sinks, *each.ring))
 
 
 def meet(ranks: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tq_kernels.decode.append import AppendLaunch
-from tq_kernels.types import AttentionOptions, Sequences, Tokens
+from tq_kernels.types import AttentionOptions, PackedBlocks, Sequences, Tokens
 
 from examples.provenance import provenance
 from tq_hf import TurboQuantConfig
@@ -51,13 +51,6 @@ def replayed(call: Callable[[], Any], reset: Callable[[], Any], repeat: int) -> 
     return 1e3 * statistics.median(start.elapsed_time(end) for start, end in times[3:])
 
 
-def fill(words: torch.Tensor, bits: int) -> None:
-    """Write random codes."""
-    words.random_(-(2**31), 2**31 - 1)
-    if bits == 8:
-        words &= 0x3F3F3F3F  # no NaN
-
-
 def over_tensors(config: TurboQuantConfig, states: list[torch.Tensor], count: int, repeat: int) -> dict[int, float]:
     """Times by number of dense tokens, over `count` blocks of each sequence; `states` are `[B, heads, 1, D]`."""
     from examples.measure.speed.benchmark import random_blocks
@@ -89,6 +82,8 @@ def over_tensors(config: TurboQuantConfig, states: list[torch.Tensor], count: in
 
 def over_pages(config: TurboQuantConfig, states: list[torch.Tensor], count: int, repeat: int) -> dict[int, float]:
     """As `over_tensors`, over shuffled pages."""
+    from examples.measure.speed.benchmark import randomized
+
     new = Tokens(*(x.squeeze(2) for x in states))
     (batch, heads, dim), device = new.key.shape, new.key.device
     layout = config.layout(dim)
@@ -96,11 +91,7 @@ def over_pages(config: TurboQuantConfig, states: list[torch.Tensor], count: int,
     each = dense_pages + 1 + count + 1
     pool = torch.empty(batch * each, 1, heads, layout.block_bytes, dtype=torch.uint8, device=device)
     layer = LayerPages.of_pool(pool, 0, config, layout, DTYPE)
-    fill(layer.tensors.key_words, layout.key_bits)
-    fill(layer.tensors.value_words, layout.value_bits)
-    scales = torch.rand(*layer.tensors.scales.shape, 2, device=device).mul_(0.1).add_(0.05).half()
-    layer.tensors.scales.copy_(scales.view(torch.int32).squeeze(-1))
-    layer.tensors.key_means.normal_(std=0.1)
+    randomized(PackedBlocks(layout, layer.tensors.blocks[:, :, None], layer.channel_scales))
     table = torch.randperm(batch * each, device=device).int().view(batch, each)
     own = table[:, :dense_pages].flatten().long()
     layer.tensors.rows[own] = torch.randn(len(own), *layer.tensors.rows.shape[1:], device=device, dtype=DTYPE)

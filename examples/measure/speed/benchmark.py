@@ -108,12 +108,17 @@ def sdpa(batch: int, length: int, heads: tuple[int, int, int], device: torch.dev
 
 def random_blocks(layout: BlockLayout, batch: int, kv_heads: int, blocks: int, device: torch.device) -> PackedBlocks:
     """Blocks of random codes and plausible scales."""
-    packed = PackedBlocks.allocate(layout, batch, kv_heads, blocks, device)
+    return randomized(PackedBlocks.allocate(layout, batch, kv_heads, blocks, device))
+
+
+def randomized(packed: PackedBlocks) -> PackedBlocks:
+    """Fill blocks with random codes and plausible scales."""
+    layout = packed.layout
     for words, bits in ((packed.key_words, layout.key_bits), (packed.value_words, layout.value_bits)):
         words.random_(-(2**31), 2**31 - 1)
         if bits == 8:
             words &= 0x3F3F3F3F  # no NaN
-    scales = torch.rand(*packed.scales.shape, 2, device=device).mul_(0.1).add_(0.05).half()
+    scales = torch.rand(*packed.scales.shape, 2, device=packed.data.device).mul_(0.1).add_(0.05).half()
     packed.scales.copy_(scales.view(torch.int32).squeeze(-1))
     packed.key_means.normal_(std=0.1)
     return packed
@@ -123,8 +128,8 @@ def prepared(
     config: TurboQuantConfig, packed: PackedBlocks, window_rows: int, query_heads: int, dtype: torch.dtype
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
     """A decode step over sinks, `packed` and `window_rows` rows of a window, and the tensors it reads."""
-    layout, device = packed.layout, packed.scales.device
-    batch, kv_heads, blocks = packed.scales.shape[:3]
+    layout, device = packed.layout, packed.data.device
+    batch, kv_heads, blocks = packed.data.shape[:3]
 
     def dense(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(

@@ -80,19 +80,18 @@ def _store_rows(pointers, x, channel, HEAD_DIM: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit(do_not_specialize=["heads", "blocks", "start", "blocks_batch", "blocks_head"])
 def dequantize_blocks(
-    words,  # [B, H, N, 128 * DIM * BITS / 32] int32
-    scales,  # [B, H, N, 128, 2] float16: key scale, value scale
-    means,  # [B, H, N, DIM] float16, or None
+    packed,  # [B, H, N, BLOCK_WORDS] int32
     rotation,  # [DIM, DIM] float32
     channel_scales,  # [B, H, HEAD_DIM] float16
     states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32
     heads,
     blocks,  # n
     start,
-    blocks_batch,  # strides of the packed tensors, in blocks
+    blocks_batch,  # strides in blocks
     blocks_head, stride_batch, stride_head, stride_token,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
     CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, RESIDENT: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, WORDS_AT: tl.constexpr, SCALES_AT: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or the values of blocks `start`, `start + 1`, ... to `states`.
 
@@ -132,7 +131,8 @@ def dequantize_blocks(
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=2 if RESIDENT else 1):
         source = first_source + block
         target = states + stride_token.to(tl.int64) * (block * TOKENS)
-        block_words = words + source * (4 * DIM * BITS)
+        block_words = packed + source * BLOCK_WORDS + WORDS_AT
+        scales = (packed + source * BLOCK_WORDS + SCALES_AT).to(tl.pointer_type(tl.float16), bitcast=True)
         x0 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         x1 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         mean = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
@@ -154,16 +154,17 @@ def dequantize_blocks(
             )
             x0 = _add_product(_two_planes(p0, p1, IS_VALUE, ASM), high, low, x0, SPLIT)
             x1 = _add_product(_two_planes(p2, p3, IS_VALUE, ASM), high, low, x1, SPLIT)
-            if means is not None:
-                m = tl.load(means + source * DIM + chunk * WIDTH + chunk_channel, mask=chunk_channel < WIDTH, other=0.0)
+            if not IS_VALUE:
+                mean_at = scales + 2 * TOKENS + chunk * WIDTH + chunk_channel
+                m = tl.load(mean_at, mask=chunk_channel < WIDTH, other=0.0)
                 m = tl.broadcast_to(m[None, :], [HALF_TOKENS, CHANNELS])
                 mean = _add_product(m, high, low, mean, SPLIT)
-        block_scales = scales + source * (2 * TOKENS) + IS_VALUE + token * 2
+        block_scales = scales + IS_VALUE + token * 2
         scale0 = tl.load(block_scales).to(tl.float32) * UNIT  # [64]
         scale1 = tl.load(block_scales + 2 * HALF_TOKENS).to(tl.float32) * UNIT
         x0 = x0 * scale0[:, None]
         x1 = x1 * scale1[:, None]
-        if means is not None:
+        if not IS_VALUE:
             x0 += mean * UNIT
             x1 += mean * UNIT
         _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)

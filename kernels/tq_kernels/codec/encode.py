@@ -29,17 +29,9 @@ from .quantize import part_channels, part_width, row_sizes, store_codes, store_s
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 
-class Output(NamedTuple):
-    """Pointers to the packed keys or values; keys keep their mean if `means` is None."""
-
-    words: Any
-    scales: Any
-    means: Any
-
-
 class EncodeShape(NamedTuple):
-    """Constants of `encode_block`. BLOCK_WORDS: int32 words from a block to the next; 0 where words, scales and means
-    are arrays of their own."""
+    """Constants of `encode_block`. BLOCK_WORDS: int32 words of a block; WORDS_AT, SCALES_AT: those before the codes
+    and before the scales (`tq_kernels.layout`)."""
 
     HEAD_DIM: tl.constexpr
     DIM: tl.constexpr
@@ -51,6 +43,8 @@ class EncodeShape(NamedTuple):
     K_STEP: tl.constexpr
     ASM: tl.constexpr
     BLOCK_WORDS: tl.constexpr
+    WORDS_AT: tl.constexpr
+    SCALES_AT: tl.constexpr
 
 
 @triton.constexpr_function
@@ -165,11 +159,10 @@ class BlockStates(NamedTuple):
 
 
 @triton.jit
-def _rotated(states, out, home, part, C: tl.constexpr):
-    """Rotate a block's rows and store their mean: part `part` of the channels less the mean, two tiles
-    [64, part_width(TILE)]."""
+def _rotated(states, scales, part, C: tl.constexpr):
+    """Rotate a block's rows and store the mean of keys behind `scales`: part `part` of the channels less the mean, two
+    tiles [64, part_width(TILE)]."""
     UNIT: tl.constexpr = C.DIM**-0.5
-    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DIM
     SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
     early, late, early_offsets, late_offsets, rotation, channel_scales, high, low = states
     k = tl.arange(0, C.K_STEP)
@@ -187,10 +180,10 @@ def _rotated(states, out, home, part, C: tl.constexpr):
             step_high, step_low = load_rotation(rotation, channel_scales, first, C.K_STEP, C, part)
             y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.ASM)
             y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.ASM)
-    if out.means is not None:
+    if not C.IS_VALUE:
         mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), C.ASM)
         channel, inside = part_channels(part, C.DIM, C.TILE)
-        tl.store(out.means + home * MEAN_SIZE + channel, mean, mask=inside)
+        tl.store(scales + 2 * TOKENS + channel, mean, mask=inside)
         stored = mean.to(tl.float32) * (1 / UNIT)
         y0 -= stored[None, :]
         y1 -= stored[None, :]
@@ -199,9 +192,9 @@ def _rotated(states, out, home, part, C: tl.constexpr):
 
 @triton.jit
 def encode_block(
-    early, late, early_offsets, late_offsets, out: Output, home, rotation, channel_scales, high, low, C: tl.constexpr
+    early, late, early_offsets, late_offsets, packed, home, rotation, channel_scales, high, low, C: tl.constexpr
 ):  # fmt: skip
-    """Encode one block's keys or values as block `home`.
+    """Encode one block's keys or values as block `home` of those from pointer `packed` on.
 
     Args:
         early, early_offsets: A pointer and offsets [64, K_STEP] to the first K_STEP channels of the block's first 64
@@ -210,21 +203,20 @@ def encode_block(
         high, low: The whole rotation from `load_rotation` where K_STEP is TILE, unused otherwise.
         C: An `EncodeShape`.
     """
-    WORDS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS * C.DIM * C.BITS // 32
-    SCALES_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else 2 * TOKENS
     WIDTH: tl.constexpr = part_width(C.TILE)
     states = BlockStates(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
+    words = packed + home * C.BLOCK_WORDS + C.WORDS_AT
+    scales = (packed + home * C.BLOCK_WORDS + C.SCALES_AT).to(tl.pointer_type(tl.float16), bitcast=True)
     if WIDTH == C.TILE:
-        y0, y1 = _rotated(states, out, home, 0, C)
+        y0, y1 = _rotated(states, scales, 0, C)
         sizes = None
-        words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
         inner = store_codes(y0, y1, sizes, words, 0, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
     else:
         # Rotate each part twice, for the sizes of rows and to quantize them: registers hold no more.
         size0 = tl.zeros([PLANE], tl.float32)
         size1, size2, size3 = size0, size0, size0
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
-            y0, y1 = _rotated(states, out, home, part, C)
+            y0, y1 = _rotated(states, scales, part, C)
             added = row_sizes(y0, C.BITS) + row_sizes(y1, C.BITS)
             if C.BITS == 8:
                 size0, size1 = tl.maximum(size0, added[0]), tl.maximum(size1, added[1])
@@ -233,11 +225,10 @@ def encode_block(
                 size0, size1, size2, size3 = size0 + added[0], size1 + added[1], size2 + added[2], size3 + added[3]
         sizes = (size0, size1, size2, size3)
         inner = tl.zeros([PLANE, 2, 2], tl.float32)
-        words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
-            y0, y1 = _rotated(states, out, home, part, C)
+            y0, y1 = _rotated(states, scales, part, C)
             inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
-    store_scales(inner, sizes, scales, C.IS_VALUE, C.BITS, C.DIM)
+    store_scales(inner, sizes, scales + C.IS_VALUE, C.IS_VALUE, C.BITS, C.DIM)
 
 
 @triton.jit
@@ -295,7 +286,7 @@ class BlockPlaces(NamedTuple):
 
 @triton.jit
 def encode_blocks_of(
-    new, places, out, amounts, total, head, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
+    new, places, packed, amounts, total, head, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, ROW: tl.constexpr, START: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Encode blocks `worker`, `worker + workers`, ... of `total`, of KV head `head` (of B * H without pages).
@@ -336,12 +327,12 @@ def encode_blocks_of(
                 new.stride_t, new.stride_h, ROW, START, SINKS, RING, ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
             home = page * places.blocks_b + head
-        encode_block(early, late, offsets, offsets, out, home, new.rotation, channel_scales, high, low, C)
+        encode_block(early, late, offsets, offsets, packed, home, new.rotation, channel_scales, high, low, C)
 
 
 @triton.jit
 def encode_completed(
-    keys, values, places, to_keys, to_values, head, part, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
+    keys, values, places, packed, head, part, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, BESIDE: tl.constexpr, BLOCK_B: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Encode every `workers`-th block that new tokens complete over pages, from rings and new tokens.
@@ -356,11 +347,11 @@ def encode_completed(
     if worker < total:
         if part == 0:
             encode_blocks_of(
-                keys, places, to_keys, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, 0, 1, KEYS
+                keys, places, packed, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, 0, 1, KEYS
             )  # fmt: skip
         else:
             encode_blocks_of(
-                values, places, to_values, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, START, 1,
+                values, places, packed, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, START, 1,
                 VALUES,
             )  # fmt: skip
 
@@ -368,13 +359,11 @@ def encode_completed(
 @triton.jit(do_not_specialize="heads blocks start blocks_batch blocks_head key_t key_h value_t value_h width".split())
 def encode_blocks(
     states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32; over pages keys [T, Hkv, HEAD_DIM]
-    words,  # [B, H, N, 128 * DIM * BITS / 32] int32; over pages [pages, Hkv, ...], like the next two
-    scales,  # [B, H, N, 128, 2] float16: key scale, value scale
-    means,  # [B, H, N, DIM] float16, or None
+    packed,  # [B, H, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
     rotation,  # [DIM, DIM] float32
     channel_scales,  # [B, H, HEAD_DIM] float16; over pages [Hkv, HEAD_DIM]
     values,  # [T, Hkv, BESIDE or HEAD_DIM], strides as of keys in units of 8 elements; this and the rest over pages
-    value_words, value_rotation, value_channel_scales,
+    value_rotation, value_channel_scales,
     rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype, or [pages, 1, 1, ROWS, HEAD_DIM + BESIDE]
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
@@ -382,7 +371,7 @@ def encode_blocks(
     heads,  # over pages B
     blocks,  # n; over pages None, like `start`
     start,
-    blocks_batch,  # strides of the packed tensors, in blocks; over pages from page to page
+    blocks_batch,  # strides in blocks; over pages from page to page
     blocks_head, stride_batch, stride_head, stride_token,  # over pages None
     key_t, key_h, value_t, value_h,  # over pages
     width,  # W
@@ -402,13 +391,12 @@ def encode_blocks(
         heads, start, blocks_batch, blocks_head, rows, block_table, cu_seqlens_q, cu_seqlens_k, heads, width
     )
     worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    into = Output(words, scales, means)
     if block_table is None:
         if PDL and not C.IS_VALUE:
             cuda.gdc_launch_dependents()
         of_states = EncodedStates(states, stride_batch, stride_head, stride_token, rotation, channel_scales)
         encode_blocks_of(
-            of_states, places, into, None, blocks, head, worker, workers, SINKS, RING, ROWS, 0, 0, STAGES, C
+            of_states, places, packed, None, blocks, head, worker, workers, SINKS, RING, ROWS, 0, 0, STAGES, C
         )  # fmt: skip
         if PDL and C.IS_VALUE:
             cuda.gdc_wait()
@@ -417,6 +405,6 @@ def encode_blocks(
         encode_completed(
             EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales),
             EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
-            places, into, Output(value_words, scales, None), head, tl.program_id(2), worker, workers,
+            places, packed, head, tl.program_id(2), worker, workers,
             SINKS, RING, ROWS, BESIDE, BLOCK_B, C, VALUES,
         )  # fmt: skip

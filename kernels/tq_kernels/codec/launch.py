@@ -12,13 +12,14 @@ import triton
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, Launch, launch_all, specialised
 from ..format import BLOCK_TOKENS
+from ..layout import BlockLayout
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
 from .encode import EncodeShape, encode_blocks
 from .quantize import LEVELS
 
 ENCODE, DEQUANTIZE = Kernel(encode_blocks), Kernel(dequantize_blocks)
-NO_PAGES = (None,) * 8
+NO_PAGES = (None,) * 7
 """Tensors of `encode_blocks` that are for pages."""
 
 
@@ -71,19 +72,18 @@ def encode_config(
 
 
 def encode_shape(
-    dims: tuple[int, int],
-    bits: tuple[int, int],
-    is_value: bool,
-    dtype: torch.dtype,
-    on: Target,
-    matrix: Any,
-    block_words: int = 0,
+    layout: BlockLayout, is_value: bool, dtype: torch.dtype, on: Target, matrix: Any
 ) -> tuple[EncodeConfig, EncodeShape]:
-    """Launch parameters, and constants for keys or values of `dims` channels (as they come, as they are stored)."""
-    tile = max(16, triton.next_power_of_2(dims[1]))
-    config = encode_config(tile, dims[1], bits, dtype.itemsize, on.capability)
-    of_block = (*dims, tile, bits[is_value], LEVELS[bits[is_value]], is_value, matrix, config.k_step)
-    return config, EncodeShape(*of_block, on.asm, block_words)
+    """Launch parameters and constants for the keys or values of blocks."""
+    dim, padded, bits, words_at = (
+        (layout.value_dim, layout.value_dim_padded, layout.value_bits, layout.key_words)
+        if is_value
+        else (layout.key_dim, layout.key_dim_padded, layout.key_bits, 0)
+    )
+    tile = max(16, triton.next_power_of_2(padded))
+    config = encode_config(tile, padded, layout.bits, dtype.itemsize, on.capability)
+    of_block = (dim, padded, tile, bits, LEVELS[bits], is_value, matrix, config.k_step, on.asm)
+    return config, EncodeShape(*of_block, layout.block_words, words_at, layout.scales_at)
 
 
 def encode(
@@ -112,33 +112,21 @@ def encode(
     Raises:
         ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
     """
-    scales, (key_scales, value_scales) = packed.scales, packed.channel_scales
-    of_keys = (keys, packed.key_words, scales, packed.key_means, rotations[0], key_scales)
-    of_values = (values, packed.value_words, scales, None, rotations[1], value_scales)
+    data, all_states = packed.data, zip((keys, values), rotations, packed.channel_scales, strict=True)
+    of_states = [(states, data, rotation, scales) for states, rotation, scales in all_states]
     first, stop = tokens or (0, keys.shape[2])
-    devices = (keys.device, values.device, scales.device)
-    kind = (keys.dtype, devices, scales.stride(), packed.layout.bits)
-    dims = (values.shape[3], rotations[0].shape[0], rotations[1].shape[0])
+    kind = (keys.dtype, (keys.device, values.device, data.device), packed.block_strides, packed.layout)
     launches, steps = _encode_launches(
-        ENCODE, keys.shape, dims, keys.stride(), values.stride(), (stop - first, start), kind
+        ENCODE, keys.shape[:2], keys.stride(), values.stride(), (stop - first, start), kind
     )
     if not launches:
         return
     addresses = [
-        (
-            states.data_ptr() + first * step,
-            *[None if tensor is None else tensor.data_ptr() for tensor in others],
-            *NO_PAGES,
-        )
-        for (states, *others), step in zip((of_keys, of_values), steps, strict=True)
+        (states.data_ptr() + first * step, *[tensor.data_ptr() for tensor in others], *NO_PAGES)
+        for (states, *others), step in zip(of_states, steps, strict=True)
     ]
     launch_all(
-        launches,
-        addresses,
-        lambda: [
-            (states[:, :, first:stop], words, scales.view(torch.float16), *others, *NO_PAGES)
-            for states, words, _, *others in (of_keys, of_values)
-        ],
+        launches, addresses, lambda: [(states[:, :, first:stop], *others, *NO_PAGES) for states, *others in of_states]
     )
 
 
@@ -146,16 +134,14 @@ def encode(
 def _encode_launches(
     kernel: Kernel,
     shape: torch.Size,
-    dims: tuple[int, int, int],
     key_strides: tuple[int, ...],
     value_strides: tuple[int, ...],
     place: tuple[int, int],
     kind: tuple[Any, ...],
 ) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
     """Launches of `encode` for keys and values like these, and bytes from a token to the next; no launches without a
-    block. `dims` are channels of values, then stored channels of keys and values; `place` is (number of tokens, first
-    block)."""
-    (batch, heads, _, key_dim), (value_dim, *padded), (length, start) = shape, dims, place
+    block. `shape` is (B, Hkv), `place` (number of tokens, first block)."""
+    (batch, heads), (length, start) = shape, place
     blocks, rest = divmod(length, BLOCK_TOKENS)
     if rest:
         raise ValueError(f"`keys` have {length} tokens; only whole blocks of {BLOCK_TOKENS} can be encoded.")
@@ -165,14 +151,11 @@ def _encode_launches(
         )
     if batch * heads * blocks == 0:
         return (), ()
-    dtype, (device, *_), (blocks_b, blocks_h, block, _), all_bits = kind
-    assert start + blocks < 2 or block == BLOCK_TOKENS  # blocks follow one another
+    dtype, (device, *_), block_strides, layout = kind
     on, matrix = target(device), matrix_type(dtype, device)
     launches = []
-    for is_value, head_dim, dim, strides in zip(
-        (False, True), (key_dim, value_dim), padded, (key_strides[:3], value_strides[:3]), strict=True
-    ):
-        config, shape = encode_shape((head_dim, dim), all_bits, is_value, dtype, on, matrix)
+    for is_value, strides in ((False, key_strides[:3]), (True, value_strides[:3])):
+        config, shape = encode_shape(layout, is_value, dtype, on, matrix)
         options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
         if on.dependent_launch and is_value:
             options["launch_pdl"] = True
@@ -182,7 +165,7 @@ def _encode_launches(
             kernel,
             device.index,
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (heads, blocks, start, blocks_b // BLOCK_TOKENS, blocks_h // BLOCK_TOKENS, *strides, *[None] * 5),
+            (heads, blocks, start, *block_strides, *strides, *[None] * 5),
             constants,
             (constants, config, specialised(strides), dtype, device.index),
             {"num_warps": config.warps} | options,
@@ -198,28 +181,23 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
         rotations: R of keys and of values, as in `encode`.
     """
     _, key, value = tokens
-    (total, kv_heads, dim), count = key.shape, sequences.cu_seqlens_q.shape[0] - 1
-    on, device = target(key.device), key.device
-    bits, matrix, beside = (pages.key_bits, pages.value_bits), matrix_type(key.dtype, device), pages.beside
-    dims = (dim, rotations[0].shape[0])
-    config, of_keys = encode_shape(dims, bits, False, key.dtype, on, matrix, pages.block_words)
-    if beside:
-        dims = (beside, beside)
-    _, of_values = encode_shape(dims, bits, True, key.dtype, on, matrix, pages.block_words)
+    (total, kv_heads, _), count = key.shape, sequences.cu_seqlens_q.shape[0] - 1
+    on, device, matrix = target(key.device), key.device, matrix_type(key.dtype, key.device)
+    config, of_keys = encode_shape(pages.layout, False, key.dtype, on, matrix)
+    _, of_values = encode_shape(pages.layout, True, key.dtype, on, matrix)
     of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     block_b = triton.next_power_of_2(max(count, sequences.least_padding))
-    constants = (of_keys, of_values, False, 1, *pages.place[:3], block_b, beside)
+    constants = (of_keys, of_values, False, 1, *pages.place, block_b, pages.beside)
     numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
     ENCODE(
         (min(most, programs), kv_heads, 2),
-        (key, pages.key_words, pages.scales.view(torch.float16), pages.key_means, rotations[0],
-         pages.key_channel_scales, value, pages.value_words, rotations[1], pages.value_channel_scales, pages.rows,
-         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
+        (key, pages.blocks, rotations[0], pages.key_channel_scales, value, rotations[1], pages.value_channel_scales,
+         pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
         numbers,
         constants,
-        (constants, key.dtype, pages.key_means.dtype, rotations[0].dtype, device.index),
+        (constants, key.dtype, rotations[0].dtype, device.index),
         num_warps=config.warps,
     )  # fmt: skip
 
@@ -268,7 +246,7 @@ def dequantize(
     Raises:
         ValueError: A buffer has another number of tokens, or its last dimension is not contiguous.
     """
-    batch, heads = packed.key_words.shape[:2]
+    batch, heads = packed.data.shape[:2]
     blocks = stop - start
     for name, states in (("keys", keys), ("values", values)):
         if states.shape[2] != BLOCK_TOKENS * blocks:
@@ -280,21 +258,22 @@ def dequantize(
             raise ValueError(f"The last dimension of `{name}` must be contiguous; its strides are {states.stride()}.")
     if batch * heads * blocks == 0:
         return
-    on, layout, channel_scales = target(keys.device), packed.layout, packed.channel_scales
-    scales = packed.scales.view(torch.float16)
-    of_keys = (False, layout.key_bits, keys, packed.key_words, packed.key_means, rotations[0], channel_scales.keys)
-    of_values = (True, layout.value_bits, values, packed.value_words, None, rotations[1], channel_scales.values)
-    for is_value, bits, states, words, means, rotation, own_scales in (of_keys, of_values):
-        dim, strides = rotation.shape[0], states.stride()[:3]
+    on, layout = target(keys.device), packed.layout
+    offsets = ((0, layout.scales_at), (layout.key_words, layout.scales_at))
+    for is_value, states, rotation, own_scales in zip(
+        (False, True), (keys, values), rotations, packed.channel_scales, strict=True
+    ):
+        dim, bits, strides = rotation.shape[0], layout.bits[is_value], states.stride()[:3]
         config = dequantize_config(dim, bits, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)
         programs = 2 * on.multiprocessors // (batch * heads * tiles)  # two of a multiprocessor
-        constants = (*(states.shape[-1], dim, tile, bits, is_value, config.chunks), *(columns, config.resident, on.asm))
+        constants = (states.shape[-1], dim, tile, bits, is_value, config.chunks, columns, config.resident, on.asm)
+        constants = (*constants, layout.block_words, *offsets[is_value])
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
-            (words, scales, means, rotation, own_scales, states),
+            (packed.data, rotation, own_scales, states),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),

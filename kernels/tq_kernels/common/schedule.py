@@ -44,6 +44,23 @@ def located(amounts, index):
     return tl.sum((ends <= index).to(tl.int32), 0), tl.max(tl.where(ends <= index, ends, 0), 0)
 
 
+class BlockParts(NamedTuple):
+    """Pointers to the parts of a block (`tq_kernels.layout`)."""
+
+    key_words: Any
+    value_words: Any
+    scales: Any
+    means: Any
+
+
+@triton.jit
+def parts_of(block, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """Parts of the block at pointer `block`; KEY and VALUE are the bits of a token's key and of its value."""
+    value_words = block + 4 * KEY
+    scales = value_words + 4 * VALUE
+    return BlockParts(block, value_words, scales, (scales + TOKENS).to(tl.pointer_type(tl.float16), bitcast=True))
+
+
 @triton.jit
 def ring_rows(
     rows, pages, row, valid, kv_head, page_blocks, DIM: tl.constexpr, ROWS: tl.constexpr,

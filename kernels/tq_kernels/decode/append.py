@@ -21,7 +21,6 @@ from ..codec.encode import (
     HALF_TOKENS,
     BlockPlaces,
     EncodedStates,
-    Output,
     block_rows,
     encode_block,
     encode_completed,
@@ -101,8 +100,8 @@ def append_to_pages(
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
-    key_words,  # the packed tensors and rotations, as for `encode_blocks`
-    value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
+    packed,  # blocks and rotations, as for `encode_blocks`
+    key_rotation, value_rotation, value_channel_scales,
     query,  # [T, Hq, DIM]; this and the next three as in `rotate_query`
     query_rotation, key_channel_scales, scratch,
     count,  # B
@@ -169,8 +168,8 @@ def append_to_pages(
         encode_completed(
             EncodedStates(keys, None, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
             EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales), places,
-            Output(key_words, scales, key_means), Output(value_words, scales, None),
-            task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers, SINKS, RING, ROWS, 0, BLOCK_B, KEYS, VALUES,
+            packed, task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers, SINKS, RING, ROWS, 0, BLOCK_B, KEYS,
+            VALUES,
         )  # fmt: skip
 
 
@@ -215,14 +214,14 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def _append(new, place, out, C: tl.constexpr, MOST: tl.constexpr):
+def _append(new, place, packed, C: tl.constexpr, MOST: tl.constexpr):
     """Write the new rows of this program's head to their places; then encode the due block, if any, from the residual
     (it may end with these rows).
 
     Args:
         new: `AppendStates`.
         place: A `Place`.
-        out: The `Output` of `encode_block`.
+        packed: Pointer to block 0.
         C: An `EncodeShape`.
         MOST: A power of two, at least the number of tokens.
     """
@@ -243,7 +242,7 @@ def _append(new, place, out, C: tl.constexpr, MOST: tl.constexpr):
         early = new.residual + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
         offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * C.HEAD_DIM
-        encode_block(early, late, offsets, offsets, out, place.home, new.rotation, channel_scales, high, low, C)
+        encode_block(early, late, offsets, offsets, packed, place.home, new.rotation, channel_scales, high, low, C)
 
 
 @kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
@@ -257,13 +256,13 @@ def append_and_rotate(
     sink_values,  # [B, H, max_sinks, DV]
     residual_keys,  # [B, H, capacity, DK], contiguous
     residual_values,  # [B, H, capacity, DV]
-    key_words,  # the packed tensors, as for `encode_blocks`
-    value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
+    packed,  # blocks, as for `encode_blocks`
+    key_rotation, value_rotation, value_channel_scales,
     query,  # as in `rotate_query`, or `None`
     query_rotation, key_channel_scales, scratch, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     new,  # S
     max_sinks, capacity, residual, max_cache_len,
-    blocks_b,  # strides of the packed tensors, in blocks
+    blocks_b,  # strides in blocks
     blocks_h,
     rows,  # as in `rotate_query`, like the rest but `heads`
     queries, heads, query_b, query_h, query_s, plain_at, scale_at,
@@ -313,12 +312,12 @@ def append_and_rotate(
             new_keys = AppendStates(
                 keys, keys_b, keys_h, keys_s, sink_keys, residual_keys, key_rotation, key_channel_scales
             )
-            _append(new_keys, place, Output(key_words, scales, key_means), KEYS, MOST)
+            _append(new_keys, place, packed, KEYS, MOST)
         else:
             new_values = AppendStates(
                 values, values_b, values_h, values_s, sink_values, residual_values, value_rotation, value_channel_scales
             )
-            _append(new_values, place, Output(value_words, scales, None), VALUES, MOST)
+            _append(new_values, place, packed, VALUES, MOST)
     else:
         of_step = Queries(
             query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
@@ -355,26 +354,22 @@ class AppendLaunch:
     ) -> None:
         ring = residual[0]
         self.device, on = ring.device, target(ring.device)
-        scales, bits = packed.scales.view(torch.float16), packed.layout.bits
-        blocks = (packed.key_words, packed.value_words, scales, packed.key_means)
         self.counts = counts
         sinks_held, blocks_held, rows_held = counts[1][:3, 0].unbind()
         self.held = HeldCounts(blocks_held, rows_held, sinks_held)
         """Counts a step attends to, its own tokens appended."""
-        self.tensors = (*counts, *sinks, *residual, *blocks, *rotations, packed.channel_scales.values)
+        self.tensors = (*counts, *sinks, *residual, packed.data, *rotations, packed.channel_scales.values)
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.key_channel_scales = packed.channel_scales.keys
         self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
         self.numbers = (sinks[0].shape[2], ring.shape[2], residual_length, max_cache_len, *packed.block_strides)
         """Arguments of kernels after the strides of keys and values."""
-        shapes, warps, matrix = [], 0, matrix_type(ring.dtype, ring.device)
-        for states, rotation, is_value in zip(residual, rotations, (False, True), strict=True):
-            dims = (states.shape[3], rotation.shape[0])
-            config, shape = encode_shape(dims, bits, is_value, ring.dtype, on, matrix)
-            warps = max(warps, config.warps)
-            shapes.append(shape)
-        self.constants = tuple(shapes)
+        matrix = matrix_type(ring.dtype, ring.device)
+        configs, self.constants = zip(
+            *(encode_shape(packed.layout, is_value, ring.dtype, on, matrix) for is_value in (False, True)), strict=True
+        )
+        warps = max(config.warps for config in configs)
         # `debug` would turn on `sanitize_overflow`.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
@@ -419,8 +414,8 @@ def append_tails(
     value,  # [T, Hkv, BESIDE or DIM]
     rows,  # as in `ring_rows`
     block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
-    page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BESIDE: tl.constexpr,
+    page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the last RING new tokens of sequences with several to their rings, and sinks to their sink pages; with
     latents those of all sequences. BESIDE is `Pages.beside`.
@@ -456,7 +451,7 @@ def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
     their pages."""
     _, key, value = tokens
     count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
-    constants = (dim, triton.next_power_of_2(dim), *pages.place, pages.beside)
+    constants = (dim, triton.next_power_of_2(dim), pages.layout.block_words, *pages.place, pages.beside)
     APPEND_TAILS(
         (count, key.shape[1], -(-(pages.ring_rows + pages.sinks) // TAIL_ROWS.value)),
         (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),

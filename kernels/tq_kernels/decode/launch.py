@@ -18,7 +18,6 @@ import triton
 from ..codec.launch import encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
-from ..format import padded_dim
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
 from .append import AppendLaunch, append_and_rotate, append_to_pages, rotate_and_append
@@ -31,7 +30,7 @@ ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE, APPEND_TO_PAGES = (
     Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate, append_to_pages)
 )
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (0, 0, 0), (0, 0, 0, 0)
+NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (0, 0, 0), (0, 0, 0)
 """Tables, strides of a mask, and places of rows in pages, where there are none."""
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
@@ -95,33 +94,26 @@ class DecodeLaunch:
         self.pages = held if isinstance(held, Pages) else None
         sizes: tuple[Any, ...]
         if isinstance(held, Pages):
-            blocks, scales = held[:4], (held.key_channel_scales, held.value_channel_scales)
+            blocks, scales = held.blocks, (held.key_channel_scales, held.value_channel_scales)
             assert encoder is not None
             ring: tuple[Any, ...] = (held.rows,)
-            self.written = (
-                held.key_words, held.value_words, held.scales.view(torch.float16), held.key_means, *encoder,
-                held.value_channel_scales,
-            )  # fmt: skip
-            self.bits, self.kv_heads, self.value_dim = (
-                (held.key_bits, held.value_bits),
-                held.rows.shape[1],
-                held.rows.shape[4],
-            )
+            self.written = (blocks, *encoder, held.value_channel_scales)
+            self.layout, self.kv_heads, self.value_dim = held.layout, held.rows.shape[1], held.rows.shape[4]
             dense, sizes = (None,) * 4, (held.place, held.page_blocks, held.ring_pages)
         else:
             packed, sinks, ring = held
             self.written = ()
-            blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
-            scales, self.bits, self.block_strides = packed.channel_scales, packed.layout.bits, packed.block_strides
-            self.kv_heads, self.capacity = packed.key_words.shape[1:3]
+            blocks, self.layout = packed.data, packed.layout
+            scales, self.block_strides = packed.channel_scales, packed.block_strides
+            self.kv_heads, self.capacity = blocks.shape[1:3]
             self.sinks, self.value_dim = sinks[0].shape[2], ring[1].shape[3]
             dense = (*sinks, *ring)
             sizes = (self.sinks, ring[0].shape[2:], sinks[0].stride(), ring[0].stride(), self.capacity)
             sizes = (*sizes, self.block_strides)
-        self.ring, self.dtype, self.device = ring, ring[0].dtype, blocks[0].device
+        self.ring, self.dtype, self.device = ring, ring[0].dtype, blocks.device
         self.on_gpu = self.device.type == "cuda"
         # Tensors of blocks, dense rows, queries and outputs.
-        self.tensors: tuple[Any, ...] = (blocks, dense, *zip(rotations, scales, strict=True))
+        self.tensors: tuple[Any, ...] = ((blocks,), dense, *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
         *parts, self.ring_at, self.written_at = (
             tuple(None if tensor is None else tensor.data_ptr() for tensor in part)
@@ -130,7 +122,7 @@ class DecodeLaunch:
         self.addresses = tuple(parts)
         every = (*parts, self.ring_at, self.written_at)
         self.aligned = all(not address or address % 16 == 0 for part in every for address in part)
-        self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.value_dim, self.bits, sizes))
+        self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.value_dim, self.layout.bits, sizes))
 
     def __call__(
         self,
@@ -305,7 +297,7 @@ class DecodeLaunch:
             (_, query_heads, key_dim), queries, (batch, width, least, fill) = query.shape, 1, shown
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
         plan = plan_decode(
-            *(batch, query_heads, kv_heads, queries, key_dim, value_dim, *self.bits, *room),
+            *(batch, query_heads, kv_heads, queries, key_dim, value_dim, *self.layout.bits, *room),
             *(options.causal, mask_rows, *options.flags, on, least, pages and pages.place),
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
@@ -315,9 +307,7 @@ class DecodeLaunch:
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
             new = tuple(stride // 8 for x in (*states, query) for stride in x.stride()[:2])
-            first = self._append_to_pages(
-                pages, (batch, query.shape[0], width), rows, key_dim, new, (at.plain, at.scale), least
-            )
+            first = self._append_to_pages(pages, (batch, query.shape[0], width), rows, new, (at.plain, at.scale), least)
             split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[:4], width)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
             reduced = reduced._replace(FILL=fill)
@@ -370,7 +360,6 @@ class DecodeLaunch:
         pages: Pages,
         sizes: tuple[int, int, int],
         groups: int,
-        dim: int,
         strides: tuple[int, ...],
         queries_at: tuple[int, int],
         least: int,
@@ -383,16 +372,15 @@ class DecodeLaunch:
         that may encode takes many registers, and few run side by side.
         """
         on, kv_heads, (batch, tokens, width), encodes = target(self.device), self.kv_heads, sizes, least == 1
-        matrix, dims = matrix_type(self.dtype, self.device), (dim, padded_dim(dim))
+        matrix = matrix_type(self.dtype, self.device)
         (config, of_keys), (_, of_values) = (
-            encode_shape(dims, self.bits, is_value, self.dtype, on, matrix, pages.block_words)
-            for is_value in (False, True)
+            encode_shape(self.layout, is_value, self.dtype, on, matrix) for is_value in (False, True)
         )
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
         copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
         block_b = triton.next_power_of_2(max(batch, least))
-        constants = (of_keys, of_values, *pages.place[:3], block_b, block_h, warps, encodes)
+        constants = (of_keys, of_values, *pages.place, block_b, block_h, warps, encodes)
         numbers = (batch, tokens, width, pages.page_blocks, kv_heads, groups)
         numbers = (*numbers, *strides, *queries_at, copies, rotations, workers)
         options = {"num_warps": warps}

@@ -17,6 +17,7 @@ import triton
 from ..common.device import Target
 from ..common.schedule import DENSE_TOKENS, START
 from ..format import BLOCK_TOKENS, padded_dim
+from ..layout import BlockLayout
 from .reduce import ReduceShape
 from .tiles import DecodeShape
 
@@ -222,7 +223,8 @@ def plan_decode(
     # not change as it grows).
     reduced = max(batch, least) * kv_heads * row_tiles
     reduce_slots = min(triton.next_power_of_2(resident // reduced + 2), 16384 // triton.next_power_of_2(dvp))
-    pages = (*place, triton.next_power_of_2(max(batch, least))) if place else (0,) * 5
+    pages = (*place, triton.next_power_of_2(max(batch, least))) if place else (0,) * 4
+    block_words = BlockLayout(key_dim, value_dim, key_bits, value_bits).block_words
     key_chunks, value_chunks = config.key_chunks, config.value_chunks
     return Plan(
         config=config,
@@ -242,7 +244,7 @@ def plan_decode(
             max(16, triton.next_power_of_2(dkp // key_chunks)),
             max(16, triton.next_power_of_2(dvp // value_chunks)),
             *(block_dk, block_dv, _mean_tile(dkp, key_chunks, config.warps), config.block_rows),
-            *(on.small_levels, on.asm, on.dependent_launch, *pages),
+            *(on.small_levels, on.asm, on.dependent_launch, block_words, *pages),
         ),
         reduce=ReduceShape(
             *(value_dim, dvp, block_dv, reduce_slots, REDUCE_DENSE, has_aux),

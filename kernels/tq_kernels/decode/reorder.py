@@ -18,7 +18,7 @@ import triton.language as tl
 from ..common.device import current_device, target
 from ..common.launcher import Kernel, kernel
 
-TENSORS = 10
+TENSORS = 7
 """Most tensors of a launch."""
 MOST_SEQUENCES = 256
 """Most sequences: more would leave pieces of less than 64 bytes."""
@@ -39,14 +39,14 @@ def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
 def reorder_sequences(
     sources,  # [B] int32 or int64: sequence b gets the states of sequence `sources[b]`
     tensor0,  # [B, ..] contiguous, aligned
-    tensor1, tensor2, tensor3, tensor4, tensor5, tensor6, tensor7, tensor8, tensor9,
+    tensor1, tensor2, tensor3, tensor4, tensor5, tensor6,
     units0,  # units of 16 bytes of a sequence in tensor 0
-    units1, units2, units3, units4, units5, units6, units7, units8, units9,
+    units1, units2, units3, units4, units5, units6,
     count,  # B
     BLOCK_B: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Reorder pieces of all sequences. Grid: (programs, 10)."""
+    """Reorder pieces of all sequences. Grid: (programs, 7)."""
     which = tl.program_id(1)
     at = tensor0.to(tl.pointer_type(tl.int32), bitcast=True)
     size = units0.to(tl.int64) * 4
@@ -56,9 +56,6 @@ def reorder_sequences(
     at, size = selected(tensor4, units4, which, 4, at, size)
     at, size = selected(tensor5, units5, which, 5, at, size)
     at, size = selected(tensor6, units6, which, 6, at, size)
-    at, size = selected(tensor7, units7, which, 7, at, size)
-    at, size = selected(tensor8, units8, which, 8, at, size)
-    at, size = selected(tensor9, units9, which, 9, at, size)
     place = tl.arange(0, BLOCK_B)
     source = tl.load(sources + place, mask=place < count, other=0).to(tl.int64)
     exists = (source >= 0) & (source < count)

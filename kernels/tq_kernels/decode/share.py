@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.schedule import LINE, ROTATED
+from ..common.schedule import LINE, ROTATED, parts_of
 from ..common.softmax import bounded, log2_sum, rescaled
 from ..common.unpack import PROBABILITY_BITS, chunk_start
 from ..format import TOKENS
@@ -26,25 +26,17 @@ from .tiles import (
 
 
 class DecodeBlocks(NamedTuple):
-    """Packed blocks of a stream: block i is `batch * stride_b + kv_head * stride_h + i`, or with a block table
-    `block_table[i] * stride_b + kv_head * stride_h`.
+    """Packed blocks of a stream.
 
     Args:
-        key_words, value_words, scales, key_means: Pointers as in `decode_split`.
-        block_table: Pointer to the sequence's pages, int32, or `None`.
-        batch, kv_head: Sequence and KV head of the stream.
-        stride_b, stride_h: Strides in blocks.
+        head: Pointer to the KV head's first block, int32; with a block table to its block in page 0.
+        block_table: Pointer to the sequence's pages, int32, or `None`: blocks follow one another.
+        page_blocks: Number of blocks from a page to the next.
     """
 
-    key_words: Any
-    value_words: Any
-    scales: Any
-    key_means: Any
+    head: Any
     block_table: Any
-    batch: Any
-    kv_head: Any
-    stride_b: Any
-    stride_h: Any
+    page_blocks: Any
 
 
 class DecodeRows(NamedTuple):
@@ -104,8 +96,8 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     n = tl.arange(0, 32)
     kc = tl.arange(0, C.BLOCK_KC)
     vc = tl.arange(0, C.BLOCK_VC)
-    KEY_SIZE: tl.constexpr = 4 * C.DKP * C.KEY_BITS
-    VALUE_SIZE: tl.constexpr = 4 * C.DVP * C.VALUE_BITS
+    KEY: tl.constexpr = C.DKP * C.KEY_BITS
+    VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
     KEY_WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     VALUE_HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
     queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
@@ -129,43 +121,33 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
 
     # Scales, one block ahead, into registers: as asynchronous copies they would cost four branches a block.
     if blocks.block_table is None:
-        block0 = blocks.batch.to(tl.int64) * blocks.stride_b + blocks.kv_head.to(tl.int64) * blocks.stride_h
-        scale_at = blocks.scales + block0 * TOKENS + n
-        words = load_scales(scale_at + first * TOKENS, first < last)
+        at = blocks.head + first * C.BLOCK_WORDS
     else:
-        # Pages are read two blocks ahead, because words are copied and scales read one block ahead. The parts of a
-        # block lie one behind the other: one address takes fewer instructions than four.
-        block0 = blocks.key_words + blocks.kv_head * C.BLOCK_WORDS
-        page_words = (blocks.stride_b * C.BLOCK_WORDS).to(tl.int64)
-        at = block0 + tl.load(blocks.block_table + first).to(tl.int64) * page_words
+        # Pages are read two blocks ahead, because words are copied and scales read one block ahead.
+        page_words = (blocks.page_blocks * C.BLOCK_WORDS).to(tl.int64)
+        at = blocks.head + tl.load(blocks.block_table + first).to(tl.int64) * page_words
         page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
-        words = load_scales(at + (KEY_SIZE + VALUE_SIZE) + n, first < last)
+    words = load_scales(parts_of(at, KEY, VALUE).scales + n, first < last)
     if C.MASK == 1:
         mask_at = mask.start + (sink_count + n).to(tl.int64) * mask.stride_t
         bias = load_bias(mask_at, first, mask.stride_t)
     for block in tl.range(first, last):
         if blocks.block_table is None:
-            at = block0 + block
-            key_at = blocks.key_words + at * KEY_SIZE
-            value_at = blocks.value_words + at * VALUE_SIZE
-            means_at = blocks.key_means + at * C.DKP
+            at = blocks.head + block * C.BLOCK_WORDS
+            next_at = at + C.BLOCK_WORDS
         else:
-            key_at, value_at = at, at + KEY_SIZE
-            means_at = (value_at + (VALUE_SIZE + TOKENS)).to(tl.pointer_type(tl.float16), bitcast=True)
+            next_at = blocks.head + page.to(tl.int64) * page_words
+        parts = parts_of(at, KEY, VALUE)
         # Scores: key levels . rotated queries, then the keys' scales.
-        scores = key_scores(key_at, q, n[:, None], kc[None, :], C)
+        scores = key_scores(parts.key_words, q, n[:, None], kc[None, :], C)
         key_scale, value_scale = scales_of(words)
-        if blocks.block_table is None:
-            words = load_scales(scale_at + (block + 1) * TOKENS, block + 1 < last)
-        else:
-            next_at = block0 + page.to(tl.int64) * page_words
-            words = load_scales(next_at + (KEY_SIZE + VALUE_SIZE) + n, block + 1 < last)
+        words = load_scales(parts_of(next_at, KEY, VALUE).scales + n, block + 1 < last)
         # Each step for all four planes: softcap's exponentials stay in this order.
         x = ()
         for plane in tl.static_range(4):
             x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
         # Mean: mean . rotated queries, the same for all tokens of the block.
-        shared = mean_scores(means_at, q_mean, km, C) * level_unit(C.KEY_BITS, C.SMALL)
+        shared = mean_scores(parts.means, q_mean, km, C) * level_unit(C.KEY_BITS, C.SMALL)
         x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
         if C.BOUNDS:
             capped = ()
@@ -199,7 +181,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         # Values: value levels @ (probabilities times the values' scales), added to the decayed sum.
         if C.VALUE_CHUNKS == 1:
             # Two planes at a time: the exchange of probabilities between warps takes half the shared memory.
-            values = value_levels(value_at, vc[:, None], n[None, :], 0, C)
+            values = value_levels(parts.value_words, vc[:, None], n[None, :], 0, C)
             a = decayed[0]
             for half in tl.static_range(2):
                 early = (p[2 * half] * value_scale[2 * half][:, None]).to(tl.float16)
@@ -211,7 +193,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             weights = ()
             for plane in tl.static_range(4):
                 weights += ((p[plane] * value_scale[plane][:, None]).to(tl.float16),)
-            acc = add_chunks(decayed, value_at, vc[:, None], n[None, :], weights, C)
+            acc = add_chunks(decayed, parts.value_words, vc[:, None], n[None, :], weights, C)
         if blocks.block_table is not None:
             at = next_at
             page = tl.load(blocks.block_table + block + 2, mask=block + 2 < last, other=0)

@@ -46,10 +46,7 @@ from .tiles import DecodeMask, DenseTokens, dense_job, dense_rows_of, per_lane, 
 @kernel("mask_b:dense_splits")
 def decode_split(
     scratch,
-    key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32; over pages [pages, Hkv, ...], like the next three
-    value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
-    scales,  # [B, Hkv, N, 128] int32
-    key_means,  # [B, Hkv, N, DKP] fp16
+    packed,  # [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
     num_blocks,  # [] int32; over pages [B]
     sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, as up to `mask`
     sink_values,  # [B, Hkv, sinks, DV]
@@ -68,7 +65,7 @@ def decode_split(
     rows,  # G * S; over pages G
     queries,  # S; over pages B
     kv_heads,
-    blocks_b,  # strides of the packed tensors in blocks; over pages from page to page
+    blocks_b,  # strides in blocks; over pages from page to page
     blocks_h,
     sink_b,  # strides of sinks and residual in tokens
     sink_h, residual_b, residual_h, residual_capacity,
@@ -125,9 +122,7 @@ def decode_split(
             # Fetch the first block and dense rows now: queries are read before them.
             own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             own_block += tl.maximum(start % per_stream - START, 0)
-            prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
-            prefetch(key_words + own_block * (4 * C.DKP * C.KEY_BITS), C.DKP * C.KEY_BITS // 8, start < end)
-            prefetch(value_words + own_block * (4 * C.DVP * C.VALUE_BITS), C.DVP * C.VALUE_BITS // 8, start < end)
+            prefetch(packed + own_block * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
             if (first_job >= 0) & (first_job < total_jobs):
                 job_head = first_job // jobs // row_tiles
                 own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
@@ -146,9 +141,8 @@ def decode_split(
             first = tl.maximum(start - stream * per_stream - START, 0)
             last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), C.ASM)
             r = tile * C.BLOCK_R + local
-            stream_blocks = DecodeBlocks(
-                key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h
-            )
+            own_blocks = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
+            stream_blocks = DecodeBlocks(packed + own_blocks * C.BLOCK_WORDS, None, None)
             stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
             stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
             attend_share(
@@ -165,17 +159,14 @@ def decode_split(
             own_column = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + first
             page = tl.load(own_column, mask=start < end, other=0)
             first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
-            prefetch(key_words + first_block * C.BLOCK_WORDS, C.DKP * C.KEY_BITS // 8, start < end)
-            prefetch(value_words + first_block * C.BLOCK_WORDS, C.DKP * C.VALUE_BITS // 8, start < end)
+            prefetch(packed + first_block * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
         while at < end:
             stream_blocks_count = packed_of(num_blocks, sequence, queries)
             first = tl.maximum(start - at - START, 0)
             last = per_lane(tl.minimum(end - at - START, stream_blocks_count), C.ASM)
             r = stream % row_tiles * C.BLOCK_R + local
             pages = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK
-            stream_blocks = DecodeBlocks(
-                key_words, value_words, scales, key_means, pages, 0, stream % heads // row_tiles, blocks_b, 1
-            )
+            stream_blocks = DecodeBlocks(packed + stream % heads // row_tiles * C.BLOCK_WORDS, pages, blocks_b)
             attend_share(
                 to, stream_blocks, DecodeMask(scratch, 0, 0), first, last,
                 DecodeRows(stream // row_tiles * rows, r, r < rows, local, store_rows, 1), worker + stream, 0,

@@ -35,7 +35,8 @@ class DecodeShape(NamedTuple):
         SMALL: Whether levels are small (`tq_kernels.common.unpack.SMALL_UNIT`).
         ASM: `Target.asm`.
         PDL: Whether the merge may start and wait in the multiprocessors.
-        SINKS, RING, ROWS, BLOCK_WORDS: With a block table `Pages.place`; 0 without.
+        BLOCK_WORDS: int32 words of a block.
+        SINKS, RING, ROWS: With a block table `Pages.place`; 0 without.
         BLOCK_B: With a block table sequences, padded to a power of two; 0 without.
     """
 
@@ -60,10 +61,10 @@ class DecodeShape(NamedTuple):
     SMALL: Any
     ASM: Any
     PDL: Any
+    BLOCK_WORDS: Any
     SINKS: Any
     RING: Any
     ROWS: Any
-    BLOCK_WORDS: Any
     BLOCK_B: Any
 
 

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from ..common.device import AMPERE, constants_of
 from ..common.launcher import kernel
-from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths
+from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, parts_of
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
 from ..decode.reduce import Partials, merge_row
@@ -57,10 +57,10 @@ class LatentShape(NamedTuple):
     CHUNKS: Any
     STAGES: Any
     ASM: Any
+    BLOCK_WORDS: Any
     SINKS: Any
     RING: Any
     ROWS: Any
-    BLOCK_WORDS: Any
 
 
 class LatentRows(NamedTuple):
@@ -110,28 +110,31 @@ def _as_operand(tile, ASM: tl.constexpr):
 
 
 @triton.jit
-def _packed_tile(key_words, value_words, scales, means, token, C: tl.constexpr):
-    """Unpack tokens `token` [TILE / 4] of the four planes of a block, whose parts begin at these pointers.
+def _packed_tile(block, token, C: tl.constexpr):
+    """Unpack tokens `token` [TILE / 4] of the four planes of the block at pointer `block`.
 
     Returns:
         Chunks of latents [TILE, DK / CHUNKS], and rotary keys [DV, TILE], fp16, plane after plane.
     """
+    parts = parts_of(block, C.DK * C.KEY_BITS, C.DV * C.VALUE_BITS)
     key_scales, value_scales = (), ()
     for plane in tl.static_range(4):
-        key_scale, value_scale = unpack_scales(tl.load(scales + 32 * plane + token))
+        key_scale, value_scale = unpack_scales(tl.load(parts.scales + 32 * plane + token))
         key_scales += (key_scale[:, None],)
         value_scales += (value_scale[None, :],)
     latents = ()
     d = tl.arange(0, C.DK // C.CHUNKS)[None, :]
     for chunk in tl.static_range(C.CHUNKS):
-        mean = tl.load(means + chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d)
-        planes = load_levels(key_words, token[:, None], d, None, chunk, C.CHUNKS, C.DK, C.KEY_BITS, False, False, C.ASM)
+        mean = tl.load(parts.means + chunk_start(chunk, C.CHUNKS, C.DK, C.KEY_BITS) + d)
+        planes = load_levels(
+            parts.key_words, token[:, None], d, None, chunk, C.CHUNKS, C.DK, C.KEY_BITS, False, False, C.ASM
+        )
         k = ()
         for plane in tl.static_range(4):
             k += (scaled(planes[plane], key_scales[plane], mean, C.ASM),)
         latents += (_as_operand(stack(stack(k[0], k[1]), stack(k[2], k[3])), C.ASM),)
     d = tl.arange(0, C.DV)[:, None]
-    planes = load_levels(value_words, d, token[None, :], None, 0, 1, C.DV, C.VALUE_BITS, True, False, C.ASM)
+    planes = load_levels(parts.value_words, d, token[None, :], None, 0, 1, C.DV, C.VALUE_BITS, True, False, C.ASM)
     v = ()
     for plane in tl.static_range(4):
         v += (scaled(planes[plane], value_scales[plane], None, C.ASM),)
@@ -240,10 +243,7 @@ def attend_latents_split(
     rotated,  # [B * rows, DK + DV] fp16
     plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
-    key_words,  # [B, 1, N, 4 * DK * KEY_BITS] int32; over pages [pages, 1, ...], and the next three behind them
-    value_words,  # [B, 1, N, 4 * DV * VALUE_BITS] int32
-    scales,  # [B, 1, N, 128] int32
-    key_means,  # [B, 1, N, DK] fp16
+    packed_blocks,  # [B, 1, N, BLOCK_WORDS] int32; over pages [pages, 1, BLOCK_WORDS]
     num_blocks,  # [] int32; over pages [B]
     sink_keys,  # [B, 1, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, like the next
     sink_values,  # [B, 1, sinks, DV]
@@ -262,7 +262,7 @@ def attend_latents_split(
     rows,  # Hq * S
     count,  # B * rows
     queries,  # S
-    blocks_b,  # strides over sequences: of packed tensors in blocks, of dense ones in tokens; over pages between pages
+    blocks_b,  # strides over sequences: of packed blocks, and of dense ones in tokens; over pages from page to page
     sink_b, residual_b, residual_capacity,  # over pages None
     mask_b, mask_s, mask_t,
     new_key_t, new_value_t,  # over pages
@@ -301,16 +301,8 @@ def attend_latents_split(
     for step in tl.range(first, last, num_stages=C.STAGES):
         block = tl.cast(step, tl.int32) // STEPS
         part = (tl.cast(step, tl.int32) - block * STEPS) * PART
-        if block_table is None:
-            at = batch * blocks_b + block
-            keys_at, values_at = key_words + at * (4 * C.DK * C.KEY_BITS), value_words + at * (4 * C.DV * C.VALUE_BITS)
-            scales_at, means_at = scales + at * TOKENS, key_means + at * C.DK
-        else:  # the parts of a block are one behind the other: one address takes fewer registers than four
-            keys_at = key_words + page.to(tl.int64) * blocks_b * C.BLOCK_WORDS
-            values_at = keys_at + 4 * C.DK * C.KEY_BITS
-            scales_at = values_at + 4 * C.DV * C.VALUE_BITS
-            means_at = (scales_at + TOKENS).to(tl.pointer_type(tl.float16), bitcast=True)
-        latents, rotary = _packed_tile(keys_at, values_at, scales_at, means_at, part + tl.arange(0, PART), C)
+        at = batch * blocks_b + block if block_table is None else page.to(tl.int64) * blocks_b
+        latents, rotary = _packed_tile(packed_blocks + at * C.BLOCK_WORDS, part + tl.arange(0, PART), C)
         maximum, total, decay = state.maximum, state.total, tl.zeros([C.BLOCK_R], tl.float32)
         p = tl.zeros([C.BLOCK_R, C.TILE], tl.float16)
         # The branch is always taken. Without it the compiler sees that these products lead to others, and gives each

@@ -74,7 +74,8 @@ def latent_constants(
 ) -> tuple[LatentShape]:
     """Constants of `attend_latents_split` on this target; `place` is that of `Pages`."""
     tiles = (config.block_rows, config.tile, config.chunks, config.stages, on.asm)
-    return (LatentShape(layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *place),)
+    sizes = (layout.block_words, *place)
+    return (LatentShape(layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *sizes),)
 
 
 def latent_scratch_bytes(
@@ -133,9 +134,9 @@ def attend_latents(
         pages, new = held
         assert isinstance(pages, Pages)
         batch, queries, table = counts.cu_seqlens_q.shape[0] - 1, counts.max_q, counts.block_table
-        layout, factors = BlockLayout(key_dim, value_dim, pages.key_bits, pages.value_bits), pages[5:7]
+        layout, factors = pages.layout, (pages.key_channel_scales, pages.value_channel_scales)
         room = (table.shape[1] - pages.first_block_column, pages.ring_rows + pages.sinks + queries - 1)
-        packed, place, dtype = pages[:4], pages.place, pages.rows.dtype
+        packed, place, dtype = pages.blocks, pages.place, pages.rows.dtype
         tables, of_counts = (*new, table, *counts[:2]), (counts.packed, None, None)
         dense = (None, None, pages.rows, None)
         numbers = (pages.page_blocks, None, None, None, *strides, new[0].stride(0) // 8, new[1].stride(0) // 8)
@@ -145,7 +146,7 @@ def attend_latents(
         blocks, sinks, ring = held
         (batch, _, queries, _), layout, factors = rotary.shape, blocks.layout, blocks.channel_scales
         room = (blocks.capacity, sinks[0].shape[2] + ring[0].shape[2])
-        packed, place, dtype = tuple(blocks.tensors().values()), NO_PLACE, ring[0].dtype
+        packed, place, dtype = blocks.data, NO_PLACE, ring[0].dtype
         tables, of_counts, dense = (None,) * 5, counts.tensors, (*sinks, *ring)
         numbers = (blocks.block_strides[0], *[part.stride(0) // key_dim for part in (sinks[0], ring[0])])
         numbers += (ring[0].shape[2], *strides, None, None, None)
@@ -176,7 +177,7 @@ def attend_latents(
     SPLIT(
         (row_tiles, batch, splits),
         (
-            *(rotated, plain, scale, *packed, of_counts[0], *dense, *of_counts[1:]),
+            *(rotated, plain, scale, packed, of_counts[0], *dense, *of_counts[1:]),
             *(scale if mask is None else mask.view(torch.uint8), *tables, lse, partial),
         ),
         (rows, count, queries, *numbers, options.log2_factors[0]),

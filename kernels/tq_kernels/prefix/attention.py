@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ..common.device import constants_of
 from ..common.launcher import kernel
-from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, packed_of
+from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, packed_of, parts_of
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, rescaled, update, weights
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
@@ -58,10 +58,7 @@ class PrefixBlocks(NamedTuple):
         stride_b: Number of blocks from a sequence to the next, or from a page to the next.
     """
 
-    key_words: Any
-    value_words: Any
-    scales: Any
-    key_means: Any
+    packed: Any
     key_rotation: Any
     value_rotation: Any
     key_channel_scales: Any
@@ -102,10 +99,10 @@ class PrefixShape(NamedTuple):
     BLOCK_R: Any
     STEP: Any
     ASM: Any
+    BLOCK_WORDS: Any
     SINKS: Any = 0
     RING: Any = 0
     ROWS: Any = 0
-    BLOCK_WORDS: Any = 0
     BLOCK_B: Any = 0
 
 
@@ -152,27 +149,23 @@ def _attend_blocks(
     sinks, scratch: PrefixScratch, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to packed blocks `first` to `last`, and rotate the accumulator back."""
-    # A block's fields are in arrays of their own, or in one piece of BLOCK_WORDS words.
-    KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
-    VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
-    SCALES_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS
-    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
+    KEY: tl.constexpr = C.DKP * C.KEY_BITS
+    VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
     r = first_row + tl.arange(0, C.BLOCK_R)
     dk = tl.arange(0, C.BLOCK_DK)
     key_channel, key_exists = channel_of(dk, C.DKP, C.BLOCK_DK, C.KEY_BITS)
     value_channel, value_exists = channel_of(tl.arange(0, C.BLOCK_DV), C.DVP, C.BLOCK_DV, C.VALUE_BITS)
     matrix = _key_matrix(blocks, key_channel, key_exists, C)
+    head = blocks.packed + blocks.kv_head * blocks.stride_h * C.BLOCK_WORDS
     if blocks.block_table is None:
-        block0 = blocks.batch * blocks.stride_b + blocks.kv_head * blocks.stride_h
-        scale_at = blocks.scales + block0 * TOKENS + tl.arange(0, 32)
-        first_at = block0 + first
+        head += blocks.batch * blocks.stride_b * C.BLOCK_WORDS
+        first_parts = parts_of(head + first * C.BLOCK_WORDS, KEY, VALUE)
     else:
-        block0 = blocks.kv_head * blocks.stride_h
         page = tl.load(blocks.block_table + first).to(tl.int64)
-        first_at = block0 + page * blocks.stride_b
+        first_parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE)
     rotated = tl.dot(plain, matrix) * (C.DKP**-0.5)
-    scale0, _ = unpack_scales(tl.load(blocks.scales + first_at * SCALES_SIZE))
-    reference = reference_key(blocks.key_means + first_at * MEAN_SIZE + key_channel, scale0, dk, key_exists)  # [BDK]
+    scale0, _ = unpack_scales(tl.load(first_parts.scales))
+    reference = reference_key(first_parts.means + key_channel, scale0, dk, key_exists)  # [BDK]
     common = tl.sum(rotated * reference[None, :], 1)
     if not C.BOUNDS:
         # Kept in memory: for sm_80 there are no registers left.
@@ -183,21 +176,20 @@ def _attend_blocks(
     # A second block ahead would take registers that the products need: 13 % slower (H200, 4 bits).
     for block in tl.range(first, last, num_stages=1):
         if blocks.block_table is None:
-            at = block0 + block
-            scales_at = scale_at + block * TOKENS
+            parts = parts_of(head + block * C.BLOCK_WORDS, KEY, VALUE)
         else:
-            at = block0 + page * blocks.stride_b
+            parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE)
             page = tl.load(blocks.block_table + block + 1, mask=block + 1 < last, other=0).to(tl.int64)
-            scales_at = blocks.scales + at * C.BLOCK_WORDS + tl.arange(0, 32)
+        scales_at = parts.scales + tl.arange(0, 32)
         key_scales, value_scales = (), ()
         for plane in tl.static_range(4):
             key_scale, value_scale = unpack_scales(tl.load(scales_at + 32 * plane))
             key_scales += (key_scale,)
             value_scales += (value_scale,)
-        mean = tl.load(blocks.key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0)  # [BDK]
+        mean = tl.load(parts.means + key_channel, mask=key_exists, other=0.0)  # [BDK]
         mean = mean - reference
-        keys = key_tiles(blocks.key_words + at * KEY_SIZE, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
-        values = value_tiles(blocks.value_words + at * VALUE_SIZE, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
+        keys = key_tiles(parts.key_words, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
+        values = value_tiles(parts.value_words, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
         t = sinks + block * TOKENS + tl.arange(0, TILE)
         x0 = logits(rotated, keys[0], common, scale, mask, t, C.MASK, C.BOUNDS)
         if C.STEP == 64:
@@ -263,10 +255,7 @@ def _attend_dense(
 @kernel("blocks_b:blocks_h rows:width")
 def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
-    key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
-    value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
-    scales,  # [B, Hkv, N, 128] int32
-    key_means,  # [B, Hkv, N, DKP] fp16
+    packed,  # [B, Hkv, N, BLOCK_WORDS] int32; with a block table [pages, Hkv, BLOCK_WORDS]
     key_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
     value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
     key_channel_scales,  # f, [B, Hkv, DK] fp16
@@ -288,7 +277,7 @@ def prefix_attention(
     block_table,  # [B, W] int32, or None
     packed_blocks,  # [B] int32
     query_b, query_h, query_s,
-    blocks_b,  # strides of the packed tensors in blocks
+    blocks_b,  # strides in blocks
     blocks_h,
     sink_b,  # strides of sinks, residual and new tokens in elements: keys, then values
     sink_h, sink_vb, sink_vh, residual_b, residual_h, residual_vb, residual_vh, new_b, new_h, new_t, new_vb, new_vh,
@@ -371,12 +360,12 @@ def prefix_attention(
         mask += batch * mask_b
     allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
-        packed = PrefixBlocks(
-            key_words, value_words, scales, key_means, key_rotation, value_rotation, key_channel_scales,
-            value_channel_scales, block_table, batch, kv_head, blocks_b, blocks_h,
+        history = PrefixBlocks(
+            packed, key_rotation, value_rotation, key_channel_scales, value_channel_scales, block_table, batch, kv_head,
+            blocks_b, blocks_h,
         )  # fmt: skip
         state = _attend_blocks(
-            state, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count,
+            state, plain, first_row, rows, scale, allowed, history, first, last_block, sink_count,
             scratch, C,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ import triton
 from ..common.device import AMPERE, Target, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..format import BLOCK_TOKENS, padded_dim
+from ..layout import BlockLayout
 from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .attention import PrefixShape, prefix_attention
 from .tiles import merge_splits
@@ -94,10 +95,7 @@ def mask_layout(mask: torch.Tensor | None) -> tuple[int, tuple[int, int, int]]:
 
 
 def prefix_constants(
-    key_dim: int,
-    value_dim: int,
-    key_bits: int,
-    value_bits: int,
+    layout: BlockLayout,
     causal: bool,
     mask: int,
     bounds: Any,
@@ -108,10 +106,10 @@ def prefix_constants(
     pages: tuple[int, ...] = (),
 ) -> tuple[PrefixShape]:
     """Constants of the attention kernel on this target; `pages` are those that only a block table needs."""
-    dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
-    flags = (key_bits, value_bits, causal, mask, bounds, has_aux, split)
-    tiles = (config.block_rows, config.step, on.asm)
-    return (PrefixShape(*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages),)
+    dims = (layout.key_dim, layout.value_dim, layout.key_dim_padded, layout.value_dim_padded)
+    flags = (*layout.bits, causal, mask, bounds, has_aux, split)
+    tiles = (config.block_rows, config.step, on.asm, layout.block_words)
+    return (PrefixShape(*dims, block_of(layout.key_dim), block_of(layout.value_dim), *flags, *tiles, *pages),)
 
 
 @on_its_device
@@ -153,7 +151,7 @@ def attend_prefix(
         `out`. Rows that attend to nothing are 0.
     """
     batch, query_heads, queries, key_dim = query.shape
-    kv_heads, value_dim = packed.key_words.shape[1], residual[1].shape[3]
+    kv_heads, value_dim = packed.data.shape[1], residual[1].shape[3]
     groups, on = query_heads // kv_heads, target(query.device)
     config = config or prefix_config(key_dim, value_dim, on)
     rows, heads = groups * queries, batch * kv_heads
@@ -171,7 +169,7 @@ def attend_prefix(
     capacity = max(residual[0].shape[2], 1)
     mask_kind, mask_strides = mask_layout(mask)
     flags = (options.causal and mask is None, mask_kind, *options.flags, splits > 1)
-    constants = prefix_constants(key_dim, value_dim, *packed.layout.bits, *flags, config, on)
+    constants = prefix_constants(packed.layout, *flags, config, on)
     seen, aux = query if mask is None else mask, query if options.s_aux is None else options.s_aux
     query_strides, out_strides = query.stride()[:3], out.stride()[:3]
     dense_strides = (
@@ -186,7 +184,7 @@ def attend_prefix(
     ATTEND(
         (row_tiles, heads, splits),
         (
-            *(query, packed.key_words, packed.value_words, packed.scales, packed.key_means, *rotations),
+            *(query, packed.data, *rotations),
             *(*packed.channel_scales, *sinks, *residual, *fresh, seen, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 4),
         ),
@@ -297,14 +295,14 @@ def attend_many(
     flags = (True, 0, *options.flags, splits > 1)
     padded = triton.next_power_of_2(max(count, sequences.least_padding))
     place = (*pages.place, padded)
-    constants = prefix_constants(dim, dim, pages.key_bits, pages.value_bits, *flags, config, on, place)
+    constants = prefix_constants(pages.layout, *flags, config, on, place)
     (query_s, query_h), (new_t, new_h), (new_vt, new_vh), (out_s, out_h) = (x.stride()[:2] for x in (*tokens, out))
     strides = specialised((query_s, query_h, new_t, new_h, new_vt, new_vh, out_s, out_h))
     dtypes = (query.dtype, pages.rows.dtype, key.dtype, aux.dtype, out.dtype)
     ATTEND(
         (row_tiles, kv_heads, splits),
         (
-            *(query, pages.key_words, pages.value_words, pages.scales, pages.key_means, *rotations),
+            *(query, pages.blocks, *rotations),
             *(pages.key_channel_scales, pages.value_channel_scales, *[pages.rows] * 4, key, value, query, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:4]),
         ),

@@ -21,6 +21,7 @@ from ..common.schedule import (
     LINE,
     ROTATED,
     START,
+    BlockParts,
     NewTokens,
     claim,
     counted,
@@ -30,6 +31,7 @@ from ..common.schedule import (
     first_jobs,
     packed_of,
     packed_share,
+    parts_of,
     sharing,
     stream_of,
     work_of,
@@ -49,7 +51,7 @@ from .fragments import (
     value_tiles,
     zero_quads,
 )
-from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, load_rows
+from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows
 
 
 @triton.jit
@@ -123,11 +125,11 @@ def store_partial(
 @kernel("mask_b:dense_splits")
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
-    key_words, value_words, scales, key_means, num_blocks, sink_keys, sink_values, residual_keys,
-    residual_values, num_residual, num_sinks, mask, key, value, page_rows, block_table, cu_seqlens_q, cu_seqlens_k,
-    mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b, blocks_h, sink_b, sink_h, residual_b, residual_h,
-    residual_capacity, key_t, key_h, value_t, value_h, width, scaling_log2, cap_log2, row_tiles, streams, tile_rows,
-    plain_at, scale_at, lse_at, partial_at, dense_splits, SHAPE: tl.constexpr,
+    packed, num_blocks, sink_keys, sink_values, residual_keys, residual_values, num_residual, num_sinks, mask, key,
+    value, page_rows, block_table, cu_seqlens_q, cu_seqlens_k, mask_b, mask_s, mask_t, rows, queries, kv_heads,
+    blocks_b, blocks_h, sink_b, sink_h, residual_b, residual_h, residual_capacity, key_t, key_h, value_t, value_h,
+    width, scaling_log2, cap_log2, row_tiles, streams, tile_rows, plain_at, scale_at, lse_at, partial_at, dense_splits,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each."""
     C: tl.constexpr = constants_of(SHAPE)
@@ -180,10 +182,11 @@ def decode_split_fragments(
         sums, maximum = initial(TILES)
         acc = zero_quads(value_tiles(C.DVP, C.VALUE_BITS) * TILES)
         if block_table is None:
-            block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
+            head_blocks = packed + (batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h) * C.BLOCK_WORDS
             mask_row = mask + batch.to(tl.int64) * mask_b
             sinks = tl.load(num_sinks) if C.MASK else 0
         else:
+            head_blocks = packed + kv_head * C.BLOCK_WORDS
             pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
         for step in tl.range(2 * first, 2 * last):
             block = step // 2
@@ -197,22 +200,12 @@ def decode_split_fragments(
                             r = first_row + 8 * tile + 2 * t + i % 2
                             seen = mask_row + (sinks + token).to(tl.int64) * mask_t + (r % queries) * mask_s
                             allowed += (load_flag(seen, r < rows),)
-            if block_table is None:
-                home = block0 + block
-                place = Half(
-                    key_words + home * (4 * C.DKP * C.KEY_BITS) + half * (8 * KEY_WIDTH),
-                    value_words + home * (4 * C.DVP * C.VALUE_BITS) + half * 8,
-                    scales + home * TOKENS + half * 16,
-                    key_means + home * C.DKP,
-                )
-            else:
-                home = tl.load(pages + block).to(tl.int64) * blocks_b + kv_head
-                place = Half(
-                    key_words + home * C.BLOCK_WORDS + half * (8 * KEY_WIDTH),
-                    value_words + home * C.BLOCK_WORDS + half * 8,
-                    scales + home * C.BLOCK_WORDS + half * 16,
-                    key_means + home * (2 * C.BLOCK_WORDS),
-                )
+            home = block if block_table is None else tl.load(pages + block).to(tl.int64) * blocks_b
+            parts = parts_of(head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS, C.DVP * C.VALUE_BITS)
+            place = BlockParts(
+                parts.key_words + half * (8 * KEY_WIDTH), parts.value_words + half * 8, parts.scales + half * 16,
+                parts.means,
+            )  # fmt: skip
             acc, sums, maximum = attend_packed(
                 acc, sums, maximum, q, factor, cap_log2, place, allowed, g, t,
                 PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES),

@@ -1,11 +1,12 @@
 """Contributions of tokens to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..common import unpack
+from ..common.schedule import BlockParts
 from ..common.softmax import bounded
 from ..common.unpack import PROBABILITY_BITS, small_unit, unpack_scales
 from .fragments import (
@@ -225,15 +226,6 @@ def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constex
     return new
 
 
-class Half(NamedTuple):
-    """Half a packed block: pointers to its first rows of words and of scales, and to the block's key mean."""
-
-    key_words: Any
-    value_words: Any
-    scales: Any
-    mean: Any
-
-
 class PackedShape(NamedTuple):
     """Constants of `attend_packed`."""
 
@@ -247,13 +239,14 @@ class PackedShape(NamedTuple):
 
 
 @triton.jit
-def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, g, t, C: tl.constexpr):
+def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, allowed, g, t, C: tl.constexpr):
     """Attend to half a block.
 
     Args:
         acc, sums, maximum: Sums so far of `add_packed_values` and `decayed`, and maximum of `weights`.
         q: TILES tuples of `load_rows`, rotated.
         factor: 2 * TILES factors to base-2 logits, over `small_unit`.
+        half: Pointers to its first rows of words and of scales, and to the block's mean.
         allowed: If MASKED, flags; plane p, row tile i and element j of its quad are flag 4 * (p * TILES + i) + j.
         C: A `PackedShape`.
     """
@@ -261,7 +254,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
     KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
     VALUE_TILES: tl.constexpr = value_tiles(C.DVP, C.VALUE_BITS)
     s = packed_scores(half.key_words, q, g, t, C.DKP, C.KEY_BITS, C.TILES)
-    means = load_rows(half.mean + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
+    means = load_rows(half.means + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
     shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
     x, value_scale = (), ()
     for plane in tl.static_range(4):

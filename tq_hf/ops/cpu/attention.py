@@ -124,7 +124,7 @@ def _dense_tiles(
 
 
 def _blocks_of_tile(blocks: PackedBlocks) -> int:
-    batch, heads = blocks.scales.shape[:2]
+    batch, heads = blocks.data.shape[:2]
     return max(1, TILE_NUMBERS // (max(1, batch * heads) * blocks.layout.tokens * blocks.layout.key_dim_padded))
 
 
