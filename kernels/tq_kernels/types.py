@@ -169,8 +169,7 @@ class Pages(NamedTuple):
     Args:
         layout: Sizes of a block.
         blocks: `[pages, Hkv, layout.block_words]` int32, as `PackedBlocks.data`; empty if the layer is not compressed.
-        rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype; with latents
-            `[pages, 1, 1, rows of a page, Dk + Dv]`, a row with both.
+        rows: `[pages, Hkv, rows of a page, Dk + Dv]` of the model's dtype: a token's key, then its value.
         key_channel_scales: `[Hkv, Dk]` fp16 contiguous.
         value_channel_scales: `[Hkv, Dv]` fp16 contiguous.
         sinks: Number of first tokens of a sequence that stay rows, in a page of their own; 0 for no sinks and no page.
@@ -194,7 +193,7 @@ class Pages(NamedTuple):
     @property
     def page_rows(self) -> int:
         """Number of ring rows of a page."""
-        return self.rows.shape[3]
+        return self.rows.shape[2]
 
     @property
     def ring_rows(self) -> int:
@@ -205,11 +204,6 @@ class Pages(NamedTuple):
     def first_block_column(self) -> int:
         """Column of block 0 in a block table."""
         return self.ring_pages + min(1, self.sinks) + 1
-
-    @property
-    def beside(self) -> int:
-        """Number of channels of a value that lie behind its key in one row (latents); 0 if rows hold keys or values."""
-        return self.value_channel_scales.shape[1] if self.rows.shape[2] == 1 else 0
 
     @property
     def place(self) -> tuple[int, int, int]:

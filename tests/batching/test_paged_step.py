@@ -171,7 +171,7 @@ def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
 
 def test_blocks_and_rows_of_a_page_share_their_strides_in_bytes() -> None:
     pages, pool = layer_pages(all_packed(), 128, torch.bfloat16)
-    assert pages.layout.block_bytes == 17152 and pages.tensors.rows.shape == (PAGES, HEADS, 2, 32, 128)
+    assert pages.layout.block_bytes == 17152 and pages.tensors.rows.shape == (PAGES, HEADS, 32, 256)
     assert pages.tensors.ring_pages == 4
     blocks, rows = pages.tensors.blocks, pages.tensors.rows
     assert {tuple(n * x.itemsize for n in x.stride()[:2]) for x in (blocks, rows)} == {(pool.stride(0), pool.stride(2))}

@@ -189,7 +189,7 @@ def test_a_decode_step_over_pages_is_launched_by_address_once_compiled(log) -> N
     for step, layer in zip(steps, (0, 0, 1, 0), strict=True):
         pages, (query, key, value) = layers[layer].tensors, inputs[layer].tokens
         given = {value for entry in step for value in entry[3][1] if isinstance(value, int)}
-        shown = (*pages[:5], query, key, value, *inputs[layer].sequences[:4])
+        shown = (pages.blocks, pages.rows, query, key, value, *inputs[layer].sequences[:4])
         assert {tensor.data_ptr() for tensor in shown} <= given
     assert all([entry[3][0] for entry in step] == [entry[3][0] for entry in steps[0]] for step in steps)
 

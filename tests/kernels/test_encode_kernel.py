@@ -101,7 +101,7 @@ def run_compiled_for_turing(case: Case, keys: torch.Tensor, values: torch.Tensor
     of_keys = (keys, out.data, rotations[0], out.channel_scales.keys)
     of_values = (values, out.data, rotations[1], out.channel_scales.values)
     for is_value, tensors in ((False, of_keys), (True, of_values)):
-        compiled = build_encode(75, out.layout.bits, is_value=is_value, dim=tensors[0].shape[3])
+        compiled = build_encode(75, out.layout.bits, is_value=is_value, dim=case.dk, value_dim=case.dv)
         sizes = (case.heads, BLOCKS, START, CAPACITY, CAPACITY, *tensors[0].stride()[:3])
         run_kernel(
             compiled.asm["ptx"], [*[tensor.data_ptr() for tensor in tensors], *sizes], 32 * compiled.metadata.num_warps

@@ -44,6 +44,7 @@ CASES = [
     LatentStep(past=(140, 0, 12, 0, 0), new=(1, 0, 1, 0, 0), nobody=3),
     LatentStep(past=(0, 0), new=(0, 0), nobody=2),
     LatentStep(past=(1, 131, 260, 387), new=(1,) * 4, residual=128, prefix=2, rotary=32),
+    LatentStep(past=(259, 131), new=(2, 1), rotary=64),  # as wide as latents
     # Several new tokens of each, which complete blocks and sinks; not as many of each.
     LatentStep(new=(3, 3, 3, 3), residual=37),
     LatentStep(new=(3, 3, 3, 3), rotary_bits=4, sinks=0, residual=128, past=(125, 126, 254, 400)),
@@ -176,8 +177,6 @@ def test_steps_of_other_kinds_are_left_to_torch() -> None:
     assert supported(1) and supported(16)
     assert not supported(17) and not supported(1, replace_softcap(options))
     assert not supported(1, new=[x.half() for x in inputs.new])
-    layout = replace(inputs.pages.layout, value_dim=64)
-    assert not dispatch.supports_paged_latents(inputs.query.to(DEVICE), layout), "rows hold one of both"
 
 
 def replace_softcap(options: AttentionOptions) -> AttentionOptions:

@@ -13,10 +13,8 @@ shared blocks has no rows of their tokens; it reads those blocks at once, and `c
 
 The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head's block lies in one piece, `[key words |
 value words | scales | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
-rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
-
-Latents (MLA) are keys of one head, and rotary keys are their values, which are narrower. Their rows are
-`[1, rows_per_page, Dk + Dv]`: a row holds both.
+rows are `[rows_per_page, Dk + Dv]` of the model's dtype: a token's key, then its value. Latents (MLA) are keys of one
+head, and rotary keys are their values.
 
 A layer that is not compressed (`skip_layers`) has the same table: its part of a block's page is the rows of all 128
 tokens (a whole number of blocks in bytes), and its ring and sinks are as those of other layers. All pages are shared,
@@ -54,13 +52,6 @@ def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:
     return min(BLOCK_TOKENS, 1 << fit.bit_length() - 1)
 
 
-def _rows_shape(rows: int, layout: BlockLayout) -> tuple[int, int, int]:
-    """Shape of rows of keys and values: one behind the other, or in one row if they differ in width."""
-    if layout.key_dim == layout.value_dim:
-        return 2, rows, layout.key_dim
-    return 1, rows, layout.key_dim + layout.value_dim
-
-
 def ring_pages(config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> int:
     """Number of pages of a ring: for `residual_length` tokens and an open block, the new token included."""
     return -(-(config.residual_length + BLOCK_TOKENS) // rows_per_page(layout, dtype))
@@ -74,8 +65,7 @@ class LayerPages:
         config: Configuration of the blocks.
         layout: Sizes of a block.
         tensors: The pages, as packed blocks and as dense rows.
-        blocks: Blocks as keys and values, `[pages, Hkv, 2, 128, D]` (of latents `[pages, 1, 1, 128, Dk + Dv]`), if the
-            layer is not compressed.
+        blocks: Blocks as rows, `[pages, Hkv, 128, Dk + Dv]`, if the layer is not compressed.
     """
 
     config: TurboQuantConfig
@@ -100,7 +90,7 @@ class LayerPages:
         """
         page = pool[:, index]
         assert page.stride(0) % layout.block_bytes == 0
-        shape = _rows_shape(rows_per_page(layout, dtype), layout)
+        shape = rows_per_page(layout, dtype), layout.key_dim + layout.value_dim
         dense = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, pool.device)
         factors = (ones.keys[0], ones.values[0])
@@ -118,12 +108,12 @@ class LayerPages:
             layout: Sizes of these blocks.
             dtype: Dtype of the model.
         """
-        states, shape = page.view(dtype), _rows_shape(rows_per_page(layout, dtype), layout)
+        states, shape = page.view(dtype), (rows_per_page(layout, dtype), layout.key_dim + layout.value_dim)
         dense = states[..., : prod(shape)].unflatten(-1, shape)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, page.device)
         empty, ring = page.new_empty(0).view(torch.int32), ring_pages(config, layout, dtype)
         tensors = Pages(layout, empty, dense, ones.keys[0], ones.values[0], config.sink_tokens, ring)
-        return cls(config, layout, tensors, states.unflatten(-1, _rows_shape(BLOCK_TOKENS, layout)))
+        return cls(config, layout, tensors, states.unflatten(-1, (BLOCK_TOKENS, shape[1])))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
         """This view with other channel scales, `[1, Hkv, D]` on any device. Raises `ValueError` for scales of heads of
@@ -155,35 +145,30 @@ class LayerPages:
     def block_rows(self, pages: torch.Tensor) -> KeyValue:
         """Keys and values `[1, Hkv, n * 128, D]` of the blocks in `pages` `[n]` of a layer that is not compressed."""
         assert self.blocks is not None
-        return self._read(self.blocks[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None])
+        return self._read(self.blocks[pages])
 
     def write_block_rows(self, pages: torch.Tensor, states: KeyValue) -> None:
         """Write keys and values `[1, Hkv, n * 128, D]` to the blocks in `pages` `[n]`."""
         assert self.blocks is not None
-        self.blocks[pages] = self._as_rows(states).unflatten(2, (len(pages), BLOCK_TOKENS)).permute(2, 1, 0, 3, 4)
+        self.blocks[pages] = torch.cat(states, -1)[0].unflatten(1, (len(pages), BLOCK_TOKENS)).transpose(0, 1)
 
     def ring(self, pages: torch.Tensor) -> KeyValue:
         """A copy of the ring in `pages` `[ring_pages]`: keys and values `[1, Hkv, ring_rows, D]`."""
-        return self._read(self.tensors.rows[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None])
+        return self._read(self.tensors.rows[pages])
 
     def sinks(self, page: torch.Tensor, count: int) -> KeyValue:
         """A copy of the first `count` rows of the sink page `[1]`: keys and values `[1, Hkv, count, D]`."""
-        return self._read(self.tensors.rows[page][..., :count, :].movedim(2, 0))
+        return self._read(self.tensors.rows[page][:, :, :count])
 
     def write_rows(self, pages: torch.Tensor, row: torch.Tensor, states: KeyValue) -> None:
         """Write keys and values `[1, Hkv, n, D]` to rows `row` `[n]`, counted through all of `pages`."""
-        place = (pages[row // self.tensors.page_rows], slice(None), slice(None), row % self.tensors.page_rows)
-        self.tensors.rows[place] = self._as_rows(states).permute(2, 1, 0, 3)
+        page, row = pages[row // self.tensors.page_rows], row % self.tensors.page_rows
+        self.tensors.rows[page, :, row] = torch.cat(states, -1)[0].transpose(0, 1)
 
     def _read(self, rows: torch.Tensor) -> KeyValue:
-        """Keys and values `[..., D]` of rows `[2, ..., D]`, or of rows of latents `[1, ..., Dk + Dv]`."""
-        if len(rows) == 2:
-            return rows[0], rows[1]
-        return rows[0, ..., : self.layout.key_dim], rows[0, ..., self.layout.key_dim :]
-
-    def _as_rows(self, states: KeyValue) -> torch.Tensor:
-        """Rows `[2, Hkv, n, D]` of keys and values `[1, Hkv, n, D]`; of latents `[1, 1, n, Dk + Dv]`."""
-        return torch.stack([x[0] for x in states]) if self.tensors.rows.shape[2] == 2 else torch.cat(states, -1)
+        """Keys and values `[1, Hkv, n * rows, D]` of rows `[n, Hkv, rows, Dk + Dv]` of n pages."""
+        keys, values = rows.transpose(0, 1).flatten(1, 2)[None].split([self.layout.key_dim, self.layout.value_dim], -1)
+        return keys, values
 
 
 def window_page(unit: int, row_bytes: int, window: int) -> tuple[int, int]:

@@ -56,11 +56,13 @@ def tile_of(dim: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(dim))
 
 
-def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16") -> Compiled:
+def build_encode(
+    arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16"
+) -> Compiled:
     """`encode_blocks` of keys or of values."""
-    on = target_of(arch)
-    config, shape = encode_shape(BlockLayout(dim, dim, *bits), is_value, STATES[dtype], on, MATRIX[dtype])
-    constants = (shape, None, on.dependent_launch, config.stages, *[0] * 5)
+    on, layout = target_of(arch), BlockLayout(dim, value_dim or dim, *bits)
+    config, shape = encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype])
+    constants = (shape, None, on.dependent_launch, config.stages, *[0] * 4)
     types: list[str | None] = [f"*{dtype}", "*i32", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
     return build(
@@ -176,9 +178,9 @@ def build_small_latents(
         num_warps=8,
     )
     types: list[str | None] = [own, own, own, *["*i32"] * 3, *["i32"] * 7]
-    sizes = (dim, dim, layout.block_words, *place_of(layout, dtype), rotary)
+    sizes = (1, dim, rotary, dim, rotary, layout.block_words, *place_of(layout, dtype))
     append = build(append_tails, types, sizes, arch, num_warps=4)
-    return [rotate, merge, append, encoder_of_pages(arch, layout, dtype, rotary)]
+    return [rotate, merge, append, encoder_of_pages(arch, layout, dtype)]
 
 
 def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
@@ -299,23 +301,23 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
         num_warps=p.reduce_warps,
     )
     types = [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7]
-    sizes = (dim, tile_of(dim, 1), layout.block_words, *place("4bit_nc", dim), 0)
+    sizes = (2, dim, dim, *[tile_of(dim, 1)] * 2, layout.block_words, *place("4bit_nc", dim))
     append = build(append_tails, types, sizes, arch, num_warps=4)
     return [rotate, reduce, append]
 
 
 def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16") -> Any:
     """The encoder of blocks that new tokens complete."""
-    return encoder_of_pages(arch, BlockLayout(dim, dim, *bits_of(preset)), dtype, 0)
+    return encoder_of_pages(arch, BlockLayout(dim, dim, *bits_of(preset)), dtype)
 
 
-def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str, beside: int) -> Compiled:
-    """`encode_blocks` over pages; `beside` is `Pages.beside`."""
+def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str) -> Compiled:
+    """`encode_blocks` over pages."""
     on, own = target_of(arch), f"*{dtype}"
     config, of_keys = encode_shape(layout, False, STATES[dtype], on, MATRIX[dtype])
     _, of_values = encode_shape(layout, True, STATES[dtype], on, MATRIX[dtype])
     of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
-    constants = (of_keys, of_values, False, 1, *place_of(layout, dtype), SEQUENCES, beside)
+    constants = (of_keys, of_values, False, 1, *place_of(layout, dtype), SEQUENCES)
     types = [own, "*i32", "*fp32", "*fp16", own, "*fp32", "*fp16", own, *["*i32"] * 3]
     types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
     return build(encode_blocks, types, constants, arch, num_warps=config.warps)

@@ -333,7 +333,7 @@ def encode_blocks_of(
 @triton.jit
 def encode_completed(
     keys, values, places, packed, head, part, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, BESIDE: tl.constexpr, BLOCK_B: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_B: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Encode every `workers`-th block that new tokens complete over pages, from rings and new tokens.
 
@@ -342,8 +342,7 @@ def encode_completed(
     _, new, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, tl.arange(0, BLOCK_B), places.count)
     amounts = completed(new, past, SINKS)  # [BB]
     total = tl.sum(amounts, 0)
-    ROW: tl.constexpr = KEYS.HEAD_DIM + BESIDE
-    START: tl.constexpr = KEYS.HEAD_DIM if BESIDE else ROWS * KEYS.HEAD_DIM
+    ROW: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
     if worker < total:
         if part == 0:
             encode_blocks_of(
@@ -351,7 +350,7 @@ def encode_completed(
             )  # fmt: skip
         else:
             encode_blocks_of(
-                values, places, packed, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, START, 1,
+                values, places, packed, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, KEYS.HEAD_DIM, 1,
                 VALUES,
             )  # fmt: skip
 
@@ -362,9 +361,9 @@ def encode_blocks(
     packed,  # [B, H, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
     rotation,  # [DIM, DIM] float32
     channel_scales,  # [B, H, HEAD_DIM] float16; over pages [Hkv, HEAD_DIM]
-    values,  # [T, Hkv, BESIDE or HEAD_DIM], strides as of keys in units of 8 elements; this and the rest over pages
+    values,  # [T, Hkv, HEAD_DIM of values], strides as of keys in units of 8 elements; this and the rest over pages
     value_rotation, value_channel_scales,
-    rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype, or [pages, 1, 1, ROWS, HEAD_DIM + BESIDE]
+    rows,  # [pages, Hkv, ROWS, HEAD_DIM of keys and of values] in their dtype
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
@@ -379,7 +378,6 @@ def encode_blocks(
     OF_VALUES: tl.constexpr,  # over pages
     PDL: tl.constexpr, STAGES: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BESIDE: tl.constexpr,  # `Pages.beside`, a power of two
 ):  # fmt: skip
     """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`.
 
@@ -406,5 +404,5 @@ def encode_blocks(
             EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales),
             EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
             places, packed, head, tl.program_id(2), worker, workers,
-            SINKS, RING, ROWS, BESIDE, BLOCK_B, C, VALUES,
+            SINKS, RING, ROWS, BLOCK_B, C, VALUES,
         )  # fmt: skip

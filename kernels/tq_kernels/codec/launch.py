@@ -159,7 +159,7 @@ def _encode_launches(
         options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
         if on.dependent_launch and is_value:
             options["launch_pdl"] = True
-        constants = (shape, None, on.dependent_launch, config.stages, *[0] * 5)
+        constants = (shape, None, on.dependent_launch, config.stages, *[0] * 4)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         launch = Launch(
             kernel,
@@ -189,7 +189,7 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     block_b = triton.next_power_of_2(max(count, sequences.least_padding))
-    constants = (of_keys, of_values, False, 1, *pages.place, block_b, pages.beside)
+    constants = (of_keys, of_values, False, 1, *pages.place, block_b)
     numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
     ENCODE(
         (min(most, programs), kv_heads, 2),

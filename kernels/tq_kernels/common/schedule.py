@@ -66,13 +66,13 @@ def ring_rows(
     rows, pages, row, valid, kv_head, page_blocks, DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to keys of rows `row` [n] of a ring; values are ROWS * DIM elements further.
+    """Pointers to rows `row` [n] of a ring: keys, and their values behind them.
 
     Args:
         rows: Pointer to the layer's first page, of the model's dtype.
         pages: Pointer to the sequence's pages.
         valid: [n] whether the row exists; pages of others are not read.
-        DIM: Elements of a row: channels of a key. With `Pages.beside`, those of a value are added, which follow.
+        DIM: Elements of a row: channels of a key and of a value.
     """
     SIZE: tl.constexpr = BLOCK_WORDS * 32 // rows.dtype.element_ty.primitive_bitwidth
     page = tl.load(pages + row // ROWS, mask=valid, other=0).to(tl.int64)
@@ -104,21 +104,18 @@ class NewTokens(NamedTuple):
 
 @triton.jit
 def dense_rows(
-    rows, pages, new: NewTokens, t, packed, past, length, first, kv_head, page_blocks, DIM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    BESIDE: tl.constexpr = 0,
+    rows, pages, new: NewTokens, t, packed, past, length, first, kv_head, page_blocks, DK: tl.constexpr,
+    DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Pointers [n] to keys and values of a sequence's dense tokens `t` [n]: sinks, then those of its `past` tokens
     after `packed` blocks, then new tokens from `first` on. Tokens from `length` on do not exist."""
     token = tl.where(t < SINKS, t, t + packed * TOKENS)
     old = token < past
     row = row_of(token, SINKS, RING)
-    in_page = ring_rows(rows, pages, row, old, kv_head, page_blocks, DIM + BESIDE, ROWS, BLOCK_WORDS)
+    in_page = ring_rows(rows, pages, row, old, kv_head, page_blocks, DK + DV, ROWS, BLOCK_WORDS)
     token = (first + tl.minimum(t, length - 1) + packed * TOKENS - past).to(tl.int64)
     k_row = tl.where(old, in_page, new.key + token * new.key_t + kv_head * new.key_h)
-    v_row = tl.where(
-        old, in_page + (DIM if BESIDE else ROWS * DIM), new.value + token * new.value_t + kv_head * new.value_h
-    )
+    v_row = tl.where(old, in_page + DK, new.value + token * new.value_t + kv_head * new.value_h)
     return k_row, v_row
 
 

@@ -45,22 +45,16 @@ def load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
 
 @triton.jit
 def _copy_rows(
-    key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DIM: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr,
+    key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DK: tl.constexpr, DV: tl.constexpr,
+    TILE_K: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
     """Copy keys and values of tokens `token` [n] int64 to the rows at pointers `at` [n]."""
-    d = tl.arange(0, TILE)[None, :]
-    inside = valid[:, None] & (d < DIM)
-    k = tl.load(key + (token * key_t + kv_head * key_h)[:, None] + d, mask=inside)
-    if BESIDE:
-        d_value = tl.arange(0, BESIDE)[None, :]
-        v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + d_value, mask=valid[:, None])
-        tl.store(at[:, None] + d, k, mask=inside)
-        tl.store(at[:, None] + (DIM + d_value), v, mask=valid[:, None])
-    else:
-        v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + d, mask=inside)
-        tl.store(at[:, None] + d, k, mask=inside)
-        tl.store(at[:, None] + (ROWS * DIM + d), v, mask=inside)
+    dk, dv = tl.arange(0, TILE_K)[None, :], tl.arange(0, TILE_V)[None, :]
+    has_k, has_v = valid[:, None] & (dk < DK), valid[:, None] & (dv < DV)
+    k = tl.load(key + (token * key_t + kv_head * key_h)[:, None] + dk, mask=has_k)
+    v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + dv, mask=has_v)
+    tl.store(at[:, None] + dk, k, mask=has_k)
+    tl.store(at[:, None] + (DK + dv), v, mask=has_v)
 
 
 @kernel("slot:scale_at")
@@ -96,7 +90,7 @@ def rotate_and_append(
 def append_to_pages(
     keys,  # [T, Hkv, DIM], strides in units of 8 elements, like values and queries
     values,  # [T, Hkv, DIM]
-    rows,  # [pages, Hkv, 2, ROWS, DIM] of keys and values
+    rows,  # [pages, Hkv, ROWS, 2 * DIM]
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
@@ -137,11 +131,12 @@ def append_to_pages(
             # Fetch the table for the kernel that attends: a line of 32 pages a thread.
             fetch(pages + tl.minimum(tl.arange(0, 256) * 32, width - 1))
         row = row_of(past, SINKS, RING) + tl.zeros([BLOCK_H], tl.int32)
-        at = ring_rows(rows, pages, row, exists, head, page_blocks, KEYS.HEAD_DIM, ROWS, KEYS.BLOCK_WORDS)
+        DIMS: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
+        at = ring_rows(rows, pages, row, exists, head, page_blocks, DIMS, ROWS, KEYS.BLOCK_WORDS)
         token = first.to(tl.int64) + tl.zeros([BLOCK_H], tl.int64)
         _copy_rows(
             keys, values, token, at, exists, head, key_t * 8, key_h * 8, value_t * 8, value_h * 8,
-            KEYS.HEAD_DIM, KEYS.TILE, ROWS, 0,
+            KEYS.HEAD_DIM, VALUES.HEAD_DIM, KEYS.TILE, VALUES.TILE,
         )  # fmt: skip
     elif index < copies + rotations:
         i = (index - copies) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -168,7 +163,7 @@ def append_to_pages(
         encode_completed(
             EncodedStates(keys, None, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
             EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales), places,
-            packed, task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers, SINKS, RING, ROWS, 0, BLOCK_B, KEYS,
+            packed, task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers, SINKS, RING, ROWS, BLOCK_B, KEYS,
             VALUES,
         )  # fmt: skip
 
@@ -410,22 +405,21 @@ TAIL_ROWS = tl.constexpr(32)
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
 def append_tails(
-    key,  # [T, Hkv, DIM], strides in units of 8 elements, like value
-    value,  # [T, Hkv, BESIDE or DIM]
+    key,  # [T, Hkv, DK], strides in units of 8 elements, like value
+    value,  # [T, Hkv, DV]
     rows,  # as in `ring_rows`
     block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
-    page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr,
-    RING: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr,
+    page_blocks, LEAST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the last RING new tokens of sequences with several to their rings, and sinks to their sink pages; with
-    latents those of all sequences. BESIDE is `Pages.beside`.
+    """Write the last RING new tokens of sequences with LEAST or more to their rings, and sinks to their sink pages.
 
     Grid: (B, Hkv, (RING + SINKS) / TAIL_ROWS).
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-    if new <= (0 if BESIDE else 1):
+    if new < LEAST:
         return
     row = tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
     # Invert row_of(): the newest token of each row [32], and its index among the new ones.
@@ -434,24 +428,22 @@ def append_tails(
     fresh = token - past
     valid = (fresh >= 0) & (fresh < new) & (row < RING + SINKS) & ((token < SINKS) == (row >= RING))
     at = ring_rows(
-        rows, block_table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DIM + BESIDE, ROWS,
-        BLOCK_WORDS,
+        rows, block_table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DK + DV, ROWS, BLOCK_WORDS,
     )  # fmt: skip
     _copy_rows(
         key, value, (first + fresh).to(tl.int64), at, valid, kv_head,
-        key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS, BESIDE,
+        key_t * 8, key_h * 8, value_t * 8, value_h * 8, DK, DV, TILE_K, TILE_V,
     )  # fmt: skip
 
 
 APPEND_TAILS = Kernel(append_tails)
 
 
-def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
-    """Write the newest rows of sequences with several new tokens (with latents of all) to their rings, and sinks to
-    their pages."""
-    _, key, value = tokens
-    count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
-    constants = (dim, triton.next_power_of_2(dim), pages.layout.block_words, *pages.place, pages.beside)
+def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences, least: int = 2) -> None:
+    """Write the newest rows of sequences with `least` new tokens or more to their rings, and sinks to their pages."""
+    (_, key, value), layout, count = tokens, pages.layout, sequences.cu_seqlens_q.shape[0] - 1
+    dims = (layout.key_dim, layout.value_dim)
+    constants = (least, *dims, *map(triton.next_power_of_2, dims), layout.block_words, *pages.place)
     APPEND_TAILS(
         (count, key.shape[1], -(-(pages.ring_rows + pages.sinks) // TAIL_ROWS.value)),
         (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),

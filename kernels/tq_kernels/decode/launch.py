@@ -98,7 +98,7 @@ class DecodeLaunch:
             assert encoder is not None
             ring: tuple[Any, ...] = (held.rows,)
             self.written = (blocks, *encoder, held.value_channel_scales)
-            self.layout, self.kv_heads, self.value_dim = held.layout, held.rows.shape[1], held.rows.shape[4]
+            self.layout, self.kv_heads = held.layout, held.rows.shape[1]
             dense, sizes = (None,) * 4, (held.place, held.page_blocks, held.ring_pages)
         else:
             packed, sinks, ring = held
@@ -106,11 +106,11 @@ class DecodeLaunch:
             blocks, self.layout = packed.data, packed.layout
             scales, self.block_strides = packed.channel_scales, packed.block_strides
             self.kv_heads, self.capacity = blocks.shape[1:3]
-            self.sinks, self.value_dim = sinks[0].shape[2], ring[1].shape[3]
+            self.sinks = sinks[0].shape[2]
             dense = (*sinks, *ring)
             sizes = (self.sinks, ring[0].shape[2:], sinks[0].stride(), ring[0].stride(), self.capacity)
             sizes = (*sizes, self.block_strides)
-        self.ring, self.dtype, self.device = ring, ring[0].dtype, blocks.device
+        self.value_dim, self.ring, self.dtype, self.device = self.layout.value_dim, ring, ring[0].dtype, blocks.device
         self.on_gpu = self.device.type == "cuda"
         # Tensors of blocks, dense rows, queries and outputs.
         self.tensors: tuple[Any, ...] = ((blocks,), dense, *zip(rotations, scales, strict=True))

@@ -133,7 +133,6 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         bias = load_bias(mask_at, first, mask.stride_t)
     for block in tl.range(first, last):
         if blocks.block_table is None:
-            at = blocks.head + block * C.BLOCK_WORDS
             next_at = at + C.BLOCK_WORDS
         else:
             next_at = blocks.head + page.to(tl.int64) * page_words
@@ -194,8 +193,8 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             for plane in tl.static_range(4):
                 weights += ((p[plane] * value_scale[plane][:, None]).to(tl.float16),)
             acc = add_chunks(decayed, parts.value_words, vc[:, None], n[None, :], weights, C)
+        at = next_at
         if blocks.block_table is not None:
-            at = next_at
             page = tl.load(blocks.block_table + block + 2, mask=block + 2 < last, other=0)
 
     total = tl.sum(sums, 0)  # [BR]

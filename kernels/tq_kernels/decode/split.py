@@ -57,7 +57,7 @@ def decode_split(
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
     key,  # [T, Hkv, DK], strides in units of 8 elements; None without pages, as up to `cu_seqlens_k`
     value,  # [T, Hkv, DV]
-    page_rows,  # [pages, Hkv, 2, ROWS, DK] in the model's dtype
+    page_rows,  # [pages, Hkv, ROWS, DK + DV] in the model's dtype
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
@@ -214,7 +214,8 @@ def decode_split(
                 k_row, v_row = dense_rows(
                     page_rows, block_table + batch.to(tl.int64) * width,
                     NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
-                    held, past, length, token, kv_head, blocks_b, C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
+                    held, past, length, token, kv_head, blocks_b, C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS,
+                    C.RING,
                 )  # fmt: skip
                 out, dense_total, dense_maximum = dense_job(
                     k_row, v_row, t, t < length, 0, query, scale, None, None, None, 1, r, rows, scaling_log2,

@@ -247,7 +247,7 @@ def attend_latents_split(
     num_blocks,  # [] int32; over pages [B]
     sink_keys,  # [B, 1, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, like the next
     sink_values,  # [B, 1, sinks, DV]
-    residual_keys,  # [B, 1, residual_capacity, DK]; over pages rows [pages, 1, 1, ROWS, DK + DV]
+    residual_keys,  # [B, 1, residual_capacity, DK]; over pages rows [pages, 1, ROWS, DK + DV]
     residual_values,  # [B, 1, residual_capacity, DV]; over pages None, like the next two
     num_residual,  # [] int32
     num_sinks,  # [] int32
@@ -347,7 +347,7 @@ def attend_latents_split(
         else:
             key_at, value_at = dense_rows(
                 residual_keys, block_table + batch * width, new_tokens, t, blocks, past, tokens, first_new, 0,
-                blocks_b, C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING, C.DV,
+                blocks_b, C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
             )  # fmt: skip
         latents = _load_chunks(key_at, exists, C.CHUNKS, C.DK, C.KEY_BITS)
         x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, C.DV, 8)[0]), C)

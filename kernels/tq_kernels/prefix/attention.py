@@ -234,7 +234,7 @@ def _attend_dense(
                 dense.residual_keys, dense.pages,
                 NewTokens(dense.new_keys, dense.new_values, dense.new_t, 0, dense.new_vt, 0),
                 t, blocks, dense.history + blocks * TOKENS, high, 0, dense.kv_head, dense.page_blocks,
-                C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
+                C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
             )  # fmt: skip
         k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0)
         v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < C.DV)[None, :], other=0.0)

@@ -273,7 +273,8 @@ def decode_split_fragments(
                     k_row, v_row = dense_rows(
                         page_rows, block_table + batch.to(tl.int64) * width,
                         NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
-                        held, past, count, new_token, kv_head, blocks_b, C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
+                        held, past, count, new_token, kv_head, blocks_b, C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS,
+                        C.RING,
                     )  # fmt: skip
                 key_rows += (k_row,)
                 value_rows += (v_row,)

@@ -156,8 +156,8 @@ def paged_step(
 
 def supports_paged_latents(states: torch.Tensor, layout: BlockLayout) -> bool:
     """Whether kernels compute decode steps over pages of latents in blocks of this layout, without waiting for the
-    device. Rows have to hold latents and rotary keys together, as they do unless both have the same width."""
-    return layout.key_dim != layout.value_dim and blocks.supports_latents(states, layout)
+    device."""
+    return blocks.supports_latents(states, layout)
 
 
 def supports_latent_step(
@@ -220,7 +220,7 @@ def attend_latent_pages(
             allocate=allocator(None if is_capturing() else workspace, SCRATCH, device),
         )
         encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
-        append_new_rows(tokens, pages.tensors, sequences)
+        append_new_rows(tokens, pages.tensors, sequences, least=1)
     return means
 
 
