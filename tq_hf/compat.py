@@ -365,7 +365,7 @@ def device_of_inputs(model: Any) -> torch.device:
 
 @lru_cache
 def _states_taken(forward: Any) -> set[str]:
-    """Names of the parameters of `forward` that are states of tokens."""
+    """Names of the parameters of `forward` that are token states."""
     return {name for name in signature(forward).parameters if name.endswith("_states")}
 
 

@@ -70,7 +70,7 @@ class MaskKind(NamedTuple):
 
 
 class StepInputs:
-    """Inputs of a step of S tokens for a batch of one, made on the device from the number of tokens in the cache.
+    """Inputs of a step with S tokens for a batch of one, made on the device from the number of tokens in the cache.
 
     Args:
         model: The model.
@@ -176,7 +176,7 @@ class StepInputs:
 
 
 def _mask_kinds(masks: Masks, rings: list[PreallocatedSlidingLayer], layers: int) -> list[MaskKind]:
-    """Kinds of the masks that transformers made for a cache of this number of layers, sliding ones as rings."""
+    """Kinds of masks that transformers made for a cache of `layers` layers, sliding ones as rings."""
     slides = "sliding_attention" if rings else None
     every = masks if isinstance(masks, dict) else {slides if len(rings) == layers else "all": masks}
     return [

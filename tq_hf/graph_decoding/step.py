@@ -75,7 +75,7 @@ def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
 
 
 def take_positions(model: Any, cache: Cache, inputs: dict[str, Any], cached: int, tokens: int) -> torch.Tensor | None:
-    """Take position ids out of the `inputs` of a step of `tokens` tokens after `cached` ones.
+    """Take position ids out of the `inputs` of a step: `tokens` tokens after `cached` ones.
 
     EXAONE 4.5 hands on none, and counts from the length of its cache. That is a number on the host where the first
     layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.

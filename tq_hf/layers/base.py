@@ -104,7 +104,7 @@ class FullAttentionLayer(BatchedLayer):
         raise NotImplementedError
 
     def takes_step(self, tokens: int) -> bool:
-        """Whether a call of this number of tokens is a decode step of a preallocated layer."""
+        """Whether a call of this number of tokens is a decode step, if the layer is preallocated."""
         raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -116,7 +116,7 @@ class FullAttentionLayer(BatchedLayer):
 
 
 def replaced(value: Any, kind: type, function: Callable[[Any], torch.Tensor]) -> Any:
-    """Replace tensors of a class by the results of `function` in an argument of an operation, nested or not."""
+    """Replace tensors of a class, nested or not, by results of `function` in an argument of an operation."""
     if isinstance(value, kind):
         return function(value)
     if type(value) in (tuple, list):

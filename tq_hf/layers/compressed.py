@@ -232,7 +232,7 @@ class TurboQuantLayer(FullAttentionLayer):
     ) -> KeyValue:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return keys and values for attention.
 
-        `padding` is that of the tokens of a call of several, if known: each row's first real tokens become its sinks.
+        `padding`, if known, is that of a call of several tokens: each row's first real tokens become its sinks.
 
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
@@ -468,6 +468,6 @@ class TurboQuantLayer(FullAttentionLayer):
 
 
 def _as_appended(view: View, states: KeyValue) -> KeyValue:
-    """Dense states of `view` in the order in which the tokens came, which those of a first call are in already."""
+    """Dense states of `view` in the order in which the tokens came. A first call has its states in this order."""
     order = None if view.counts is None else view.tensors.order
     return states if order is None else order.swapped_states(states)

@@ -1,7 +1,7 @@
 """Fingerprint of the model of a cache: fields of its config, a sample of its weights, and its adapters.
 
 Keys and values are useless to another model, even to a fine-tune of the same shape. The fingerprint therefore contains
-a hash of 64 values of every parameter of the decoder in float64. The hash is equal on every device and for every
+a hash: 64 values of every parameter of the decoder in float64. The hash is equal on every device and for every
 attention implementation. Casting the weights to another dtype changes the hash, as it changes keys and values.
 
 The weights do not show which adapters are active, or their scaling. That is read from PEFT's layers.

@@ -20,7 +20,7 @@ from ..compat import mark_static_addresses
 from ..layers.base import Probe, State, like_held
 
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
-"""Axis of tokens in the tensors of a method of the cache. The batch is axis 0 in all methods."""
+"""Axis of tokens in the tensors that a method of the cache takes. The batch is axis 0 in all methods."""
 METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
 """All recorded methods of the cache."""
 TOKEN_AXES_OF_LAYERS = {"update_index": -2}

@@ -72,7 +72,7 @@ class Estimator:
         """Quantization method of the checkpoint's weights, or `None`."""
         counted, note = weights.weight_bytes(run.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
-        """Number of bytes of the weights of the whole model: quantized as its config says, otherwise in `dtype`."""
+        """Bytes of the whole model's weights: quantized as its config says, otherwise in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []
         """Sentences for the user about parts that are not counted, or not exactly."""
         if not run.whole:
@@ -160,8 +160,8 @@ class Estimator:
     def max_batch(
         self, preset: str | TurboQuantConfig | None, memory: int, context: int, *, max_cache_len: int | None = None
     ) -> int | None:
-        """Find the largest number of sequences of `context` tokens with a cache of at most `memory` bytes. Returns 0 if
-        one sequence does not fit."""
+        """Find the most sequences of `context` tokens whose cache takes at most `memory` bytes; 0 if one does
+        not fit."""
         return _largest(lambda n: self.footprint(preset, context, n, max_cache_len=max_cache_len).total <= memory)
 
 

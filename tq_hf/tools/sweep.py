@@ -90,7 +90,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Results of a sweep: KL in nats, and bytes of the cache of one sequence of `context` tokens.
+    """Results of a sweep: KL in nats, and bytes of a cache with one sequence of `context` tokens.
 
     Args:
         context: Number of tokens for which bytes are counted.
