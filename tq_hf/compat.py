@@ -34,9 +34,7 @@ logger = logging.get_logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Number = tuple[int, int]
-
-TESTED: dict[str, tuple[Number, Number]] = {
+TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "torch": ((2, 9), (2, 15)),
     "transformers": ((5, 17), (5, 24)),
     "triton": ((3, 5), (3, 9)),
@@ -162,11 +160,9 @@ def report_untested() -> None:
     """Log one line if a package is older or newer than the tested versions."""
     installed = {}
     for name in TESTED:
-        try:
+        with suppress(PackageNotFoundError):
             # Prefer the version of the imported module: several installations may be on the path.
             installed[name] = getattr(sys.modules.get(name), "__version__", None) or version(name)
-        except PackageNotFoundError:
-            continue
     if clauses := untested(installed):
         logger.warning(
             f"tq_hf has not been run with {' and '.join(clauses)}. Compare an answer with that of transformers' own "
@@ -326,7 +322,12 @@ def storage_id(tensor: torch.Tensor) -> int:
 def changes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Differs once a tensor made outside of inference mode, or a view that shares its count, was written to in place
     (`_version`: torch 2.9 to 2.15), or given other memory."""
-    return tensor._version, tensor.untyped_storage()._cdata
+    return tensor._version, storage_id(tensor)
+
+
+def compiled_frame() -> Any:
+    """Id of the graph that is being compiled (torch 2.9 to 2.15)."""
+    return torch._guards.CompileContext.current_compile_id()
 
 
 def has_forward_hooks(module: Any) -> bool:
@@ -474,13 +475,11 @@ def _takes(model: type[PreTrainedModel]) -> bool:
     return model._supports_sdpa or others
 
 
-def _models() -> Iterator[type[PreTrainedModel]]:
+def _models(kind: type[PreTrainedModel] = PreTrainedModel) -> Iterator[type[PreTrainedModel]]:
     """Yield all model classes imported so far."""
-    pending = [PreTrainedModel]
-    while pending:
-        for model in pending.pop().__subclasses__():
-            pending.append(model)
-            yield model
+    for model in kind.__subclasses__():
+        yield model
+        yield from _models(model)
 
 
 def _callers(frame: FrameType | None, but: str = "") -> Iterator[FrameType]:

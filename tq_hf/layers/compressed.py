@@ -26,7 +26,7 @@ from ..tensors.sinks import Padding, check_index
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .copies import copy_of, plain
-from .expansion import pending
+from .expansion import leave
 from .handle import Handle, placeholders
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
@@ -293,11 +293,12 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def _compiled_states(self, view: View) -> KeyValue:
         """States that a compiled step returns."""
-        if not self.reads_packed or not (self.is_untouched or self.expands):
-            return self.dense(view)
-        handle = Handle(self, view)
-        pending[:] = [handle] if self.expands else []
-        return placeholders(handle, self._nan)
+        if self.reads_packed and self.is_untouched:
+            return placeholders(Handle(self, view), self._nan)
+        states = self.dense(view)
+        if self.reads_packed and self.expands:
+            leave(Handle(self, view))
+        return states
 
     def _warn_about_dequantized_steps(self, view: View) -> None:
         config = None if self._model_config is None else self._model_config()

@@ -8,8 +8,9 @@ attention knows the module, its queries absorb the linear layer, and the history
 A module is known if the weight of the linear layer explains the keys and values of its first prompt. Numbers are
 compared once; in every later call the operations have to be the same.
 
-A compiled step cannot record. Its update leaves the handle in `pending`, and attention takes the handle and the
-`up_projection` of the module; the compiler removes the operations in between, whose results nothing reads.
+A compiled step cannot record. Its update returns dense states and calls `leave`; in the same graph, attention calls
+`take` and reads packed latents with the `up_projection` of the module. The compiler then removes the dense states and
+the operations on them, which nothing reads. If the graph breaks in between, attention reads the dense states.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from tq_kernels.types import KeyValue
 
-from ..compat import METADATA, as_plain_tensors, is_traceable_wrapper_subclass
+from ..compat import METADATA, as_plain_tensors, compiled_frame, is_traceable_wrapper_subclass
 from .base import replaced
 
 RECORDED = {"linear", "view", "transpose", "split", "expand", "new_empty", "__getitem__", "copy_"}
@@ -34,8 +35,10 @@ COMPARED_TOKENS = 8
 known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 """Signature of a module's expansion; `()` if the weight does not explain it."""
 
-pending: list[Any] = []
-"""`Handle` of a compiled step, between `update` and attention."""
+_left: Any = None
+"""`Handle` that `leave` stored in a graph, until `take`."""
+_frame: Any = None
+"""`compiled_frame` of the last `leave`. Only one thread compiles at a time."""
 
 
 class Result(NamedTuple):
@@ -134,6 +137,33 @@ class ExpandedStates(torch.Tensor):
         if expansion is not None and expansion.records(func, args, kwargs):
             return expansion.record(func, args, kwargs)
         return func(*real(args), **real(kwargs))
+
+
+@torch.compiler.assume_constant_result
+def _mark_frame() -> None:
+    global _frame
+    _frame = compiled_frame()
+
+
+@torch.compiler.assume_constant_result
+def _is_marked() -> bool:
+    return _frame is not None and _frame == compiled_frame()
+
+
+def leave(handle: Any) -> None:
+    """Leave a `Handle` for `take` in the graph that is being compiled."""
+    global _left
+    _left = handle
+    _mark_frame()
+
+
+def take() -> Any:
+    """Take the `Handle` that an update left in this graph; `None` in eager mode, or if the graph broke in between."""
+    global _left
+    if not (torch.compiler.is_dynamo_compiling() and _is_marked()):
+        return None
+    handle, _left = _left, None
+    return handle
 
 
 def real(value: Any) -> Any:
