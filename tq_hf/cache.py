@@ -49,6 +49,14 @@ from .tensors.sinks import Padding
 
 logger = logging.get_logger(__name__)
 
+OURS: dict[Any, Any] = {
+    DynamicLayer: lambda layer: GrowingLayer(),
+    StaticLayer: lambda layer: PreallocatedLayer(layer.max_cache_len),
+    DynamicSlidingWindowLayer: SlidingLayer.like,
+    StaticSlidingWindowLayer: PreallocatedSlidingLayer.like,
+}
+"""Our layer for each of transformers' layers that are not compressed."""
+
 
 class TurboQuantCache(Copyable, DynamicCache):
     """KV cache that stores full-attention layers in 2 to 4 bits (keys also in FP8). A drop-in for `generate()`.
@@ -493,14 +501,8 @@ def _layer_for(
     if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
         config = config.of_layer(model_config.get_text_config(decoder=True))
         return TurboQuantLayer(config, max_cache_len, model_config)
-    if type(layer) is DynamicLayer:
-        return GrowingLayer()
-    if type(layer) is StaticLayer:
-        return PreallocatedLayer(layer.max_cache_len)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return SlidingLayer.like(layer)
-    if type(layer) is StaticSlidingWindowLayer:
-        return PreallocatedSlidingLayer.like(layer)
+    if type(layer) in OURS:
+        return OURS[type(layer)](layer)
     if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
         logger.warning_once(
             f"Layers of the class {type(layer).__name__} are not compressed, although they cache all tokens: this "

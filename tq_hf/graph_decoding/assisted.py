@@ -453,35 +453,17 @@ class AssistedLoop(Loop):
         width = self.longest + self.tokens
         addresses = [tensor.data_ptr() for layer in self.drafts.layers for tensor in tensors_of(layer)]
         key = (*self._key(made.constants, None, None, width), made.shapes, self.drafts.key, addresses)
-        step: Any = latest_steps.get(self.cache)
-        if self._reuses(step, key):
-            step.inputs.copy_(made)
-        else:
-            latest_steps.pop(self.cache, None)
-            step = latest_steps[self.cache] = self._new_tensors(key, made, width)
-        step.history[:, : self.length] = self.prompt
-        step.at.fill_(self.length)
+
+        def tensors() -> dict[str, Any]:
+            shift, accepted = self.prompt.new_zeros(1), self.prompt.new_zeros(self.tokens + 1)
+            return {"inputs": made.cloned(), "drafts": self.drafts, "shift": shift, "accepted": accepted}
+
+        step: AssistedTensors = self._set(AssistedTensors, key, width, tensors)
+        step.inputs.copy_(made)
         step.shift.fill_(self.length - self.cached)
-        step.unfinished.fill_(True)
         return step
 
-    @outside_inference_mode
-    def _new_tensors(self, key: tuple[Any, ...], inputs: StepInputs, width: int) -> AssistedTensors:
-        """Allocate step tensors outside of inference mode, so that later calls may write."""
-        number = self.prompt.new_zeros(1)
-        return AssistedTensors(
-            key=key,
-            inputs=inputs.cloned(),
-            drafts=self.drafts,
-            shift=number.clone(),
-            history=self.prompt.new_zeros(1, width),
-            at=number,
-            unfinished=torch.ones_like(number, dtype=torch.bool),
-            accepted=self.prompt.new_zeros(self.tokens + 1),
-        )
-
     def _advance(self, step: Any) -> None:
-        """Run one step."""
         self._run_or_replay(step)
         if not self.selects_in_graph:
             self._verify(step)

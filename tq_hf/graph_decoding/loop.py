@@ -14,6 +14,7 @@ the same loop runs step by step. `assisted.py` has the loop of assisted decoding
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -285,45 +286,37 @@ class Loop:
         masks = without_columns(masks, self.layers, self.cached, self.windows)
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
-        step: Any = latest_steps.get(self.cache)
         key = self._key(first, positions, masks, width)
-        if not self._reuses(step, key):
-            latest_steps.pop(self.cache, None)
-            step = latest_steps[self.cache] = self._new_step(key, positions, masks, first, width)
-        else:
-            if positions is not None and step.positions is not None:
-                step.positions.copy_(positions)
-            for mask, first_mask in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
-                mask.copy_(first_mask)
+
+        def tensors() -> dict[str, Any]:
+            token, held = self.prompt.new_zeros(self.prompt.shape[0], 1), map_masks(torch.clone, masks)
+            places = None if positions is None else positions.clone()
+            return dict(token=token, positions=places, masks=held, column=self.prompt.new_zeros(1), constants=first)
+
+        step = self._set(StepTensors, key, width, tensors)
+        if positions is not None:
+            step.positions.copy_(positions)
+        for own, given in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
+            own.copy_(given)
         step.column.fill_(self.cached)
+        return step
+
+    @outside_inference_mode
+    def _set(self, kind: Any, key: tuple[Any, ...], width: int, tensors: Callable[[], Any]) -> Any:
+        """Step tensors of class `kind` with room for `width` tokens, set for the first step: those of the last call,
+        with its graph, or new ones, whose own fields `tensors` makes. Outside of inference mode later calls may write.
+        """
+        step = latest_steps.pop(self.cache, None)
+        # Under autocast, a graph reads copies of weights that are freed when autocast ends.
+        if step is None or step.key != key or (self.captures and autocast_dtype(self.prompt) is not None):
+            step = None  # free the last graph first
+            history = self.prompt.new_zeros(self.prompt.shape[0], width)
+            step = kind(key=key, history=history, at=history.new_zeros(1), unfinished=history[:, 0] == 0, **tensors())
+        latest_steps[self.cache] = step
         step.history[:, : self.length] = self.prompt
         step.at.fill_(self.length)
         step.unfinished.fill_(True)
         return step
-
-    def _reuses(self, step: Any, key: tuple[Any, ...]) -> bool:
-        """Whether the tensors and the graph of the last call serve this one."""
-        # Under autocast, a graph reads copies of weights that are freed when autocast ends.
-        stale = self.captures and autocast_dtype(self.prompt) is not None
-        return step is not None and step.key == key and not stale
-
-    @outside_inference_mode
-    def _new_step(
-        self, key: tuple[Any, ...], positions: torch.Tensor | None, masks: Masks, constants: dict[str, Any], width: int
-    ) -> StepTensors:
-        """Allocate step tensors for up to `width` tokens, outside of inference mode, so that later calls may write."""
-        batch, device = self.prompt.shape[0], self.prompt.device
-        return StepTensors(
-            key=key,
-            token=torch.zeros(batch, 1, dtype=torch.int64, device=device),
-            positions=None if positions is None else positions.clone(),
-            masks=map_masks(torch.clone, masks),
-            column=torch.zeros(1, dtype=torch.int64, device=device),
-            constants=constants,
-            history=torch.zeros(batch, width, dtype=torch.int64, device=device),
-            at=torch.zeros(1, dtype=torch.int64, device=device),
-            unfinished=torch.ones(batch, dtype=torch.bool, device=device),
-        )
 
     def _key(
         self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int

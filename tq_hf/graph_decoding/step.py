@@ -87,7 +87,6 @@ def take_positions(model: Any, cache: Cache, inputs: dict[str, Any], cached: int
 
 
 def mask_tensors(masks: Masks) -> list[torch.Tensor]:
-    """List the masks."""
     every = masks.values() if isinstance(masks, dict) else [masks]
     return [mask for mask in every if mask is not None]
 
@@ -163,26 +162,20 @@ class LateFlags:
     """
 
     def __init__(self, device: torch.device, size: int, receive: Callable[[torch.Tensor], object] | None) -> None:
-        self.lag = 1 if device.type == "cuda" else 0
-        self.receive = receive
         pinned = device.type == "cuda"
-        self._slots = [
-            (
-                torch.zeros((), dtype=torch.bool, pin_memory=pinned),
-                torch.zeros(size, dtype=torch.long, pin_memory=pinned),
-            )
-            for _ in range(2)
-        ]
+        self.lag, self.receive = int(pinned), receive
+        # Tokens, and the flag after them.
+        self._slots = [torch.zeros(size + 1, dtype=torch.long, pin_memory=pinned) for _ in range(2)]
         self._copied = [torch.cuda.Event(blocking=True) if pinned else None for _ in range(2)]
         self._steps = 0
 
     def record(self, unfinished: torch.Tensor, token: torch.Tensor) -> bool:
         """Copy the flags and tokens `[size]` of a step to the host. Returns whether all sequences had ended `lag` steps
         ago."""
-        flag, tokens = self._slots[self._steps % 2]
-        flag.copy_(~unfinished.any(), non_blocking=True)
+        slot = self._slots[self._steps % 2]
+        slot[-1:].copy_((~unfinished.any()).long(), non_blocking=True)
         if self.receive is not None:
-            tokens.copy_(token, non_blocking=True)
+            slot[:-1].copy_(token, non_blocking=True)
         if (event := self._copied[self._steps % 2]) is not None:
             event.record()
         self._steps += 1
@@ -191,10 +184,10 @@ class LateFlags:
     def _read(self, step: int) -> bool:
         if (event := self._copied[step % 2]) is not None:
             event.synchronize()
-        flag, tokens = self._slots[step % 2]
+        slot = self._slots[step % 2]
         if self.receive is not None:
-            self.receive(tokens.clone())
-        return bool(flag)
+            self.receive(slot[:-1].clone())
+        return bool(slot[-1])
 
     def read_now(self) -> bool:
         """Wait for the last step, and record no further one. Returns whether all sequences have ended."""

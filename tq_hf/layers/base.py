@@ -61,7 +61,6 @@ class BatchedLayer(Copyable, CacheLayerMixin):
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace every tensor by `function` of it."""
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
             self.keys, self.values = function(self.keys), function(self.values)

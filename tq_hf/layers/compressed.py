@@ -27,7 +27,7 @@ from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .copies import copy_of, plain
 from .expansion import leave
-from .handle import Handle, placeholders
+from .handle import Handle
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
 """Tensors in the file of a balanced layer."""
@@ -49,23 +49,21 @@ class TurboQuantLayer(FullAttentionLayer):
     model may expand latents for "turboquant" (MLA): its attention then reads packed latents, see
     `tq_hf.layers.expansion`.
 
-    A compiled step returns placeholders if the states of the last eager call were only passed to attention, or were
-    latents expanded in a known way. Otherwise the step returns dequantized states.
+    A compiled step returns placeholders if the states of the last eager call were only passed to attention. Otherwise
+    it returns dequantized states, which are not computed if attention reads packed latents instead.
 
-    Attributes besides the store and the channel scales; `reset` returns the first six to their first value:
+    Attributes besides the store and the channel scales:
 
-        needs_queries   True, then False    defer encoding a prompt until attention passes its queries to `resolve`;
-                                            False once attention did not, and the cache encoded the prompt
-        reader          None, then weakref  config of the attention module that resolved a handle of this layer; names
-                                            the attention function that the model uses now
-        is_untouched    False or True       whether the last eager call only passed its states to attention; True by
-                                            `resolve`, False by an operation on lazy states
-        expands         False or True       whether the last eager call expanded latents by `kv_b_proj`, in a known way
-        _assigned       None or a tensor    assigned keys without assigned values, or values without keys
-        _had_gradients  False, then True    whether states of an earlier call had gradients, which are lost
-        _edits          numbers             changes of keys, of values and of both, appended tokens not counted
-        prompt          None or states      first prompt, dense, while forward hooks of the attention module run
-        _nan            one NaN             base of lazy states and placeholders, made with the store
+        needs_queries   whether to defer encoding a prompt until attention passes its queries to `resolve`; False once
+                        attention did not
+        reader          config of the attention module that resolved a handle of this layer; names its function
+        is_untouched    whether the last eager call only passed its states to attention
+        expands         whether the last eager call expanded latents by `kv_b_proj`, in a known way
+        _assigned       assigned keys without assigned values, or values without keys
+        _had_gradients  whether states of an earlier call had gradients, which are lost
+        _edits          numbers of changes of keys, values and both, appended tokens not counted
+        prompt          first prompt, dense, while forward hooks of the attention module run
+        _nan            one NaN, the base of lazy states
 
     Args:
         config: Preset of the layer.
@@ -292,13 +290,12 @@ class TurboQuantLayer(FullAttentionLayer):
         return handle.attached((keys.view_as(keys), values.view_as(values)))
 
     def _compiled_states(self, view: View) -> KeyValue:
-        """States that a compiled step returns."""
-        if self.reads_packed and self.is_untouched:
-            return placeholders(Handle(self, view), self._nan)
-        states = self.dense(view)
+        handle = Handle(self, view)
+        if self.reads_packed and self.is_untouched:  # expanded, so without memory; no operation reads them
+            return handle.attached((self._nan.expand(handle.shape(0)), self._nan.expand(handle.shape(1))))
         if self.reads_packed and self.expands:
-            leave(Handle(self, view))
-        return states
+            leave(handle)
+        return self.dense(view)
 
     def _warn_about_dequantized_steps(self, view: View) -> None:
         config = None if self._model_config is None else self._model_config()

@@ -177,12 +177,6 @@ def _real(value: Any) -> Any:
     return real(replaced(value, LazyStates, lambda lazy: lazy._handle.states()[lazy._index]))
 
 
-def placeholders(handle: Handle, nan: torch.Tensor) -> KeyValue:
-    """Keys and values of a compiled step, for attention to resolve by their handle. They have the shape, dtype and
-    device of the states, and no memory; reading them yields NaN. `nan` is one NaN, `[1, 1, 1, 1]`."""
-    return handle.attached((nan.expand(handle.shape(0)), nan.expand(handle.shape(1))))
-
-
 def for_graphs(states: KeyValue) -> KeyValue:
     """Prepare states of an eager update for a compiled caller.
 

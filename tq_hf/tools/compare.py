@@ -87,7 +87,6 @@ class Comparison:
 
     @cached_property
     def baseline(self) -> Answer:
-        """Answer on a `DynamicCache`."""
         attention = "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
         return self._answer(BASELINE, attention, DynamicCache(config=self.model.config))
 

@@ -23,10 +23,9 @@ from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
-from ..compat import storage_id
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..memory import MemoryFootprint, bytes_in_16_bits, tensors_by_kind
+from ..memory import MemoryFootprint, measure
 from ..saving.recorded import Call
 from ..stores.store import LayerStore
 from . import weights
@@ -139,7 +138,7 @@ class Estimator:
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            sizes = _measure(alike[0], context + decoding)
+            sizes = _by_kind(measure(alike[:1], context + decoding))
             total.update({name: len(alike) * size for name, size in sizes.items()})
         return MemoryFootprint(**total)
 
@@ -219,14 +218,6 @@ def parse_memory(text: str) -> int:
     return math.floor(number * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))
 
 
-def _measure(layer: Any, tokens: int) -> dict[str, int]:
-    """Count bytes of a layer on the meta device. `tq_hf.memory.measure` cannot: meta storages have no addresses."""
-    sizes = {"bf16_equivalent": bytes_in_16_bits(layer, tokens)}
-    for kind, tensors in tensors_by_kind(layer).items():
-        sizes[kind] = sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-    return sizes
-
-
 def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
     dtype = getattr(config, "dtype", None)
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -253,9 +244,9 @@ def _largest(fits: Callable[[int], bool]) -> int | None:
     """Find the largest number that fits, if all smaller ones fit. Returns 0 if 1 does not fit, `None` above `MOST`."""
     most = 1
     while fits(most):
-        most *= 2
-        if most > MOST:
+        if most == MOST:
             return None
+        most *= 2
     return bisect_left(range(most // 2 + 1, most), True, key=lambda n: not fits(n)) + most // 2
 
 
@@ -276,13 +267,17 @@ class Report:
 
 
 def _by_kind(footprint: MemoryFootprint) -> dict[str, int]:
-    return {name: size for name, size in asdict(footprint).items() if name != "by_device"} | {"total": footprint.total}
+    return {name: size for name, size in asdict(footprint).items() if name != "by_device"}
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """Convert a report to JSON. Sizes are in bytes."""
     presets: list[dict[str, Any]] = [
-        {"preset": row.preset, "after_prefill": _by_kind(row.footprint), "decoding": _by_kind(row.decoding)}
+        {"preset": row.preset}
+        | {
+            name: _by_kind(footprint) | {"total": footprint.total}
+            for name, footprint in (("after_prefill", row.footprint), ("decoding", row.decoding))
+        }
         | ({} if report.free is None else {"max_context": row.max_context, "max_batch": row.max_batch})
         for row in report.rows
     ]
@@ -332,7 +327,6 @@ def print_table(report: Report, console: Console) -> None:
 
 
 def _remarks(report: Report, shrinks: bool) -> list[str]:
-    """Return the sentences below the table."""
     estimator, remarks = report.estimator, []
     if shrinks:
         remarks.append(
