@@ -254,11 +254,7 @@ def _causal(queries: int, length: int, device: torch.device) -> torch.Tensor:
 def _without_unselected(
     module: torch.nn.Module, query: torch.Tensor, length: int, mask: Mask, causal: bool, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Mask out tokens that the model's indexer did not select. Pops `block_indices` and `indices` from `kwargs`.
-
-    Args:
-        length: Number of keys.
-    """
+    """Mask out those of `length` keys that the model's indexer did not select. Pops `block_indices` and `indices`."""
     if (block_indices := kwargs.pop("block_indices", None)) is not None:
         # The model makes this mask for "eager" and "sdpa" only; every other attention function makes its own.
         indexer: Any = module.indexer

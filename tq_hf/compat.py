@@ -51,9 +51,8 @@ of the class set (`.keys`). Versions before the newest tested one may lack an it
 def attributes_of(owner: Any) -> set[str]:
     """Names of the attributes that the methods of a class set, or that it annotates."""
     kinds = getattr(owner, "__mro__", ())
-    annotated = {name for each in kinds for name in inspect.get_annotations(each)}
     codes = [code for each in kinds for method in vars(each).values() for code in codes_of(method)]
-    return annotated.union(*map(_stored, codes))
+    return set().union(*map(inspect.get_annotations, kinds), *map(_stored, codes))
 
 
 def _stored(code: CodeType) -> set[str]:
@@ -437,13 +436,12 @@ def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
 
     Others have attention of their own (Bloom, XGLM), or need masks that only "eager" makes (BigBird-Pegasus, GIT).
     """
-    known = _known.get(kind)
-    if known is None:
+    if kind not in _known:
         models = [model for model in _models() if model.config_class is kind]
-        known = all(_takes(model) for model in models)
-        if models:  # otherwise the module of the model is not imported yet
-            _known[kind] = known
-    return known
+        if not models:  # the module of the model is not imported yet
+            return True
+        _known[kind] = all(map(_takes, models))
+    return _known[kind]
 
 
 def has_attention_heads(config: PreTrainedConfig) -> bool:
@@ -520,9 +518,8 @@ def length_of_generation() -> tuple[int, int] | None:
     """Largest number of tokens that the calling `generate()` lets a cache hold, and its `max_new_tokens`; `None`
     outside of `generate()`, or without that option (transformers 5.17 to 5.24). The last token is never cached."""
     names = "_prefill", "_assisted_decoding"
-    loops = (frame for frame in _callers(sys._getframe(2)) if frame.f_code.co_name in names)
-    loop = next(loops, None)
-    config = None if loop is None else loop.f_locals.get("generation_config")
+    loops = (frame.f_locals for frame in _callers(sys._getframe(2)) if frame.f_code.co_name in names)
+    config = next(loops, {}).get("generation_config")
     new = getattr(config, "max_new_tokens", None)
     return None if config is None or new is None else (config.max_length - 1, new)
 

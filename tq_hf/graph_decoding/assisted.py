@@ -23,15 +23,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..cache import TurboQuantCache
-from ..compat import (
-    CACHE_NAME,
-    as_input,
-    longer_inputs,
-    mark_static_shape,
-    optimized_for_decode,
-    outside_inference_mode,
-    prefill,
-)
+from ..compat import as_input, longer_inputs, mark_static_shape, optimized_for_decode, outside_inference_mode, prefill
 from ..layers.base import FullAttentionLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
@@ -43,10 +35,10 @@ from .step import (
     Masks,
     allowed,
     check_inputs,
+    first_inputs,
     map_masks,
     mask_tensors,
     needs_no_mask,
-    take_positions,
 )
 
 MOST_DRAFTS = STEP_TOKENS - 1
@@ -87,11 +79,7 @@ class StepInputs:
     def __init__(
         self, model: Any, cache: TurboQuantCache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
     ) -> None:
-        longer = torch.cat([ids, ids.new_zeros(1, tokens)], dim=1)
-        first = model.prepare_inputs_for_generation(longer, next_sequence_length=tokens, **inputs)
-        del first["input_ids"], first[CACHE_NAME]
-        positions = take_positions(model, cache, first, cached, tokens)
-        self.masks = first.pop("attention_mask", None)
+        first, positions, self.masks = first_inputs(model, cache, ids, cached, tokens, inputs)
         if "logits_to_keep" in first:
             first["logits_to_keep"] = tokens
         self.constants = first
@@ -246,13 +234,7 @@ class Assistant:
         return "assistant", id(self.model), self.number, addresses, [inputs.shapes for inputs in self.steps]
 
     def begin(self, prompt: torch.Tensor, mask: torch.Tensor | None, config: GenerationConfig) -> None:
-        """Read the prompt `[1, T]` but for its last token, in chunks if the model does.
-
-        Args:
-            prompt: `[1, T]` int64.
-            mask: Padding mask `[1, T]`, or `None`.
-            config: The generation config of the call.
-        """
+        """Read the prompt `[1, T]` but for its last token, in chunks if `config` says so; `mask` `[1, T]` pads it."""
         read, held = prompt[:, :-1], prompt.shape[1] - 1
         self.cache.reset()
         expect_drafts(self.cache)
@@ -498,13 +480,8 @@ class AssistedLoop(Loop):
         take_back((*self.layers, *step.drafts.layers), self.tokens - step.accepted[-1])
 
     def _accept(self, step: AssistedTensors, logits: torch.Tensor, draft_scores: torch.Tensor | None) -> None:
-        """Choose tokens by the logits `[S, vocabulary]` of a step, accept the drafts that agree, and write the tokens.
-
-        Args:
-            step: Tensors of the step. Its drafts are the S - 1 tokens of the history from `at` on.
-            logits: `[S, vocabulary]` float32.
-            draft_scores: `[S - 1, vocabulary]` float32 that drafts were sampled by, or `None`.
-        """
+        """Choose tokens by the logits `[S, vocabulary]` float32 of a step, accept the drafts that agree, and write the
+        tokens. Drafts are the S - 1 tokens of the history from `at` on, sampled by `draft_scores`, if any."""
         place, history = torch.arange(logits.shape[0], device=logits.device), step.history
         if self.selects_in_graph:
             scores = self.processors(history, logits.clone())

@@ -28,7 +28,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
 from ..compat import (
-    CACHE_NAME,
     as_input,
     attention_implementation,
     autocast_dtype,
@@ -48,9 +47,9 @@ from .step import (
     Masks,
     StepTensors,
     check_inputs,
+    first_inputs,
     map_masks,
     mask_tensors,
-    take_positions,
     unmask_newest,
     without_columns,
 )
@@ -154,7 +153,8 @@ class Loop:
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
         step = self._step(inputs)
-        self._select(step, logits)
+        step.logits = logits
+        self._choose(step, step.history[:, : self.length])
         while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
             if self.cached == self.room:
                 if ended := self.flags.read_now():
@@ -188,8 +188,7 @@ class Loop:
                 layer.count_replayed(self.cached + 1)
         self.cached += 1
         if not self.selects_in_graph:
-            assert step.logits is not None
-            self._select(step, step.logits)
+            self._choose(step, step.history[:, : self.length])
 
     def _run_or_replay(self, step: Any) -> bool:
         """Run a step, captured once it is warm. Returns whether its graph was replayed."""
@@ -233,21 +232,11 @@ class Loop:
         for mask in mask_tensors(step.masks):
             unmask_newest(mask, step.column, self.windows)
         if self.selects_in_graph:
-            self._choose(step, step.logits, step.history)
+            self._choose(step, step.history)
 
-    def _select(self, step: StepTensors, logits: torch.Tensor) -> None:
-        self._choose(step, logits, step.history[:, : self.length])
-        step.logits = logits
-
-    def _choose(self, step: StepTensors, logits: torch.Tensor, history: torch.Tensor) -> None:
-        """Choose the next tokens and write them to the tensors of `step`.
-
-        Args:
-            step: Tensors of the step.
-            logits: `[B, vocabulary]` float32.
-            history: `[B, T]` int64, all tokens so far.
-        """
-        step.scores = self.processors(history, logits)
+    def _choose(self, step: StepTensors, history: torch.Tensor) -> None:
+        """Choose the next tokens by the step's logits and `history` `[B, T]`, and write them to its tensors."""
+        step.scores = self.processors(history, step.logits)
         token = self._choice(step.scores)
         if self.pad is not None:
             token = torch.where(step.unfinished, token, self.pad)
@@ -274,12 +263,7 @@ class Loop:
 
     def _step(self, inputs: dict[str, Any]) -> StepTensors:
         """Return step tensors, set for the first step. Tensors of the last call are reused if they fit."""
-        # The next token is not chosen yet; only its position matters here.
-        longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
-        first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
-        del first["input_ids"], first[CACHE_NAME]
-        positions = take_positions(self.model, self.cache, first, self.cached, 1)
-        masks = first.pop("attention_mask", None)
+        first, positions, masks = first_inputs(self.model, self.cache, self.prompt, self.cached, 1, inputs)
         is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
         other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
         check_inputs(self.model, first, other)

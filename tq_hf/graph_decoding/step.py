@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ..compat import device_of_inputs, takes_positions
+from ..compat import CACHE_NAME, device_of_inputs, takes_positions
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 
@@ -74,16 +74,22 @@ def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
         )
 
 
-def take_positions(model: Any, cache: Cache, inputs: dict[str, Any], cached: int, tokens: int) -> torch.Tensor | None:
-    """Take position ids out of the `inputs` of a step: `tokens` tokens after `cached` ones.
+def first_inputs(
+    model: Any, cache: Cache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
+) -> tuple[dict[str, Any], torch.Tensor | None, Masks]:
+    """Inputs of the first step of `tokens` tokens after `ids` `[B, T]`, of which `cached` are in the cache: constant
+    ones, position ids, masks.
 
-    EXAONE 4.5 hands on none, and counts from the length of its cache. That is a number on the host where the first
-    layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.
+    EXAONE 4.5 hands on no positions, and counts from the length of its cache. That is a number on the host where the
+    first layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.
     """
-    positions: torch.Tensor | None = inputs.pop("position_ids", None)
+    longer = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], dim=1)  # not chosen yet; only positions matter here
+    first = model.prepare_inputs_for_generation(longer, next_sequence_length=tokens, **inputs)
+    del first["input_ids"], first[CACHE_NAME]
+    positions: torch.Tensor | None = first.pop("position_ids", None)
     if positions is None and takes_positions(model) and isinstance(cache.get_seq_length(), int):
         positions = torch.arange(cached, cached + tokens, device=device_of_inputs(model))[None]
-    return positions
+    return first, positions, first.pop("attention_mask", None)
 
 
 def mask_tensors(masks: Masks) -> list[torch.Tensor]:
@@ -114,14 +120,8 @@ def needs_no_mask(layers: Sequence[Any]) -> bool:
 
 
 def without_columns(masks: Masks, layers: Sequence[Any], cached: int, windows: set[int]) -> Masks:
-    """Replace masks of full attention by masks of no columns where they are not needed.
-
-    Args:
-        masks: Masks of a step, whose last row is that of the newest query.
-        layers: Layers of the cache.
-        cached: Number of tokens before the step.
-        windows: Widths of the masks of sliding layers, which stay as they are.
-    """
+    """Replace masks of full attention by masks of no columns where they are not needed: in a step after `cached` tokens
+    of `layers`. Masks of sliding layers, which have one of the widths `windows`, stay."""
     if not needs_no_mask(layers):
         return masks
 
@@ -134,14 +134,8 @@ def without_columns(masks: Masks, layers: Sequence[Any], cached: int, windows: s
 
 
 def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -> None:
-    """Extend the mask of a step by one token.
-
-    Args:
-        mask: `[B, 1, 1, columns]` bool, or float and added to logits; written in place.
-        column: `[1]` int64, the index of the new token among the cached tokens.
-        windows: Widths of the masks of sliding layers. As in the cache, the oldest token leaves a full window. (The
-            cache refuses a token beyond the width of full attention.)
-    """
+    """Extend the mask of a step in place by the token at `column`, `[1]` int64. The oldest token leaves a full window,
+    in masks of one of the widths `windows`. (The cache refuses a token beyond the width of full attention.)"""
     if not mask.shape[3]:
         return
     last = mask.shape[3] - 1
@@ -153,13 +147,7 @@ def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -
 
 class LateFlags:
     """Tokens and the flag "all sequences have ended" of each step, read on the host. On a GPU they are read one step
-    late, so that neither side waits.
-
-    Args:
-        device: Device on which tokens are chosen.
-        size: Number of tokens of a step.
-        receive: Function that gets the tokens of each step, `[size]` int64 on the host, or `None`.
-    """
+    late, so that neither side waits. `receive`, if any, gets the tokens of each step, `[size]` int64 on the host."""
 
     def __init__(self, device: torch.device, size: int, receive: Callable[[torch.Tensor], object] | None) -> None:
         pinned = device.type == "cuda"

@@ -95,7 +95,6 @@ class FullAttentionLayer(BatchedLayer):
     transformers that always return them, and for models that make their own masks of this size (Bloom)."""
 
     def activate_past_recording(self) -> None:
-        """Let steps have several tokens; assisted decoding calls this."""
         self.record_past = True
 
     def count_tokens(self) -> int:

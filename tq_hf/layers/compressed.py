@@ -25,7 +25,7 @@ from ..tensors.layer import Counts, View
 from ..tensors.sinks import Padding, check_index
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
-from .copies import copy_of, plain
+from .copies import Source, copy_of, plain
 from .expansion import leave
 from .handle import Handle
 
@@ -42,15 +42,10 @@ def _one_nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class TurboQuantLayer(FullAttentionLayer):
     """A full-attention layer that stores keys and values compressed.
 
-    `update` returns states for the attention function that reads them. The function "turboquant" reads the packed
-    store, by a handle on keys and values (see `tq_hf.layers.handle`). Once it has resolved a handle of this layer,
-    `update` returns lazy states, as long as the model uses "turboquant". Other attention functions read dequantized
-    states. So do models that change keys between `update` and attention (models without an attention interface). A
-    model may expand latents for "turboquant" (MLA): its attention then reads packed latents, see
-    `tq_hf.layers.expansion`.
-
-    A compiled step returns placeholders if the states of the last eager call were only passed to attention. Otherwise
-    it returns dequantized states, which are not computed if attention reads packed latents instead.
+    `update` returns dequantized states, or lazy ones with a handle (see `tq_hf.layers.handle`) once the attention
+    "turboquant" has resolved a handle of this layer, as long as the model uses it. A compiled step returns placeholders
+    if the states of the last eager call were only passed to attention. Otherwise it returns dequantized states, which
+    are not computed if attention reads packed latents instead (`tq_hf.layers.expansion`).
 
     Attributes besides the store and the channel scales:
 
@@ -143,7 +138,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is None:
             return None
         states = self._copies()[name == "values"]
-        return states if torch.compiler.is_dynamo_compiling() else copy_of(self, name, states)
+        return states if torch.compiler.is_dynamo_compiling() else copy_of(states, Source(self, name, states))
 
     @outside_inference_mode
     def _copies(self) -> KeyValue:
@@ -304,9 +299,8 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def _may_read_packed(self) -> bool:
         """Whether the model's config names "turboquant" or no attention function, or is unknown."""
-        if self._model_config is None:
-            return True
-        return attention_implementation(self._model_config()) in ("turboquant", None)
+        config = None if self._model_config is None else self._model_config()
+        return attention_implementation(config) in ("turboquant", None)
 
     @property
     def reads_packed(self) -> bool:
@@ -333,9 +327,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """All tensors of the layer, by their kind in `memory_footprint`; `{}` before the first update."""
-        if self.store is None:
-            return {}
-        return self.store.by_kind()
+        return {} if self.store is None else self.store.by_kind()
 
     def bytes_in_16_bits(self, tokens: int | None = None) -> int:
         """Bytes of `tokens` tokens with 16-bit keys and values; by default of all cached tokens."""
@@ -407,7 +399,6 @@ class TurboQuantLayer(FullAttentionLayer):
         return 0 if self.store is None else self.store.length
 
     def get_max_length(self) -> int:
-        """`max_cache_len`, or -1 without a limit."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     @property
@@ -456,9 +447,8 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def offload(self) -> None:
         """Move the store to the CPU, unless the encoding of a prompt is deferred."""
-        if self.store is not None and self.store.is_deferred:
-            return
-        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+        if self.store is not None and not self.store.is_deferred:
+            self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""

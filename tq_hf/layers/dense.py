@@ -57,11 +57,7 @@ def check_rows(layer: Any) -> None:
 
 
 class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
-    """A preallocated full-attention layer that returns as many rows as a `TurboQuantLayer`.
-
-    `StaticLayer` returns `max_cache_len` rows in every call. Compressed layers do so for decode steps only, and
-    otherwise return no empty rows; layers that share a mask must agree (see `FullAttentionLayer`).
-    """
+    """A preallocated full-attention layer that returns as many rows as a compressed one (`FullAttentionLayer`)."""
 
     @outside_inference_mode
     def __init__(self, max_cache_len: int) -> None:
@@ -71,19 +67,13 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
         super().lazy_initialization(key_states, value_states)
         if key_states.is_meta:  # see `LayerStore.allocate`
             self.cumulative_length = torch.tensor(0, device="cpu")
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return the rows of all tokens. For decode
-        steps, and with `returns_empty_rows`, return all `max_cache_len` rows.
-
-        Raises:
-            ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
-                index check fails.)
-        """
+        """Store new states. Raise `ValueError`, and change nothing, if they exceed `max_cache_len`. (In a compiled step
+        torch's own index check fails.)"""
         tokens = key_states.shape[-2]
         is_step = self.takes_step(tokens)
         if is_step and (torch.compiler.is_dynamo_compiling() or (self.num_tokens is None and is_capturing())):
@@ -172,7 +162,6 @@ class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
     """
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need."""
         states = super().update(key_states, value_states, *args, **kwargs)
         # After a single token at most one row is outside the window. A rollback needs all recorded rows.
         if key_states.shape[-2] > 1 and states[0].shape[-2] >= self.sliding_window and not self.record_past:
@@ -224,7 +213,6 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
         self.cumulative_length = self.cumulative_length.clone()  # an inference tensor cannot be changed in place later
         super().lazy_initialization(key_states, value_states)
 
@@ -237,12 +225,8 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         return tokens == 1 or self.is_ring
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need,
-        and empty rows. A ring returns all its rows.
-
-        Raises:
-            ValueError: The tokens exceed `room`. The layer is unchanged then.
-        """
+        """Store new states; return all rows that their queries need, and empty rows. A ring returns all its rows. Raise
+        `ValueError`, and change nothing, if the tokens exceed `room`."""
         if self.is_ring:
             return self._append_to_ring(key_states, value_states)
         check_rows(self)
@@ -319,11 +303,8 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     @outside_inference_mode
     def close_ring(self, record: bool) -> None:
-        """Order the rows as a window. The number of tokens is read from the device.
-
-        Args:
-            record: Whether to keep rows beyond the window until the next `crop` or update.
-        """
+        """Order the rows as a window. The number of tokens is read from the device. `record`: whether to keep rows
+        beyond the window until the next `crop` or update."""
         if not self.is_ring:
             return
         length = int(self.cumulative_length)
@@ -380,11 +361,8 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, and recorded tokens outside the window.
-
-        Raises:
-            ValueError: `tokens_to_remove` is positive, or the window would need tokens that were overwritten.
-        """
+        """Remove the last `-tokens_to_remove` tokens, and recorded ones outside the window. Raise `ValueError` for a
+        positive number, or if the window would need tokens that were overwritten."""
         tokens_to_remove = check_crop(tokens_to_remove)
         past = self._past()
         if past is None:

@@ -104,8 +104,7 @@ class Expansion:
 
     def signature(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
         """Operations, and numbers of the results that are keys and values; `()` if these are of another expansion."""
-        own = [isinstance(states, ExpandedStates) and states._expansion is self for states in (keys, values)]
-        if not all(own):
+        if not all(isinstance(states, ExpandedStates) and states._expansion is self for states in (keys, values)):
             return ()
         return (*(func for func, *_ in self.operations), keys._index, values._index)  # type: ignore[attr-defined]
 
@@ -209,10 +208,8 @@ def agrees(weight: torch.Tensor | None, states: KeyValue, expanded: KeyValue) ->
     rotary keys `[B, 1, T, Dr]`."""
     latents, rotary, keys, values = (part[:, :, -COMPARED_TOKENS:] for part in (*states, *expanded))
     heads, content = keys.shape[1], keys.shape[3] - rotary.shape[3]
-    shape = (heads * (content + values.shape[3]), latents.shape[3])
-    if weight is None or content < 1 or values.shape[1] != heads or weight.shape != shape:
-        return False
-    if weight.dtype != latents.dtype:
+    kind = (heads * (content + values.shape[3]), latents.shape[3]), latents.dtype
+    if weight is None or content < 1 or values.shape[1] != heads or (weight.shape, weight.dtype) != kind:
         return False
     made = latents.float() @ weight.float().unflatten(0, (heads, -1)).mT  # [B, Hq, T, Dk - Dr + Dv]
     apart = (torch.cat([keys[..., :content], values], -1).float() - made).norm()

@@ -120,13 +120,10 @@ class Estimator:
             raise ValueError(
                 f"`max_cache_len` is {max_cache_len}; it must be {context + decoding} or more for this context."
             )
-        cache: Cache
         if preset is not None:
-            cache = TurboQuantCache(self.config, preset, max_cache_len=max_cache_len)
-        elif max_cache_len is not None:
-            cache = StaticCache(self.config, max_cache_len)
+            cache: Cache = TurboQuantCache(self.config, preset, max_cache_len=max_cache_len)
         else:
-            cache = DynamicCache(config=self.config)
+            cache = StaticCache(self.config, max_cache_len) if max_cache_len else DynamicCache(config=self.config)
         total: Any = Counter()
         # Measure one layer of each kind: layers of the same class, settings and calls have the same size.
         kinds: dict[Any, list[Any]] = {}
@@ -138,20 +135,15 @@ class Estimator:
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            sizes = _by_kind(measure(alike[:1], context + decoding))
-            total.update({name: len(alike) * size for name, size in sizes.items()})
+            for name, size in _by_kind(measure(alike[:1], context + decoding)).items():
+                total[name] += len(alike) * size
         return MemoryFootprint(**total)
 
     def max_context(
         self, preset: str | TurboQuantConfig | None, memory: int, batch: int = 1, *, preallocated: bool = False
     ) -> int | None:
-        """Find the longest prefill with a cache of at most `memory` bytes. With `preallocated`, find the largest
-        `max_cache_len`.
-
-        Returns:
-            Number of tokens: 0 if no prefill fits, `None` if all fit. The limit of the model (`max_positions`) is not
-            applied.
-        """
+        """Find the longest prefill, or with `preallocated` the largest `max_cache_len`, whose cache takes at most
+        `memory` bytes; 0 if none fits, `None` if all fit. `max_positions` does not bound it."""
         return _largest(
             lambda n: self.footprint(preset, n, batch, max_cache_len=n if preallocated else None).total <= memory
         )
@@ -190,11 +182,11 @@ def estimate(
     for preset in presets:
         footprint = estimator.footprint(preset, context, batch, max_cache_len=max_cache_len)
         decoding = estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len)
-        longest, most = None, None
+        fits: tuple[int | None, int | None] = None, None
         if memory is not None:
             longest = estimator.max_context(preset, memory, batch, preallocated=max_cache_len is not None)
-            most = estimator.max_batch(preset, memory, context, max_cache_len=max_cache_len)
-        yield Estimate(_label(preset), footprint, decoding, longest, most)
+            fits = longest, estimator.max_batch(preset, memory, context, max_cache_len=max_cache_len)
+        yield Estimate(_label(preset), footprint, decoding, *fits)
 
 
 def _label(preset: str | TurboQuantConfig | None) -> str | None:
