@@ -37,7 +37,7 @@ known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = weakref.Wea
 
 _left: Any = None
 """`Handle` that `leave` stored in a graph, until `take`."""
-_frame: Any = None
+_frame: Any = "none"
 """`compiled_frame` of the last `leave`. Only one thread compiles at a time."""
 
 
@@ -146,7 +146,7 @@ def _mark_frame() -> None:
 
 @torch.compiler.assume_constant_result
 def _is_marked() -> bool:
-    return _frame is not None and _frame == compiled_frame()
+    return _frame == compiled_frame()
 
 
 def leave(handle: Any) -> None:
