@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,12 +94,7 @@ def turboquant_attention(
         if refused:
             _refuse_compressed(dropout)
         attention_mask, options = _in_order(query, view, attention_mask, options)
-        attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
-        if (lower := autocast_dtype(query)) is not None:
-            attend = partial(_attend_lower, attend, lower)
-        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            attend = partial(_attend_with_gradients, attend, key)
-        return attend(query, view, attention_mask, options), None
+        return _read_packed(key, query, view, attention_mask, options), None
     sliding = view is None and kwargs.get("sliding_window") is not None
     return _attend_dense(module, query, key, value, attention_mask, dropout, options, sliding, kwargs)
 
@@ -200,16 +194,17 @@ def _in_order(
     return None if mask is None else order.swapped_mask(mask), options
 
 
-def _attend_lower(attend: Any, lower: torch.dtype, query: torch.Tensor, view: View, *arguments: Any) -> torch.Tensor:
-    """Run `attend` under `torch.autocast`: in the dtype of the cache, with the result in `lower`."""
-    with outside_autocast(query):
-        return attend(query.to(view.tensors.row.dtype), view, *arguments).to(lower)
-
-
-def _attend_with_gradients(
-    attend: Any, key: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
+def _read_packed(
+    key: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
-    """Run `attend`. The backward pass raises where gradients are lost: those of earlier states, or all in kernels."""
+    """Attend over packed blocks, under `torch.autocast` in the dtype of the cache. The backward pass raises where
+    gradients are lost: those of earlier states, or all in kernels."""
+    if (lower := autocast_dtype(query)) is not None:
+        with outside_autocast(query):
+            return _read_packed(key, query.to(view.tensors.row.dtype), view, mask, options).to(lower)
+    attend = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
+    if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return attend(query, view, mask, options)
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
         out: torch.Tensor = attend(query, view, mask, options)

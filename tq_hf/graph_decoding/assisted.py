@@ -177,12 +177,8 @@ def _mask_kinds(masks: Masks, rings: list[PreallocatedSlidingLayer], layers: int
 
 
 class PromptLookup:
-    """Drafts from the text so far: what followed the longest n-gram that ends like the text, at its first place.
-
-    Args:
-        number: k, number of drafts a step.
-        longest: Most tokens of the n-gram.
-    """
+    """`number` (k) drafts a step from the text so far: what followed the longest n-gram that ends like the text, at its
+    first place. The n-gram has up to `longest` tokens."""
 
     layers: tuple[Any, ...] = ()
 
@@ -210,15 +206,10 @@ class PromptLookup:
 
 
 class Assistant:
-    """Drafts of a smaller model with a preallocated cache of its own.
+    """`number` (k) drafts a step, of a smaller model with a preallocated cache of its own.
 
     The cache lacks the two newest tokens when a step begins, and the first call of the step reads both. After a step
     that accepted every draft, the assistant has not read the last one: so that step is followed by one like any other.
-
-    Args:
-        model: The assistant.
-        cache: Its cache.
-        number: k, number of drafts a step.
     """
 
     def __init__(self, model: Any, cache: TurboQuantCache, number: int) -> None:

@@ -192,7 +192,7 @@ def for_graphs(states: KeyValue) -> KeyValue:
     return keys.detach(), values.detach()
 
 
-def _attended(mask: Mask, length: int, tokens: int) -> torch.Tensor | None:
+def _unpadded(mask: Mask, length: int, tokens: int) -> torch.Tensor | None:
     """Padding of the newest `tokens` of `length` tokens: those that the last query attends to, `[B or 1, tokens]` bool.
     `None` if all are, or if the mask has fewer columns than tokens."""
     if mask is None or mask.shape[-1] < length:
@@ -244,7 +244,7 @@ def resolve(
     if query is not None and view.new is not None and layer.store is not None and layer.store.is_deferred:
         tokens = view.new[0].shape[2]
         own = query.shape[2] == tokens and attends_to_own_tokens(module)
-        layer.store.encode_deferred(query if own else None, _attended(mask, view.length, tokens))
+        layer.store.encode_deferred(query if own else None, _unpadded(mask, view.length, tokens))
     have_one_handle = getattr(values, "_handle", None) is handle
     if not have_one_handle or handle.written:
         return None, _real(keys), _real(values)
