@@ -19,6 +19,8 @@ ANYWHERE = re.compile(
     re.IGNORECASE,
 )
 """Words that no sentence contains. "Such as" introduces an example, and "no such file" is common."""
+CLAUSE = re.compile(r"[.,;:!?]+(?=\s|$)|[()\[\]]| -> |\n\s*\n")
+"""What ends a clause. No clause has more than two "of"."""
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
@@ -39,12 +41,12 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def wrong(source: str) -> list[str]:
-    """Lines with a sentence that begins with a word of `FIRST` or contains a word of `ANYWHERE`."""
-    return [
-        f"{line}: {' '.join(text.split())[:90]}"
-        for line, text in texts(source)
-        if FIRST.search(text) or ANYWHERE.search(text)
-    ]
+    """Lines with a sentence that begins with a word of `FIRST` or contains a word of `ANYWHERE`, and clauses with more
+    than two "of"."""
+    found = [(line, text) for line, text in texts(source) if FIRST.search(text) or ANYWHERE.search(text)]
+    clauses = ((line, clause) for line, text in texts(source) for clause in CLAUSE.split(text))
+    found += [(line, clause) for line, clause in clauses if len(re.findall(r"\bof\b", clause, re.IGNORECASE)) > 2]
+    return [f"{line}: {' '.join(text.split())[:90]}" for line, text in found]
 
 
 def sources(package: str) -> dict[str, str]:
@@ -72,6 +74,9 @@ def test_sentences_begin_with_an_imperative_or_a_noun(package: str, least: int) 
         "N = 1\n'''Pages of requests, some of which end.'''",
         "raise ValueError(f'{x} is short. Those are refused.')",
         "y = 2  # for such keys",
+        '"""Peak bytes of a layer per request of a step of one token."""',
+        'def f():\n    """Returns:\n        Copies of the arguments of a step\n        of many requests."""',
+        "z = 3  # (of one), the rows of the ring of a request of the batch",
     ],
 )
 def test_sentences_to_translate_are_found(source: str) -> None:
@@ -80,3 +85,4 @@ def test_sentences_to_translate_are_found(source: str) -> None:
 
 def test_plain_sentences_pass() -> None:
     assert wrong('"""Number of tokens, such as 128. This file is history."""\nx = 1  # read those pages\n') == []
+    assert wrong('"""Bytes of a page of keys: of 1.5 of the pages, of those of all."""') == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from .compat import (
     takes_attention_functions,
     takes_other_states,
 )
-from .layers.expansion import ExpandedStates, pending, real, up_projection
+from .layers.expansion import ExpandedStates, real, take, up_projection
 from .layers.handle import Handle, LazyStates, resolve, without_backward
 from .ops import dispatch
 from .ops.latent_pages import expand
 from .stores import graph_ops
 from .tensors.layer import DeviceCounts, View, check_room
-from .tensors.sinks import SinkOrder
 
 logger = logging.get_logger(__name__)
 
@@ -75,19 +73,9 @@ def turboquant_attention(
         return _attend_outside_of_graphs(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
-    if kwargs.pop("sinks", None) is not None:
-        raise ValueError(
-            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
-            'with `attn_implementation="eager"`; the cache works with it.'
-        )
-    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
-        raise ValueError(
-            f"The attention mask {list(attention_mask.shape)} is {attention_mask.dtype}; it must be bool, or floats to "
-            f"add to the logits. Call `mask.bool()` if it has 1 for each token to attend to. {TAKE_BACK}"
-        )
-    if torch.compiler.is_dynamo_compiling() and pending and getattr(key, "_handle", None) is None:
-        view, latents = None, pending.pop()
-    else:
+    _check_call(module, attention_mask, kwargs.pop("sinks", None))
+    view, latents = None, take()
+    if latents is None:
         view, key, value = resolve(key, value, module, query, attention_mask)
         latents = key._expansion.handle if isinstance(key, ExpandedStates) else None
     is_empty = attention_mask is not None and not attention_mask.shape[-1]
@@ -105,18 +93,24 @@ def turboquant_attention(
     if view is not None and view.counts is not None:
         if refused:
             _refuse_compressed(dropout)
-        if attention_mask is not None and not attention_mask.shape[-1]:
-            attention_mask = None
-        if view.tensors.order is not None:
-            attention_mask, options = _in_order(view.tensors.order, query, view, attention_mask, options)
-        attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
-        if (lower := autocast_dtype(query)) is not None:
-            attend = partial(_attend_lower, attend, lower)
-        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            attend = partial(_attend_with_gradients, attend, key)
-        return attend(query, view, attention_mask, options), None
+        attention_mask, options = _in_order(query, view, attention_mask, options)
+        return _read_packed(key, query, view, attention_mask, options), None
     sliding = view is None and kwargs.get("sliding_window") is not None
     return _attend_dense(module, query, key, value, attention_mask, dropout, options, sliding, kwargs)
+
+
+def _check_call(module: torch.nn.Module, mask: Mask, sinks: Any) -> None:
+    """Raise a `ValueError` for sink logits by query, and for masks of integers."""
+    if sinks is not None:
+        raise ValueError(
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
+            'with `attn_implementation="eager"`; the cache works with it.'
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"The attention mask {list(mask.shape)} is {mask.dtype}; it must be bool, or floats to add to the logits. "
+            f"Call `mask.bool()` if it has 1 for each token to attend to. {TAKE_BACK}"
+        )
 
 
 def _attend_latents(
@@ -136,8 +130,8 @@ def _attend_latents(
     recorded: Any = getattr(key, "_expansion", None)
     view, weight = latents.view, up_projection(module) if recorded is None else recorded.weight
     assert weight is not None
-    if not refused:
-        out = _attend_absorbed(weight, query, view, mask, options)
+    if not refused and autocast_dtype(query) is None:
+        out = graph_ops.attend_absorbed(query, weight, view, *_in_order(query, view, mask, options))
         if out is not None:
             return out, None
     if mask is not None and not mask.shape[-1]:
@@ -186,22 +180,13 @@ def _attend_dense(
         return dispatch.attend_dense(query, (key, value), mask, options), None
 
 
-def _attend_absorbed(
-    weight: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
-) -> torch.Tensor | None:
-    """Attention over packed latents; `None` if it does not compute this call."""
-    if autocast_dtype(query) is not None:
-        return None
-    mask = None if mask is not None and not mask.shape[-1] else mask
-    if view.tensors.order is not None:
-        mask, options = _in_order(view.tensors.order, query, view, mask, options)
-    return graph_ops.attend_absorbed(query, weight, view, mask, options)
-
-
 def _in_order(
-    order: SinkOrder, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> tuple[torch.Tensor | None, AttentionOptions]:
-    """Mask and options with columns in the order in which a store holds padded rows."""
+    """Mask (`None` for one of no columns) and options with columns in the order of the rows in the store."""
+    mask, order = None if mask is not None and not mask.shape[-1] else mask, view.tensors.order
+    if order is None:
+        return mask, options
     if mask is None and options.causal and query.shape[2] > 1:
         mask = graph_ops.causal_mask(view, query.shape[2])
     if options.position_bias is not None:
@@ -209,16 +194,17 @@ def _in_order(
     return None if mask is None else order.swapped_mask(mask), options
 
 
-def _attend_lower(attend: Any, lower: torch.dtype, query: torch.Tensor, view: View, *arguments: Any) -> torch.Tensor:
-    """Run `attend` under `torch.autocast`: in the dtype of the cache, with the result in `lower`."""
-    with outside_autocast(query):
-        return attend(query.to(view.tensors.row.dtype), view, *arguments).to(lower)
-
-
-def _attend_with_gradients(
-    attend: Any, key: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
+def _read_packed(
+    key: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
-    """Run `attend`. The backward pass raises where gradients are lost: those of earlier states, or all in kernels."""
+    """Attend over packed blocks, under `torch.autocast` in the dtype of the cache. The backward pass raises where
+    gradients are lost: those of earlier states, or all in kernels."""
+    if (lower := autocast_dtype(query)) is not None:
+        with outside_autocast(query):
+            return _read_packed(key, query.to(view.tensors.row.dtype), view, mask, options).to(lower)
+    attend = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
+    if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return attend(query, view, mask, options)
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
         out: torch.Tensor = attend(query, view, mask, options)
@@ -263,11 +249,7 @@ def _causal(queries: int, length: int, device: torch.device) -> torch.Tensor:
 def _without_unselected(
     module: torch.nn.Module, query: torch.Tensor, length: int, mask: Mask, causal: bool, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Mask out tokens that the model's indexer did not select. Pops `block_indices` and `indices` from `kwargs`.
-
-    Args:
-        length: Number of keys.
-    """
+    """Mask out those of `length` keys that the model's indexer did not select. Pops `block_indices` and `indices`."""
     if (block_indices := kwargs.pop("block_indices", None)) is not None:
         # The model makes this mask for "eager" and "sdpa" only; every other attention function makes its own.
         indexer: Any = module.indexer

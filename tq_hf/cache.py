@@ -6,7 +6,6 @@ import os
 import pickle
 import weakref
 from functools import partial
-from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -48,6 +47,14 @@ from .tensors.layer import check_room
 from .tensors.sinks import Padding
 
 logger = logging.get_logger(__name__)
+
+OURS: dict[Any, Any] = {
+    DynamicLayer: lambda layer: GrowingLayer(),
+    StaticLayer: lambda layer: PreallocatedLayer(layer.max_cache_len),
+    DynamicSlidingWindowLayer: SlidingLayer.like,
+    StaticSlidingWindowLayer: PreallocatedSlidingLayer.like,
+}
+"""Our layer for each of transformers' layers that are not compressed."""
 
 
 class TurboQuantCache(Copyable, DynamicCache):
@@ -102,12 +109,11 @@ class TurboQuantCache(Copyable, DynamicCache):
         _check_arguments(model_config, model, max_cache_len, offloading)
         if isinstance(balance, TurboQuantCache):
             balance = Balance.from_cache(balance.layers)
-        if not isinstance(balance, (bool, Balance, NoneType)):
-            raise ValueError(
-                f"`balance` is {balance!r}; it must be True or False, a `Balance`, or a cache of this model."
-            )
         if isinstance(balance, bool):
             overrides["balance"] = balance
+        elif balance is not None and not isinstance(balance, Balance):
+            allowed = "True or False, a `Balance`, or a cache of this model"
+            raise ValueError(f"`balance` is {balance!r}; it must be {allowed}.")
         self.config = config_of(preset, overrides)
         self.last_update: tuple[int, int] | None = None
         """Index of the layer updated last, and its number of new tokens; `None` if no layer is ahead of the others."""
@@ -245,9 +251,8 @@ class TurboQuantCache(Copyable, DynamicCache):
     def _is_traceable(self, layer_idx: int, tokens: int) -> bool:
         """Whether a compiled graph may include an update of this layer by this number of tokens."""
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if layer is None or not (layer.is_compileable and layer.is_initialized):
-            return False
-        return tokens == 1 or (hasattr(layer, "takes_step") and layer.takes_step(tokens))
+        is_ready = layer is not None and layer.is_compileable and layer.is_initialized
+        return is_ready and (tokens == 1 or (hasattr(layer, "takes_step") and layer.takes_step(tokens)))
 
     @torch.compiler.disable
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,20 +348,12 @@ class TurboQuantCache(Copyable, DynamicCache):
         self.last_update = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times.
-
-        Raises:
-            ValueError: A layer does not support this. The cache is unchanged then.
-        """
+        """Repeat every sequence `repeats` times. Raise `ValueError`, and change nothing, if a layer cannot."""
         self._require("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`, in this order.
-
-        Raises:
-            ValueError: A layer does not support this. The cache is unchanged then.
-        """
+        """Keep the sequences `indices`, in this order. Raise `ValueError`, and change nothing, if a layer cannot."""
         if not isinstance(indices, torch.Tensor):
             raise ValueError(f"`indices` is {indices!r}; it must be a tensor of the sequences to keep.")
         self._require("batch_select_indices")
@@ -493,14 +490,8 @@ def _layer_for(
     if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
         config = config.of_layer(model_config.get_text_config(decoder=True))
         return TurboQuantLayer(config, max_cache_len, model_config)
-    if type(layer) is DynamicLayer:
-        return GrowingLayer()
-    if type(layer) is StaticLayer:
-        return PreallocatedLayer(layer.max_cache_len)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return SlidingLayer.like(layer)
-    if type(layer) is StaticSlidingWindowLayer:
-        return PreallocatedSlidingLayer.like(layer)
+    if type(layer) in OURS:
+        return OURS[type(layer)](layer)
     if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
         logger.warning_once(
             f"Layers of the class {type(layer).__name__} are not compressed, although they cache all tokens: this "

@@ -34,9 +34,7 @@ logger = logging.get_logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Number = tuple[int, int]
-
-TESTED: dict[str, tuple[Number, Number]] = {
+TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "torch": ((2, 9), (2, 15)),
     "transformers": ((5, 17), (5, 24)),
     "triton": ((3, 5), (3, 9)),
@@ -53,9 +51,8 @@ of the class set (`.keys`). Versions before the newest tested one may lack an it
 def attributes_of(owner: Any) -> set[str]:
     """Names of the attributes that the methods of a class set, or that it annotates."""
     kinds = getattr(owner, "__mro__", ())
-    annotated = {name for each in kinds for name in inspect.get_annotations(each)}
     codes = [code for each in kinds for method in vars(each).values() for code in codes_of(method)]
-    return annotated.union(*map(_stored, codes))
+    return set().union(*map(inspect.get_annotations, kinds), *map(_stored, codes))
 
 
 def _stored(code: CodeType) -> set[str]:
@@ -162,11 +159,9 @@ def report_untested() -> None:
     """Log one line if a package is older or newer than the tested versions."""
     installed = {}
     for name in TESTED:
-        try:
+        with suppress(PackageNotFoundError):
             # Prefer the version of the imported module: several installations may be on the path.
             installed[name] = getattr(sys.modules.get(name), "__version__", None) or version(name)
-        except PackageNotFoundError:
-            continue
     if clauses := untested(installed):
         logger.warning(
             f"tq_hf has not been run with {' and '.join(clauses)}. Compare an answer with that of transformers' own "
@@ -326,7 +321,12 @@ def storage_id(tensor: torch.Tensor) -> int:
 def changes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Differs once a tensor made outside of inference mode, or a view that shares its count, was written to in place
     (`_version`: torch 2.9 to 2.15), or given other memory."""
-    return tensor._version, tensor.untyped_storage()._cdata
+    return tensor._version, storage_id(tensor)
+
+
+def compiled_frame() -> Any:
+    """Id of the graph that is being compiled (torch 2.9 to 2.15)."""
+    return torch._guards.CompileContext.current_compile_id()
 
 
 def has_forward_hooks(module: Any) -> bool:
@@ -365,7 +365,7 @@ def device_of_inputs(model: Any) -> torch.device:
 
 @lru_cache
 def _states_taken(forward: Any) -> set[str]:
-    """Names of the parameters of `forward` that are states of tokens."""
+    """Names of the parameters of `forward` that are token states."""
     return {name for name in signature(forward).parameters if name.endswith("_states")}
 
 
@@ -436,13 +436,12 @@ def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
 
     Others have attention of their own (Bloom, XGLM), or need masks that only "eager" makes (BigBird-Pegasus, GIT).
     """
-    known = _known.get(kind)
-    if known is None:
+    if kind not in _known:
         models = [model for model in _models() if model.config_class is kind]
-        known = all(_takes(model) for model in models)
-        if models:  # otherwise the module of the model is not imported yet
-            _known[kind] = known
-    return known
+        if not models:  # the module of the model is not imported yet
+            return True
+        _known[kind] = all(map(_takes, models))
+    return _known[kind]
 
 
 def has_attention_heads(config: PreTrainedConfig) -> bool:
@@ -474,13 +473,11 @@ def _takes(model: type[PreTrainedModel]) -> bool:
     return model._supports_sdpa or others
 
 
-def _models() -> Iterator[type[PreTrainedModel]]:
+def _models(kind: type[PreTrainedModel] = PreTrainedModel) -> Iterator[type[PreTrainedModel]]:
     """Yield all model classes imported so far."""
-    pending = [PreTrainedModel]
-    while pending:
-        for model in pending.pop().__subclasses__():
-            pending.append(model)
-            yield model
+    for model in kind.__subclasses__():
+        yield model
+        yield from _models(model)
 
 
 def _callers(frame: FrameType | None, but: str = "") -> Iterator[FrameType]:
@@ -521,9 +518,8 @@ def length_of_generation() -> tuple[int, int] | None:
     """Largest number of tokens that the calling `generate()` lets a cache hold, and its `max_new_tokens`; `None`
     outside of `generate()`, or without that option (transformers 5.17 to 5.24). The last token is never cached."""
     names = "_prefill", "_assisted_decoding"
-    loops = (frame for frame in _callers(sys._getframe(2)) if frame.f_code.co_name in names)
-    loop = next(loops, None)
-    config = None if loop is None else loop.f_locals.get("generation_config")
+    loops = (frame.f_locals for frame in _callers(sys._getframe(2)) if frame.f_code.co_name in names)
+    config = next(loops, {}).get("generation_config")
     new = getattr(config, "max_new_tokens", None)
     return None if config is None or new is None else (config.max_length - 1, new)
 

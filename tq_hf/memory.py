@@ -35,7 +35,6 @@ class MemoryFootprint:
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
         return self.packed + self.metadata + self.residual + self.sinks + self.uncompressed
 
     @property
@@ -56,9 +55,7 @@ class MemoryFootprint:
 def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
     """Group all tensors of a layer by the fields of `MemoryFootprint`. Compressed layers have a method for this
     (`by_kind`). All tensors of other layers are "uncompressed"."""
-    if hasattr(layer, "by_kind"):
-        return layer.by_kind()
-    return {"uncompressed": list(_tensors(list(vars(layer).values())))}
+    return layer.by_kind() if hasattr(layer, "by_kind") else {"uncompressed": list(_tensors(vars(layer)))}
 
 
 def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
@@ -73,30 +70,22 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in the value of an attribute, also from lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
-def measure(layers: Iterable[Any]) -> MemoryFootprint:
-    """Measure the footprint of the layers of a cache."""
+def measure(layers: Iterable[Any], tokens: int | None = None) -> MemoryFootprint:
+    """Measure the footprint of the layers of a cache. `tokens` replaces the length of compressed layers."""
     footprint = MemoryFootprint()
-    seen: set[tuple[str, int]] = set()
-
-    def count(kind: str, tensor: torch.Tensor) -> None:
-        device, size = str(tensor.device), tensor.untyped_storage().nbytes()
-        storage = (device, storage_id(tensor))
-        if size == 0 or storage in seen:
-            return
-        seen.add(storage)
-        setattr(footprint, kind, getattr(footprint, kind) + size)
-        footprint.by_device[device] = footprint.by_device.get(device, 0) + size
-
+    seen: set[int] = set()
     for layer in layers:
         for kind, tensors in tensors_by_kind(layer).items():
             for tensor in tensors:
-                count(kind, tensor)
-        footprint.bf16_equivalent += bytes_in_16_bits(layer)
+                device, size = str(tensor.device), tensor.untyped_storage().nbytes()
+                if size and storage_id(tensor) not in seen:
+                    seen.add(storage_id(tensor))
+                    setattr(footprint, kind, getattr(footprint, kind) + size)
+                    footprint.by_device[device] = footprint.by_device.get(device, 0) + size
+        footprint.bf16_equivalent += bytes_in_16_bits(layer, tokens)
     return footprint

@@ -45,8 +45,8 @@ TRELLIS_ERRORS = {
     3: ((57, 6), (0, 10), (401, -3), (208, 1), (2, 10), (801, -9), (172, 2), (57, 6)),
 }
 """Error `a + b x` that a level of `LEVEL_TABLES` adds to a path, for a channel x (its size at 3 bits): the level's
-square less twice its product with x, plus a constant equal for all levels. In 1/50 and 1/133 of the square of a level
-of 1, slopes rounded: errors of paths then fit in 11 bits. It costs 0.3% in squared error at 2 bits, 0.2% at 3."""
+square less twice its product with x, plus a constant equal for all levels. In 1/50 and 1/133 of a squared level of
+1, slopes rounded: errors of paths then fit in 11 bits. It costs 0.3% in squared error at 2 bits, 0.2% at 3."""
 
 TRELLIS_FAR = {2: 320, 3: 600}
 """Initial error of a path that starts in a wrong state, more than later errors of two states can differ; times the
@@ -89,7 +89,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 def due_blocks(length: int, sinks: int, residual: int) -> int:
-    """Number of packed blocks of a cache of `length` tokens: those complete and wholly older than `residual` tokens.
+    """Number of packed blocks in a cache of `length` tokens: those complete and wholly older than `residual` tokens.
 
     Args:
         length: Number of tokens.

@@ -46,7 +46,7 @@ class BlockLayout:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """Bits of a channel of keys and of values."""
+        """Bits of a channel of keys and values."""
         return self.key_bits, self.value_bits
 
     @cached_property

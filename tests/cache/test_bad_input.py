@@ -190,24 +190,6 @@ def test_a_cache_may_be_initialized_early():
     torch.testing.assert_close(model(ids, **as_input(cache)).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_after_reset_another_batch_and_dtype_are_welcome():
-    cache = new_cache()
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    cache.update(*states(5, 3, tokens=40, dtype=torch.bfloat16), 0)
-    assert (cache.get_seq_length(), cache.layers[0].batch_size) == (40, 3)
-
-
-@pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("limit", [None, 1000])
-def test_mixed_devices_are_refused(held, tokens, limit):
-    cache = new_cache(held, max_cache_len=limit)
-    keys, values = states(5, 2, tokens=tokens)
-    with unchanged(cache), pytest.raises(ValueError, match="Keys are on cpu and values on meta.* move both"):
-        cache.update(keys, values.to("meta"), 0)
-
-
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_states_of_another_device_than_the_caches_are_refused(tokens, limit):
@@ -229,8 +211,9 @@ def test_states_of_another_device_than_the_caches_are_refused(tokens, limit):
         (lambda k, v: (k, v.half()), "one floating-point dtype"),
         (lambda k, v: (k.long(), v.long()), "one floating-point dtype"),
         (lambda k, v: (k[0], v[0]), r"shape \[batch, KV heads, tokens, head_dim\]"),
+        (lambda k, v: (k, v.to("meta")), "Keys are on cpu and values on meta.* move both"),
     ],
-    ids=["head_dim", "heads", "tokens", "batch", "dtype", "integers", "3d"],
+    ids=["head_dim", "heads", "tokens", "batch", "dtype", "integers", "3d", "devices"],
 )
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_states_that_are_no_keys_and_values_are_refused(broken, message, held, tokens, limit):
@@ -260,11 +243,13 @@ def test_exceeding_max_cache_len_with_the_prompt_is_refused():
     assert cache.get_seq_length() == 200
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 300])
-def test_exceeding_max_cache_len_while_decoding_is_refused(tokens):
-    cache = new_cache(300, max_cache_len=300)
-    with unchanged(cache), pytest.raises(ValueError, match=f"{tokens} tokens to the 300.*`max_cache_len` of 300"):
-        cache.update(*states(5, 2, tokens=tokens), 0)
+@pytest.mark.parametrize("held, more", [(300, 1), (300, 2), (300, 300), (290, 11), (100, 300)])
+def test_exceeding_max_cache_len_while_decoding_is_refused(held, more):
+    cache = new_cache(held, max_cache_len=300)
+    with unchanged(cache), pytest.raises(ValueError, match=f"{more} tokens to the {held}.*`max_cache_len` of 300"):
+        cache.update(*states(5, 2, tokens=more), 0)
+    cache.update(*states(5, 2, tokens=300 - held), 0)
+    assert cache.get_seq_length() == 300
 
 
 @pytest.mark.parametrize("tokens", [1, 300])

@@ -7,8 +7,11 @@ absorb the up-projection; for other attention functions keys and values of the h
 
 from __future__ import annotations
 
+import copy
 import gc
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from tests.support.helpers import (
     states,
 )
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
+from tq_hf.attention import turboquant_attention
 from tq_hf.compat import as_input
 from tq_hf.layers.expansion import ExpandedStates, Expansion
 from tq_hf.layers.handle import Handle
@@ -348,7 +352,7 @@ def test_every_preset_is_read_packed(name, absorbed):
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
-def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed):
+def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     model = build("deepseek_v3")
@@ -361,6 +365,7 @@ def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed):
     absorbed.clear()
     if graph:
         options["custom_generate"] = graph_decoding
+    monkeypatch.delattr(dispatch, "dense_tokens")  # which no step runs
     cache = TurboQuantCache(model.config, max_cache_len=600)
     found = model.generate(prompt, **as_input(cache), **options, compile_config=compile_config("aot_eager"))
     assert torch.equal(found, expected)
@@ -388,4 +393,35 @@ def test_a_compiled_step_with_an_additive_mask_expands(absorbed):
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(steps(compiled), expected, atol=1e-4, rtol=0)
     assert not absorbed
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_threads_with_a_broken_graph_keep_their_latents(number):
+    """Between `update` and attention a graph breaks, and each thread waits until the other is there, too."""
+    torch._dynamo.reset()
+    model = build("deepseek_v3")
+    model.set_attn_implementation("turboquant")
+    module, meeting = model.model.layers[0].self_attn, threading.Barrier(number)
+    caches = [TurboQuantCache(model.config, max_cache_len=600) for _ in range(number)]
+
+    @torch.compiler.disable
+    def meet() -> None:
+        meeting.wait(timeout=60)
+
+    @torch.no_grad()
+    def step(cache: TurboQuantCache) -> torch.Tensor:
+        keys, values = cache.update(*new, 0)
+        meet()
+        keys, values = module.expand_kv(keys, values)
+        mask = (torch.arange(600) < cache.get_seq_length())[None, None, None]
+        return turboquant_attention(module, query, keys, values, mask, scaling=module.scaling)[0]
+
+    new, query = states(1, 1, 1, 1, LATENT, ROTARY), states(2, 1, 16, 1, module.qk_head_dim)[0]
+    for cache, tokens in zip(caches, (420, 430), strict=False):
+        continued(model, cache, tokens, 1)
+    with ThreadPoolExecutor(number) as threads:
+        expected = list(threads.map(step, map(copy.deepcopy, caches)))
+        found = list(threads.map(torch.compile(step, backend="eager"), caches))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     torch._dynamo.reset()

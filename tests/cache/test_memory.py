@@ -42,15 +42,6 @@ def test_a_4k_cache_holds_the_bytes_of_config_arithmetic(name):
     assert footprint.total == sum(storages_reachable_from(cache).values())
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_packed_part_of_a_4k_cache_is_the_presets_slot_bytes(name):
-    """30 of 32 blocks are packed at 4096 tokens: 4 sinks and a residual window of 128 stay dense."""
-    cache = pushed(TurboQuantCache(llama_config(1, dim=64), name), 0, 4096, layers=1, dim=64)
-    footprint, layout = cache.memory_footprint(), PRESETS[name].layout(64)
-    rest = 2 * 2 * (64 + 64)  # channel scales of two heads
-    assert footprint.packed + footprint.metadata - rest == 2 * 30 * (BLOCK * layout.slot_bytes + layout.mean_bytes)
-
-
 @pytest.mark.parametrize("calls", [[1], [700], [700, 1, 1], [300, 128, 129, 60, 60, 500]])
 @pytest.mark.parametrize("options", [{}, dict(residual_length=0, sink_tokens=0), dict(max_cache_len=1200)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -170,12 +161,3 @@ def test_ratio_and_summary_follow_the_bytes():
     text = str(footprint)
     assert f"{footprint.total / 2**20:.2f} MiB" in text and f"{footprint.bf16_equivalent / 2**20:.2f} MiB" in text
     assert f"{footprint.ratio:.1%}" in text
-
-
-def test_no_dense_shadow_of_the_history_is_held():
-    """The trap peers fell into: bytes per token of a long cache are those of its slots."""
-    config = TurboQuantConfig(residual_length=0, sink_tokens=0)
-    cache = TurboQuantCache(llama_config(1, dim=128), config)
-    short = pushed(cache, 0, 8 * BLOCK, layers=1, dim=128).memory_footprint().total
-    long = pushed(TurboQuantCache(llama_config(1, dim=128), config), 0, 16 * BLOCK, layers=1, dim=128)
-    assert long.memory_footprint().total - short == 2 * 8 * config.layout(128).block_bytes

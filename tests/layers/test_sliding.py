@@ -37,18 +37,6 @@ def test_it_returns_and_keeps_what_the_stock_layer_does_in_less_memory(lengths: 
         assert ours.get_mask_sizes(1) == stock.get_mask_sizes(1)
 
 
-def test_past_that_is_recorded_can_be_taken_back() -> None:
-    torch.manual_seed(0)
-    ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
-    for layer in (ours, stock):
-        torch.manual_seed(1)
-        layer.activate_past_recording()
-        layer.update(*states(40))
-        layer.update(*states(6))
-        layer.crop(-4)
-    assert torch.equal(ours.keys, stock.keys) and ours.get_seq_length() == stock.get_seq_length() == 42
-
-
 def preallocated(room: int = 100) -> PreallocatedSlidingLayer:
     return PreallocatedSlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
 
@@ -248,19 +236,6 @@ def test_assisted_decoding_on_a_preallocated_cache_of_sliding_layers() -> None:
         model.set_attn_implementation(attention)
         cache = TurboQuantCache(model.config, max_cache_len=200, residual_length=10**6)
         assert torch.equal(model.generate(ids, **as_input(cache), **options), expected)
-
-
-def test_a_prompt_is_freed_at_once() -> None:
-    model = build("gemma3")
-    ids = torch.randint(3, VOCAB, (1, 700))
-    held = []
-    for cache in (TurboQuantCache(model.config), DynamicCache(config=model.config)):
-        with torch.no_grad():
-            model(ids, **as_input(cache))
-        layer = cache.layers[0]
-        assert layer.is_sliding
-        held.append(layer.keys.untyped_storage().nbytes())
-    assert held[0] * 700 == held[1] * (model.config.sliding_window - 1)
 
 
 def test_what_transformers_makes_by_itself_stays_its_own() -> None:

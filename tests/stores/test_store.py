@@ -297,19 +297,6 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(message, calls, r
     assert_unchanged(store, before)
 
 
-@pytest.mark.parametrize("held, more", [(0, 301), (300, 1), (290, 11), (100, 300)])
-def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held, more):
-    store = LayerStore.allocate(all_packed(), *states(22), 300)
-    if held:
-        store.append(*states(23, tokens=held))
-    before = snapshot(store)
-    with pytest.raises(ValueError, match=f"{more} tokens.*300.*larger `max_cache_len`"):
-        store.append(*states(24, tokens=more))
-    assert_unchanged(store, before)
-    store.append(*states(25, tokens=300 - held))
-    assert store.length == 300
-
-
 @rooms
 def test_a_call_that_fails_after_a_deferred_prompt_leaves_the_prompt(room, monkeypatch):
     """Which is encoded by then: the residual is another one."""

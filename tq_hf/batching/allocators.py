@@ -10,8 +10,8 @@ them, because its bytes depend on all of them. A request that begins with shared
 its ring. It reads those blocks packed even where they are among its newest tokens. Its table contains the number of
 these blocks (`prefix_blocks`).
 
-In transformers, the blocks of both kinds of layers have the same number of tokens, and a sector is the least common
-multiple of their bytes. Dense and packed blocks would make that gigabytes. Here a sector is one page of all sliding
+In transformers, blocks of both kinds of layers have as many tokens, and a sector is the least common multiple of their
+bytes. Dense and packed blocks would make that gigabytes. Here a sector is one page of all sliding
 layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`). One pool therefore serves both kinds in
 any proportion. Forks, preemption and offloading are transformers' own.
 
@@ -60,7 +60,7 @@ class StateSizes(NamedTuple):
     Args:
         shapes: Shape and dtype of each state of a request, by layer and name.
         token_bytes: Bytes that a linear layer takes at its peak per new token of a step.
-        request_bytes: Bytes that a linear layer takes at its peak per request of a step of one new token each.
+        request_bytes: Peak bytes of a linear layer per request, in a step of one new token each.
     """
 
     shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]
@@ -69,7 +69,7 @@ class StateSizes(NamedTuple):
 
 
 def linear_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the layers of a decoder that have states of a fixed size. `layer_types` may list more layers."""
+    """Indices of a decoder's layers with states of a fixed size. `layer_types` may list more layers."""
     kinds = list(getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
     return [i for i, kind in enumerate(kinds) if kind in LINEAR]
 
@@ -105,7 +105,7 @@ class CachedHeads(NamedTuple):
 
     Args:
         number: Number of heads.
-        key_dim, value_dim: Number of channels of a key and of a value.
+        key_dim, value_dim: Number of channels of a key and a value.
     """
 
     number: int
@@ -121,16 +121,16 @@ class CachedHeads(NamedTuple):
 
 
 def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig) -> BlockLayout:
-    """Sizes of a block of any full-attention layer of a decoder."""
+    """Sizes of a block in any full-attention layer of a decoder."""
     config = layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0])
     return tq_config.of_layer(config).layout(*CachedHeads.of(config)[1:])
 
 
 class _PoolAllocator(FullAttentionCacheAllocator):
-    """Allocator of pages in the pool of both kinds of layers. Only the attention `turboquant_paged` reads the pool."""
+    """Allocator of pages in the pool of all layers. Only the attention `turboquant_paged` reads the pool."""
 
     def pages_of(self, length: int) -> int:
-        """Number of pages of a request of `length` tokens."""
+        """Number of pages that a request of `length` tokens has."""
         return self._compute_blocks_needed(0, length, 0)
 
     def register_cache_tensor(
@@ -355,10 +355,10 @@ class TurboQuantAllocator(_PoolAllocator):
 
 
 class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
-    """Allocator of the dense pages of the windows of all sliding layers.
+    """Allocator of dense pages for the windows of all sliding layers.
 
     Args:
-        unit: Number of bytes that the size of a page is a multiple of.
+        unit: Number of bytes; a page is a multiple of it.
         **options: Arguments of transformers' allocator, without `page_size`.
     """
 
@@ -408,7 +408,7 @@ class StateAllocator(_PoolAllocator):
     Page 0 is zero and never written. New requests read their states from it.
 
     Args:
-        unit: Number of bytes that the size of a page is a multiple of.
+        unit: Number of bytes; a page is a multiple of it.
         sizes: Sizes of the states.
         **options: Arguments of transformers' allocator, without `page_size` and `layer_indices`.
     """

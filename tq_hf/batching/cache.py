@@ -63,7 +63,7 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         self.num_attention_masks = 0
         self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # heads of the attention output
         self.scratch_bytes = 0
-        """Bytes of scratch, independent of the number of tokens of a step."""
+        """Bytes of scratch, whatever number of tokens a step has."""
         self.expanded_bytes = 0
         """Bytes of queries, and of keys and values expanded from latents, of a new token."""
         self.state_sizes = StateSizes({})
@@ -320,7 +320,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return max_batch_tokens, num_sectors
 
     def _sectors_of(self, length: int) -> int:
-        """Number of sectors of a single request of `length` tokens."""
+        """Number of sectors that a single request of `length` tokens takes."""
         packed = ceil(self.allocator.pages_of(length) * self.allocator.bytes_per_block / self.bytes_per_sector)
         return packed + sum(each.pages_of(length) for each in (self.windows, self.states) if each is not None)
 

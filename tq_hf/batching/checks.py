@@ -215,7 +215,7 @@ def check_expansion(model: Any) -> None:
             known = weight.is_meta or agrees(weight, states, module.expand_kv(*states))
         if not known:
             raise ValueError(
-                f"Keys and values of layer {module.layer_idx} of {type(model).__name__} are not its latents times the "
+                f"Keys and values of layer {module.layer_idx} in {type(model).__name__} are not its latents times the "
                 f"weight of `kv_b_proj`, as pages of latent attention (MLA) need. Merge adapters. {INSTEAD}"
             )
 

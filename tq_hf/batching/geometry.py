@@ -130,7 +130,7 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
 
 
 class StateStep(NamedTuple):
-    """Pages of the states of all requests of a step.
+    """Pages that hold the states of a step's requests.
 
     Args:
         sources: Page `[B]` that each request reads its states from, int64. Page 0, which is zero, for a new request.

@@ -241,8 +241,8 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
     """Return a subclass of the scheduler `name` with two checks.
 
     New requests that exceed the cache or the model's positions are refused. Answers end at the model's last position.
-    Requests are turned into `TurboQuantRequest`. A waiting request for which there is no room is passed by later ones
-    in one step only: it is the next to begin, so that no prompt waits for as long as shorter ones come.
+    Requests are turned into `TurboQuantRequest`. Later requests pass a waiting one without room in one step
+    only. Then it is the next to begin: no prompt waits for as long as shorter ones come.
     """
     own = {"shortest_first": ShortestFirst, SHORT_STEPS: ShortSteps}
     base: Any = (own | SCHEDULER_MAPPING).get(name, FIFOScheduler)

@@ -35,8 +35,8 @@ SHORT_TURN = 1e-4
 class ShortTurns:
     """Context in which Python's threads take turns of `SHORT_TURN`, for the time of compiling behind answers.
 
-    A step lets other threads run at each of its operators, and then waits for the end of the turns of those that
-    compile. Contexts of several threads may overlap: the last one restores the duration.
+    A step lets other threads run at each of its operators. It then waits until the threads that compile end their
+    turns. Contexts of several threads may overlap: the last one restores the duration.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class TurboQuantModelRunner(ModelRunner):
     ahead = False
     """Whether to work while there is no request."""
     calls: dict[int, tuple[Any, ...]] | None = None
-    """Copies of the arguments of a step by number of requests, until steps are compiled in the background."""
+    """Copies of a step's arguments by number of requests, until steps are compiled in the background."""
     decoded = 0
     """Number of decode steps since `warm_up_behind`."""
     behind: BackgroundCompile | None = None
@@ -379,7 +379,7 @@ class TurboQuantModelRunner(ModelRunner):
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         """Compute a step, and copy log-probabilities that requests ask for to the host.
 
-        The request of a warm-up has the maximum number of tokens of a batch. If a learned embedding has fewer
+        The request of a warm-up has as many tokens as a batch may have. If a learned embedding has fewer
         positions, positions are clamped: an index outside of the embedding leaves a GPU unusable.
         """
         self._take_compiled()

@@ -87,7 +87,7 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
     """Quantize the rotated vectors of whole blocks to codes and scales.
 
     The scale of a vector z with levels c is |z|^2 / <z, c>: then quantizing does not shrink inner products with z.
-    Scales of keys of 2 bits are `KEY_SHRINK` of this. At 8 bits the scale maps the largest channel to the largest code.
+    Scales of 2-bit keys are `KEY_SHRINK` of this. At 8 bits the scale maps the largest channel to the largest code.
 
     Args:
         z: `[..., 128, D]` float32; at 4 and 8 bits any number of vectors.

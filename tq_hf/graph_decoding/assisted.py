@@ -23,15 +23,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..cache import TurboQuantCache
-from ..compat import (
-    CACHE_NAME,
-    as_input,
-    longer_inputs,
-    mark_static_shape,
-    optimized_for_decode,
-    outside_inference_mode,
-    prefill,
-)
+from ..compat import as_input, longer_inputs, mark_static_shape, optimized_for_decode, outside_inference_mode, prefill
 from ..layers.base import FullAttentionLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
@@ -43,10 +35,10 @@ from .step import (
     Masks,
     allowed,
     check_inputs,
+    first_inputs,
     map_masks,
     mask_tensors,
     needs_no_mask,
-    take_positions,
 )
 
 MOST_DRAFTS = STEP_TOKENS - 1
@@ -70,7 +62,7 @@ class MaskKind(NamedTuple):
 
 
 class StepInputs:
-    """Inputs of a step of S tokens for a batch of one, made on the device from the number of tokens in the cache.
+    """Inputs of a step with S tokens for a batch of one, made on the device from the number of tokens in the cache.
 
     Args:
         model: The model.
@@ -87,11 +79,7 @@ class StepInputs:
     def __init__(
         self, model: Any, cache: TurboQuantCache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
     ) -> None:
-        longer = torch.cat([ids, ids.new_zeros(1, tokens)], dim=1)
-        first = model.prepare_inputs_for_generation(longer, next_sequence_length=tokens, **inputs)
-        del first["input_ids"], first[CACHE_NAME]
-        positions = take_positions(model, cache, first, cached, tokens)
-        self.masks = first.pop("attention_mask", None)
+        first, positions, self.masks = first_inputs(model, cache, ids, cached, tokens, inputs)
         if "logits_to_keep" in first:
             first["logits_to_keep"] = tokens
         self.constants = first
@@ -176,7 +164,7 @@ class StepInputs:
 
 
 def _mask_kinds(masks: Masks, rings: list[PreallocatedSlidingLayer], layers: int) -> list[MaskKind]:
-    """Kinds of the masks that transformers made for a cache of this number of layers, sliding ones as rings."""
+    """Kinds of masks that transformers made for a cache of `layers` layers, sliding ones as rings."""
     slides = "sliding_attention" if rings else None
     every = masks if isinstance(masks, dict) else {slides if len(rings) == layers else "all": masks}
     return [
@@ -189,12 +177,8 @@ def _mask_kinds(masks: Masks, rings: list[PreallocatedSlidingLayer], layers: int
 
 
 class PromptLookup:
-    """Drafts from the text so far: what followed the longest n-gram that ends like the text, at its first place.
-
-    Args:
-        number: k, number of drafts a step.
-        longest: Most tokens of the n-gram.
-    """
+    """`number` (k) drafts a step from the text so far: what followed the longest n-gram that ends like the text, at its
+    first place. The n-gram has up to `longest` tokens."""
 
     layers: tuple[Any, ...] = ()
 
@@ -222,15 +206,10 @@ class PromptLookup:
 
 
 class Assistant:
-    """Drafts of a smaller model with a preallocated cache of its own.
+    """`number` (k) drafts a step, of a smaller model with a preallocated cache of its own.
 
     The cache lacks the two newest tokens when a step begins, and the first call of the step reads both. After a step
     that accepted every draft, the assistant has not read the last one: so that step is followed by one like any other.
-
-    Args:
-        model: The assistant.
-        cache: Its cache.
-        number: k, number of drafts a step.
     """
 
     def __init__(self, model: Any, cache: TurboQuantCache, number: int) -> None:
@@ -246,13 +225,7 @@ class Assistant:
         return "assistant", id(self.model), self.number, addresses, [inputs.shapes for inputs in self.steps]
 
     def begin(self, prompt: torch.Tensor, mask: torch.Tensor | None, config: GenerationConfig) -> None:
-        """Read the prompt `[1, T]` but for its last token, in chunks if the model does.
-
-        Args:
-            prompt: `[1, T]` int64.
-            mask: Padding mask `[1, T]`, or `None`.
-            config: The generation config of the call.
-        """
+        """Read the prompt `[1, T]` but for its last token, in chunks if `config` says so; `mask` `[1, T]` pads it."""
         read, held = prompt[:, :-1], prompt.shape[1] - 1
         self.cache.reset()
         expect_drafts(self.cache)
@@ -453,35 +426,17 @@ class AssistedLoop(Loop):
         width = self.longest + self.tokens
         addresses = [tensor.data_ptr() for layer in self.drafts.layers for tensor in tensors_of(layer)]
         key = (*self._key(made.constants, None, None, width), made.shapes, self.drafts.key, addresses)
-        step: Any = latest_steps.get(self.cache)
-        if self._reuses(step, key):
-            step.inputs.copy_(made)
-        else:
-            latest_steps.pop(self.cache, None)
-            step = latest_steps[self.cache] = self._new_tensors(key, made, width)
-        step.history[:, : self.length] = self.prompt
-        step.at.fill_(self.length)
+
+        def tensors() -> dict[str, Any]:
+            shift, accepted = self.prompt.new_zeros(1), self.prompt.new_zeros(self.tokens + 1)
+            return {"inputs": made.cloned(), "drafts": self.drafts, "shift": shift, "accepted": accepted}
+
+        step: AssistedTensors = self._set(AssistedTensors, key, width, tensors)
+        step.inputs.copy_(made)
         step.shift.fill_(self.length - self.cached)
-        step.unfinished.fill_(True)
         return step
 
-    @outside_inference_mode
-    def _new_tensors(self, key: tuple[Any, ...], inputs: StepInputs, width: int) -> AssistedTensors:
-        """Allocate step tensors outside of inference mode, so that later calls may write."""
-        number = self.prompt.new_zeros(1)
-        return AssistedTensors(
-            key=key,
-            inputs=inputs.cloned(),
-            drafts=self.drafts,
-            shift=number.clone(),
-            history=self.prompt.new_zeros(1, width),
-            at=number,
-            unfinished=torch.ones_like(number, dtype=torch.bool),
-            accepted=self.prompt.new_zeros(self.tokens + 1),
-        )
-
     def _advance(self, step: Any) -> None:
-        """Run one step."""
         self._run_or_replay(step)
         if not self.selects_in_graph:
             self._verify(step)
@@ -516,13 +471,8 @@ class AssistedLoop(Loop):
         take_back((*self.layers, *step.drafts.layers), self.tokens - step.accepted[-1])
 
     def _accept(self, step: AssistedTensors, logits: torch.Tensor, draft_scores: torch.Tensor | None) -> None:
-        """Choose tokens by the logits `[S, vocabulary]` of a step, accept the drafts that agree, and write the tokens.
-
-        Args:
-            step: Tensors of the step. Its drafts are the S - 1 tokens of the history from `at` on.
-            logits: `[S, vocabulary]` float32.
-            draft_scores: `[S - 1, vocabulary]` float32 that drafts were sampled by, or `None`.
-        """
+        """Choose tokens by the logits `[S, vocabulary]` float32 of a step, accept the drafts that agree, and write the
+        tokens. Drafts are the S - 1 tokens of the history from `at` on, sampled by `draft_scores`, if any."""
         place, history = torch.arange(logits.shape[0], device=logits.device), step.history
         if self.selects_in_graph:
             scores = self.processors(history, logits.clone())

@@ -14,6 +14,7 @@ the same loop runs step by step. `assisted.py` has the loop of assisted decoding
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
 from ..compat import (
-    CACHE_NAME,
     as_input,
     attention_implementation,
     autocast_dtype,
@@ -47,9 +47,9 @@ from .step import (
     Masks,
     StepTensors,
     check_inputs,
+    first_inputs,
     map_masks,
     mask_tensors,
-    take_positions,
     unmask_newest,
     without_columns,
 )
@@ -153,7 +153,8 @@ class Loop:
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
         step = self._step(inputs)
-        self._select(step, logits)
+        step.logits = logits
+        self._choose(step, step.history[:, : self.length])
         while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
             if self.cached == self.room:
                 if ended := self.flags.read_now():
@@ -187,8 +188,7 @@ class Loop:
                 layer.count_replayed(self.cached + 1)
         self.cached += 1
         if not self.selects_in_graph:
-            assert step.logits is not None
-            self._select(step, step.logits)
+            self._choose(step, step.history[:, : self.length])
 
     def _run_or_replay(self, step: Any) -> bool:
         """Run a step, captured once it is warm. Returns whether its graph was replayed."""
@@ -232,21 +232,11 @@ class Loop:
         for mask in mask_tensors(step.masks):
             unmask_newest(mask, step.column, self.windows)
         if self.selects_in_graph:
-            self._choose(step, step.logits, step.history)
+            self._choose(step, step.history)
 
-    def _select(self, step: StepTensors, logits: torch.Tensor) -> None:
-        self._choose(step, logits, step.history[:, : self.length])
-        step.logits = logits
-
-    def _choose(self, step: StepTensors, logits: torch.Tensor, history: torch.Tensor) -> None:
-        """Choose the next tokens and write them to the tensors of `step`.
-
-        Args:
-            step: Tensors of the step.
-            logits: `[B, vocabulary]` float32.
-            history: `[B, T]` int64, all tokens so far.
-        """
-        step.scores = self.processors(history, logits)
+    def _choose(self, step: StepTensors, history: torch.Tensor) -> None:
+        """Choose the next tokens by the step's logits and `history` `[B, T]`, and write them to its tensors."""
+        step.scores = self.processors(history, step.logits)
         token = self._choice(step.scores)
         if self.pad is not None:
             token = torch.where(step.unfinished, token, self.pad)
@@ -273,57 +263,44 @@ class Loop:
 
     def _step(self, inputs: dict[str, Any]) -> StepTensors:
         """Return step tensors, set for the first step. Tensors of the last call are reused if they fit."""
-        # The next token is not chosen yet; only its position matters here.
-        longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
-        first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
-        del first["input_ids"], first[CACHE_NAME]
-        positions = take_positions(self.model, self.cache, first, self.cached, 1)
-        masks = first.pop("attention_mask", None)
+        first, positions, masks = first_inputs(self.model, self.cache, self.prompt, self.cached, 1, inputs)
         is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
         other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
         check_inputs(self.model, first, other)
         masks = without_columns(masks, self.layers, self.cached, self.windows)
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
-        step: Any = latest_steps.get(self.cache)
         key = self._key(first, positions, masks, width)
-        if not self._reuses(step, key):
-            latest_steps.pop(self.cache, None)
-            step = latest_steps[self.cache] = self._new_step(key, positions, masks, first, width)
-        else:
-            if positions is not None and step.positions is not None:
-                step.positions.copy_(positions)
-            for mask, first_mask in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
-                mask.copy_(first_mask)
+
+        def tensors() -> dict[str, Any]:
+            token, held = self.prompt.new_zeros(self.prompt.shape[0], 1), map_masks(torch.clone, masks)
+            places = None if positions is None else positions.clone()
+            return dict(token=token, positions=places, masks=held, column=self.prompt.new_zeros(1), constants=first)
+
+        step = self._set(StepTensors, key, width, tensors)
+        if positions is not None:
+            step.positions.copy_(positions)
+        for own, given in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
+            own.copy_(given)
         step.column.fill_(self.cached)
+        return step
+
+    @outside_inference_mode
+    def _set(self, kind: Any, key: tuple[Any, ...], width: int, tensors: Callable[[], Any]) -> Any:
+        """Step tensors of class `kind` with room for `width` tokens, set for the first step: those of the last call,
+        with its graph, or new ones, whose own fields `tensors` makes. Outside of inference mode later calls may write.
+        """
+        step = latest_steps.pop(self.cache, None)
+        # Under autocast, a graph reads copies of weights that are freed when autocast ends.
+        if step is None or step.key != key or (self.captures and autocast_dtype(self.prompt) is not None):
+            step = None  # free the last graph first
+            history = self.prompt.new_zeros(self.prompt.shape[0], width)
+            step = kind(key=key, history=history, at=history.new_zeros(1), unfinished=history[:, 0] == 0, **tensors())
+        latest_steps[self.cache] = step
         step.history[:, : self.length] = self.prompt
         step.at.fill_(self.length)
         step.unfinished.fill_(True)
         return step
-
-    def _reuses(self, step: Any, key: tuple[Any, ...]) -> bool:
-        """Whether the tensors and the graph of the last call serve this one."""
-        # Under autocast, a graph reads copies of weights that are freed when autocast ends.
-        stale = self.captures and autocast_dtype(self.prompt) is not None
-        return step is not None and step.key == key and not stale
-
-    @outside_inference_mode
-    def _new_step(
-        self, key: tuple[Any, ...], positions: torch.Tensor | None, masks: Masks, constants: dict[str, Any], width: int
-    ) -> StepTensors:
-        """Allocate step tensors for up to `width` tokens, outside of inference mode, so that later calls may write."""
-        batch, device = self.prompt.shape[0], self.prompt.device
-        return StepTensors(
-            key=key,
-            token=torch.zeros(batch, 1, dtype=torch.int64, device=device),
-            positions=None if positions is None else positions.clone(),
-            masks=map_masks(torch.clone, masks),
-            column=torch.zeros(1, dtype=torch.int64, device=device),
-            constants=constants,
-            history=torch.zeros(batch, width, dtype=torch.int64, device=device),
-            at=torch.zeros(1, dtype=torch.int64, device=device),
-            unfinished=torch.ones(batch, dtype=torch.bool, device=device),
-        )
 
     def _key(
         self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ..compat import device_of_inputs, takes_positions
+from ..compat import CACHE_NAME, device_of_inputs, takes_positions
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 
@@ -74,20 +74,25 @@ def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
         )
 
 
-def take_positions(model: Any, cache: Cache, inputs: dict[str, Any], cached: int, tokens: int) -> torch.Tensor | None:
-    """Take position ids out of the `inputs` of a step of `tokens` tokens after `cached` ones.
+def first_inputs(
+    model: Any, cache: Cache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
+) -> tuple[dict[str, Any], torch.Tensor | None, Masks]:
+    """Inputs of the first step of `tokens` tokens after `ids` `[B, T]`, of which `cached` are in the cache: constant
+    ones, position ids, masks.
 
-    EXAONE 4.5 hands on none, and counts from the length of its cache. That is a number on the host where the first
-    layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.
+    EXAONE 4.5 hands on no positions, and counts from the length of its cache. That is a number on the host where the
+    first layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.
     """
-    positions: torch.Tensor | None = inputs.pop("position_ids", None)
+    longer = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], dim=1)  # not chosen yet; only positions matter here
+    first = model.prepare_inputs_for_generation(longer, next_sequence_length=tokens, **inputs)
+    del first["input_ids"], first[CACHE_NAME]
+    positions: torch.Tensor | None = first.pop("position_ids", None)
     if positions is None and takes_positions(model) and isinstance(cache.get_seq_length(), int):
         positions = torch.arange(cached, cached + tokens, device=device_of_inputs(model))[None]
-    return positions
+    return first, positions, first.pop("attention_mask", None)
 
 
 def mask_tensors(masks: Masks) -> list[torch.Tensor]:
-    """List the masks."""
     every = masks.values() if isinstance(masks, dict) else [masks]
     return [mask for mask in every if mask is not None]
 
@@ -115,14 +120,8 @@ def needs_no_mask(layers: Sequence[Any]) -> bool:
 
 
 def without_columns(masks: Masks, layers: Sequence[Any], cached: int, windows: set[int]) -> Masks:
-    """Replace masks of full attention by masks of no columns where they are not needed.
-
-    Args:
-        masks: Masks of a step, whose last row is that of the newest query.
-        layers: Layers of the cache.
-        cached: Number of tokens before the step.
-        windows: Widths of the masks of sliding layers, which stay as they are.
-    """
+    """Replace masks of full attention by masks of no columns where they are not needed: in a step after `cached` tokens
+    of `layers`. Masks of sliding layers, which have one of the widths `windows`, stay."""
     if not needs_no_mask(layers):
         return masks
 
@@ -135,14 +134,8 @@ def without_columns(masks: Masks, layers: Sequence[Any], cached: int, windows: s
 
 
 def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -> None:
-    """Extend the mask of a step by one token.
-
-    Args:
-        mask: `[B, 1, 1, columns]` bool, or float and added to logits; written in place.
-        column: `[1]` int64, the index of the new token among the cached tokens.
-        windows: Widths of the masks of sliding layers. As in the cache, the oldest token leaves a full window. (The
-            cache refuses a token beyond the width of full attention.)
-    """
+    """Extend the mask of a step in place by the token at `column`, `[1]` int64. The oldest token leaves a full window,
+    in masks of one of the widths `windows`. (The cache refuses a token beyond the width of full attention.)"""
     if not mask.shape[3]:
         return
     last = mask.shape[3] - 1
@@ -154,35 +147,23 @@ def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -
 
 class LateFlags:
     """Tokens and the flag "all sequences have ended" of each step, read on the host. On a GPU they are read one step
-    late, so that neither side waits.
-
-    Args:
-        device: Device on which tokens are chosen.
-        size: Number of tokens of a step.
-        receive: Function that gets the tokens of each step, `[size]` int64 on the host, or `None`.
-    """
+    late, so that neither side waits. `receive`, if any, gets the tokens of each step, `[size]` int64 on the host."""
 
     def __init__(self, device: torch.device, size: int, receive: Callable[[torch.Tensor], object] | None) -> None:
-        self.lag = 1 if device.type == "cuda" else 0
-        self.receive = receive
         pinned = device.type == "cuda"
-        self._slots = [
-            (
-                torch.zeros((), dtype=torch.bool, pin_memory=pinned),
-                torch.zeros(size, dtype=torch.long, pin_memory=pinned),
-            )
-            for _ in range(2)
-        ]
+        self.lag, self.receive = int(pinned), receive
+        # Tokens, and the flag after them.
+        self._slots = [torch.zeros(size + 1, dtype=torch.long, pin_memory=pinned) for _ in range(2)]
         self._copied = [torch.cuda.Event(blocking=True) if pinned else None for _ in range(2)]
         self._steps = 0
 
     def record(self, unfinished: torch.Tensor, token: torch.Tensor) -> bool:
         """Copy the flags and tokens `[size]` of a step to the host. Returns whether all sequences had ended `lag` steps
         ago."""
-        flag, tokens = self._slots[self._steps % 2]
-        flag.copy_(~unfinished.any(), non_blocking=True)
+        slot = self._slots[self._steps % 2]
+        slot[-1:].copy_((~unfinished.any()).long(), non_blocking=True)
         if self.receive is not None:
-            tokens.copy_(token, non_blocking=True)
+            slot[:-1].copy_(token, non_blocking=True)
         if (event := self._copied[self._steps % 2]) is not None:
             event.record()
         self._steps += 1
@@ -191,10 +172,10 @@ class LateFlags:
     def _read(self, step: int) -> bool:
         if (event := self._copied[step % 2]) is not None:
             event.synchronize()
-        flag, tokens = self._slots[step % 2]
+        slot = self._slots[step % 2]
         if self.receive is not None:
-            self.receive(tokens.clone())
-        return bool(flag)
+            self.receive(slot[:-1].clone())
+        return bool(slot[-1])
 
     def read_now(self) -> bool:
         """Wait for the last step, and record no further one. Returns whether all sequences have ended."""

@@ -58,12 +58,8 @@ def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str
 
 
 def warn_about_dequantized_steps(layout: BlockLayout, can_read_packed: bool) -> None:
-    """Warn that decode steps dequantize: each reads packed states, and writes and reads dense ones.
-
-    Args:
-        layout: Layout of the packed blocks.
-        can_read_packed: Whether the model's attention is another one, and "turboquant" can take its place.
-    """
+    """Warn that decode steps dequantize: each reads packed states, and writes and reads dense ones. `can_read_packed`:
+    whether "turboquant" can take the place of the model's attention."""
     times = 2 + 1 / layout.compression_ratio
     advice = (
         'Load the model with `attn_implementation="turboquant"`, which reads packed keys and values'
@@ -89,10 +85,8 @@ def warn_about_encoding_again() -> None:
 def warn_beyond_fp16(layers: Mapping[int, Any]) -> None:
     """Warn about keys and values with scales beyond fp16: their packed blocks are wrong, and have no NaN to show it.
 
-    Checks dense tokens only: a prompt without any is not checked. Waits for the device, once.
-
-    Args:
-        layers: Compressed layers by their index in the model, after their first prompt.
+    Checks dense tokens of compressed `layers`, by their index in the model, after their first prompt. Waits for the
+    device, once.
     """
     checked, sizes = [], []
     for index, layer in layers.items():

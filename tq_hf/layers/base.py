@@ -61,7 +61,6 @@ class BatchedLayer(Copyable, CacheLayerMixin):
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace every tensor by `function` of it."""
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
             self.keys, self.values = function(self.keys), function(self.values)
@@ -96,7 +95,6 @@ class FullAttentionLayer(BatchedLayer):
     transformers that always return them, and for models that make their own masks of this size (Bloom)."""
 
     def activate_past_recording(self) -> None:
-        """Let steps have several tokens; assisted decoding calls this."""
         self.record_past = True
 
     def count_tokens(self) -> int:
@@ -104,7 +102,7 @@ class FullAttentionLayer(BatchedLayer):
         raise NotImplementedError
 
     def takes_step(self, tokens: int) -> bool:
-        """Whether a call of this number of tokens is a decode step of a preallocated layer."""
+        """Whether a call of this number of tokens is a decode step, if the layer is preallocated."""
         raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -116,7 +114,7 @@ class FullAttentionLayer(BatchedLayer):
 
 
 def replaced(value: Any, kind: type, function: Callable[[Any], torch.Tensor]) -> Any:
-    """Replace tensors of a class by the results of `function` in an argument of an operation, nested or not."""
+    """Replace tensors of a class, nested or not, by results of `function` in an argument of an operation."""
     if isinstance(value, kind):
         return function(value)
     if type(value) in (tuple, list):

@@ -25,9 +25,9 @@ from ..tensors.layer import Counts, View
 from ..tensors.sinks import Padding, check_index
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
-from .copies import copy_of, plain
-from .expansion import pending
-from .handle import Handle, placeholders
+from .copies import Source, copy_of, plain
+from .expansion import leave
+from .handle import Handle
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
 """Tensors in the file of a balanced layer."""
@@ -42,30 +42,23 @@ def _one_nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class TurboQuantLayer(FullAttentionLayer):
     """A full-attention layer that stores keys and values compressed.
 
-    `update` returns states for the attention function that reads them. The function "turboquant" reads the packed
-    store, by a handle on keys and values (see `tq_hf.layers.handle`). Once it has resolved a handle of this layer,
-    `update` returns lazy states, as long as the model uses "turboquant". Other attention functions read dequantized
-    states. So do models that change keys between `update` and attention (models without an attention interface). A
-    model may expand latents for "turboquant" (MLA): its attention then reads packed latents, see
-    `tq_hf.layers.expansion`.
+    `update` returns dequantized states, or lazy ones with a handle (see `tq_hf.layers.handle`) once the attention
+    "turboquant" has resolved a handle of this layer, as long as the model uses it. A compiled step returns placeholders
+    if the states of the last eager call were only passed to attention. Otherwise it returns dequantized states, which
+    are not computed if attention reads packed latents instead (`tq_hf.layers.expansion`).
 
-    A compiled step returns placeholders if the states of the last eager call were only passed to attention, or were
-    latents expanded in a known way. Otherwise the step returns dequantized states.
+    Attributes besides the store and the channel scales:
 
-    Attributes besides the store and the channel scales; `reset` returns the first six to their first value:
-
-        needs_queries   True, then False    defer encoding a prompt until attention passes its queries to `resolve`;
-                                            False once attention did not, and the cache encoded the prompt
-        reader          None, then weakref  config of the attention module that resolved a handle of this layer; names
-                                            the attention function that the model uses now
-        is_untouched    False or True       whether the last eager call only passed its states to attention; True by
-                                            `resolve`, False by an operation on lazy states
-        expands         False or True       whether the last eager call expanded latents by `kv_b_proj`, in a known way
-        _assigned       None or a tensor    assigned keys without assigned values, or values without keys
-        _had_gradients  False, then True    whether states of an earlier call had gradients, which are lost
-        _edits          numbers             changes of keys, of values and of both, appended tokens not counted
-        prompt          None or states      first prompt, dense, while forward hooks of the attention module run
-        _nan            one NaN             base of lazy states and placeholders, made with the store
+        needs_queries   whether to defer encoding a prompt until attention passes its queries to `resolve`; False once
+                        attention did not
+        reader          config of the attention module that resolved a handle of this layer; names its function
+        is_untouched    whether the last eager call only passed its states to attention
+        expands         whether the last eager call expanded latents by `kv_b_proj`, in a known way
+        _assigned       assigned keys without assigned values, or values without keys
+        _had_gradients  whether states of an earlier call had gradients, which are lost
+        _edits          numbers of changes of keys, values and both, appended tokens not counted
+        prompt          first prompt, dense, while forward hooks of the attention module run
+        _nan            one NaN, the base of lazy states
 
     Args:
         config: Preset of the layer.
@@ -145,7 +138,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is None:
             return None
         states = self._copies()[name == "values"]
-        return states if torch.compiler.is_dynamo_compiling() else copy_of(self, name, states)
+        return states if torch.compiler.is_dynamo_compiling() else copy_of(states, Source(self, name, states))
 
     @outside_inference_mode
     def _copies(self) -> KeyValue:
@@ -232,7 +225,7 @@ class TurboQuantLayer(FullAttentionLayer):
     ) -> KeyValue:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return keys and values for attention.
 
-        `padding` is that of the tokens of a call of several, if known: each row's first real tokens become its sinks.
+        `padding`, if known, is that of a call of several tokens: each row's first real tokens become its sinks.
 
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
@@ -292,12 +285,12 @@ class TurboQuantLayer(FullAttentionLayer):
         return handle.attached((keys.view_as(keys), values.view_as(values)))
 
     def _compiled_states(self, view: View) -> KeyValue:
-        """States that a compiled step returns."""
-        if not self.reads_packed or not (self.is_untouched or self.expands):
-            return self.dense(view)
         handle = Handle(self, view)
-        pending[:] = [handle] if self.expands else []
-        return placeholders(handle, self._nan)
+        if self.reads_packed and self.is_untouched:  # expanded, so without memory; no operation reads them
+            return handle.attached((self._nan.expand(handle.shape(0)), self._nan.expand(handle.shape(1))))
+        if self.reads_packed and self.expands:
+            leave(handle)
+        return self.dense(view)
 
     def _warn_about_dequantized_steps(self, view: View) -> None:
         config = None if self._model_config is None else self._model_config()
@@ -306,9 +299,8 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def _may_read_packed(self) -> bool:
         """Whether the model's config names "turboquant" or no attention function, or is unknown."""
-        if self._model_config is None:
-            return True
-        return attention_implementation(self._model_config()) in ("turboquant", None)
+        config = None if self._model_config is None else self._model_config()
+        return attention_implementation(config) in ("turboquant", None)
 
     @property
     def reads_packed(self) -> bool:
@@ -335,9 +327,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """All tensors of the layer, by their kind in `memory_footprint`; `{}` before the first update."""
-        if self.store is None:
-            return {}
-        return self.store.by_kind()
+        return {} if self.store is None else self.store.by_kind()
 
     def bytes_in_16_bits(self, tokens: int | None = None) -> int:
         """Bytes of `tokens` tokens with 16-bit keys and values; by default of all cached tokens."""
@@ -409,7 +399,6 @@ class TurboQuantLayer(FullAttentionLayer):
         return 0 if self.store is None else self.store.length
 
     def get_max_length(self) -> int:
-        """`max_cache_len`, or -1 without a limit."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     @property
@@ -458,9 +447,8 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def offload(self) -> None:
         """Move the store to the CPU, unless the encoding of a prompt is deferred."""
-        if self.store is not None and self.store.is_deferred:
-            return
-        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+        if self.store is not None and not self.store.is_deferred:
+            self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
@@ -468,6 +456,6 @@ class TurboQuantLayer(FullAttentionLayer):
 
 
 def _as_appended(view: View, states: KeyValue) -> KeyValue:
-    """Dense states of `view` in the order in which the tokens came, which those of a first call are in already."""
+    """Dense states of `view` in the order in which the tokens came. A first call has its states in this order."""
     order = None if view.counts is None else view.tensors.order
     return states if order is None else order.swapped_states(states)

@@ -18,7 +18,7 @@ from ..compat import as_plain_tensors, changes_of, storage_id
 from .base import replaced
 
 
-class _Source:
+class Source:
     """Origin of a copy and its views: the `TurboQuantLayer`, and its version at the time of the copy."""
 
     def __init__(self, layer: Any, name: str, states: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ class Copy(torch.Tensor):
     """A copy of keys or values, or a view of a copy."""
 
     _plain: torch.Tensor
-    _source: _Source
+    _source: Source
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -66,20 +66,16 @@ class Copy(torch.Tensor):
         return _views(result, copies)
 
 
-def copy_of(layer: Any, name: str, states: torch.Tensor) -> torch.Tensor:
-    """Make `states`, new tensors, a writable copy of the layer's keys or values (by `name`)."""
-    return _copy(states, _Source(layer, name, states))
+def copy_of(states: torch.Tensor, source: Source) -> Copy:
+    """Make `states` a writable copy of the keys or values of a layer, or a view of one."""
+    copy = states.as_subclass(Copy)
+    copy._plain, copy._source = states, source
+    return copy
 
 
 def plain(value: Any) -> Any:
     """The plain tensor of a copy, without its layer; every other value unchanged."""
     return value._plain if isinstance(value, Copy) else value
-
-
-def _copy(states: torch.Tensor, source: _Source) -> Copy:
-    copy = states.as_subclass(Copy)
-    copy._plain, copy._source = states, source
-    return copy
 
 
 def _views(result: Any, copies: list[Copy]) -> Any:
@@ -91,5 +87,5 @@ def _views(result: Any, copies: list[Copy]) -> Any:
             if result is copy._plain:
                 return copy
             if storage_id(result) == storage_id(copy._plain):
-                return _copy(result, copy._source)
+                return copy_of(result, copy._source)
     return result

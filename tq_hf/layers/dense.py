@@ -57,11 +57,7 @@ def check_rows(layer: Any) -> None:
 
 
 class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
-    """A preallocated full-attention layer that returns as many rows as a `TurboQuantLayer`.
-
-    `StaticLayer` returns `max_cache_len` rows in every call. Compressed layers do so for decode steps only, and
-    otherwise return no empty rows; layers that share a mask must agree (see `FullAttentionLayer`).
-    """
+    """A preallocated full-attention layer that returns as many rows as a compressed one (`FullAttentionLayer`)."""
 
     @outside_inference_mode
     def __init__(self, max_cache_len: int) -> None:
@@ -71,19 +67,13 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
         super().lazy_initialization(key_states, value_states)
         if key_states.is_meta:  # see `LayerStore.allocate`
             self.cumulative_length = torch.tensor(0, device="cpu")
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return the rows of all tokens. For decode
-        steps, and with `returns_empty_rows`, return all `max_cache_len` rows.
-
-        Raises:
-            ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
-                index check fails.)
-        """
+        """Store new states. Raise `ValueError`, and change nothing, if they exceed `max_cache_len`. (In a compiled step
+        torch's own index check fails.)"""
         tokens = key_states.shape[-2]
         is_step = self.takes_step(tokens)
         if is_step and (torch.compiler.is_dynamo_compiling() or (self.num_tokens is None and is_capturing())):
@@ -128,6 +118,12 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         self.num_tokens = 0
 
 
+def _pair(function: Callable[..., torch.Tensor], *states: KeyValue) -> KeyValue:
+    """`function` of the keys, and of the values."""
+    keys, values = (function(*parts) for parts in zip(*states, strict=True))
+    return keys, values
+
+
 class _WindowState:
     """The state of a sliding window: the rows that the next query attends to, and all recorded rows."""
 
@@ -139,6 +135,10 @@ class _WindowState:
         empty = cls.__new__(cls)
         vars(empty).update(vars(layer))
         return empty
+
+    @property
+    def _rows(self: Any) -> KeyValue:
+        return self.keys, self.values
 
     def state(self: Any) -> State:
         keys, values = self._rows_to_save()
@@ -162,20 +162,15 @@ class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
     """
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need."""
         states = super().update(key_states, value_states, *args, **kwargs)
         # After a single token at most one row is outside the window. A rollback needs all recorded rows.
         if key_states.shape[-2] > 1 and states[0].shape[-2] >= self.sliding_window and not self.record_past:
-            assert self.keys is not None and self.values is not None
-            self.keys = self.keys.clone(memory_format=torch.contiguous_format)
-            self.values = self.values.clone(memory_format=torch.contiguous_format)
+            self.keys, self.values = _pair(lambda x: x.clone(memory_format=torch.contiguous_format), self._rows)
         return states
 
     def _rows_to_save(self) -> KeyValue:
-        assert self.keys is not None and self.values is not None
-        rows = self.keys.shape[2]
-        first = 0 if self.record_past else max(0, rows - max(self.sliding_window - 1, 1))
-        return self.keys[:, :, first:], self.values[:, :, first:]
+        least = max(self.sliding_window - 1, 1)
+        return self._rows if self.record_past else _pair(lambda x: x[:, :, -least:], self._rows)
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         self.record_past = description["record_past"]
@@ -218,7 +213,6 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
         self.cumulative_length = self.cumulative_length.clone()  # an inference tensor cannot be changed in place later
         super().lazy_initialization(key_states, value_states)
 
@@ -231,24 +225,17 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         return tokens == 1 or self.is_ring
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need,
-        and empty rows. A ring returns all its rows.
-
-        Raises:
-            ValueError: The tokens exceed `room`. The layer is unchanged then.
-        """
+        """Store new states; return all rows that their queries need, and empty rows. A ring returns all its rows. Raise
+        `ValueError`, and change nothing, if the tokens exceed `room`."""
         if self.is_ring:
             return self._append_to_ring(key_states, value_states)
         check_rows(self)
         if self.room is not None and not torch.compiler.is_dynamo_compiling():
             check_room(key_states.shape[2], self.cumulative_length_int, self.room)
-        if not self.record_past:
-            self._recorded = None
-        else:
-            states = (key_states, value_states)
-            if (past := self._past()) is not None:
-                states = (torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2))
-            self._recorded = states
+        past, self._recorded = self._past() if self.record_past else None, None
+        if self.record_past:
+            new = (key_states, value_states)
+            self._recorded = new if past is None else _pair(lambda *parts: torch.cat(parts, dim=2), past, new)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[2] == 1:
@@ -256,11 +243,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         return self._append_rows(key_states, value_states)
 
     def _window(self) -> KeyValue:
-        """The rows of the window."""
-        assert self.keys is not None and self.values is not None
-        if not self.ring_rows:
-            return self.keys, self.values
-        return self.keys[:, :, : self.max_cache_len], self.values[:, :, : self.max_cache_len]
+        return _pair(lambda x: x[:, :, : self.max_cache_len], self._rows) if self.ring_rows else self._rows
 
     def _append_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
         """Append several tokens a sequence, as transformers' layer does."""
@@ -274,7 +257,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             return with_num_held(window, length)
         if past:
             held = slice(int(past >= most), min(past, most))  # the first row of a full window is not read
-            new = (torch.cat([window[0][:, :, held], new[0]], dim=2), torch.cat([window[1][:, :, held], new[1]], dim=2))
+            new = _pair(lambda states, part: torch.cat([states[:, :, held], part], dim=2), window, new)
         for states, part in zip(window, new, strict=True):
             states.copy_(part[:, :, -most:])
         return new
@@ -297,15 +280,14 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         """Make the layer a ring: up to `tokens` newest tokens may be removed on the device. The rows stay for later
         calls."""
         past, length, rows = self._past(), self.cumulative_length_int, self.max_cache_len + tokens
-        assert past is not None and self.keys is not None and self.values is not None
-        held = [part[:, :, -rows:].clone() for part in past]
+        assert past is not None
+        held = _pair(lambda part: part[:, :, -rows:].clone(), past)
         if self.ring_rows < rows:
-            made = [part.new_zeros(*part.shape[:2], rows, part.shape[3]) for part in (self.keys, self.values)]
+            made = _pair(lambda x: x.new_zeros(*x.shape[:2], rows, x.shape[3]), self._rows)
             (self.keys, self.values), self.ring_rows = made, rows
             mark_static_addresses(made)
         places = self._places(length, held[0].shape[2])
-        self.keys.index_copy_(2, places, held[0])
-        self.values.index_copy_(2, places, held[1])
+        _pair(lambda states, part: states.index_copy_(2, places, part), self._rows, held)
         self.cumulative_length.fill_(length)
         self.is_ring, self._recorded = True, None
 
@@ -314,30 +296,22 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         return torch.arange(length - tokens, length, device=self.keys.device) % self.ring_rows  # type: ignore[union-attr]
 
     def _append_to_ring(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
-        assert self.keys is not None and self.values is not None
         tokens = key_states.shape[2]
         places = (self.cumulative_length + torch.arange(tokens, device=self.device)) % self.ring_rows
-        self.keys.index_copy_(2, places, key_states)
-        self.values.index_copy_(2, places, value_states)
         self.cumulative_length.add_(tokens)
-        return self.keys, self.values
+        return _pair(lambda states, new: states.index_copy_(2, places, new), self._rows, (key_states, value_states))
 
     @outside_inference_mode
     def close_ring(self, record: bool) -> None:
-        """Order the rows as a window. The number of tokens is read from the device.
-
-        Args:
-            record: Whether to keep rows beyond the window until the next `crop` or update.
-        """
+        """Order the rows as a window. The number of tokens is read from the device. `record`: whether to keep rows
+        beyond the window until the next `crop` or update."""
         if not self.is_ring:
             return
-        assert self.keys is not None and self.values is not None
         length = int(self.cumulative_length)
         places = self._places(length, min(length, self.ring_rows))
-        held = self.keys.index_select(2, places), self.values.index_select(2, places)
-        for states, part in zip(self._window(), held, strict=True):
-            part = part[:, :, -self.max_cache_len :]
-            states[:, :, : part.shape[2]] = part
+        held = _pair(lambda x: x.index_select(2, places), self._rows)
+        rows = min(length, self.max_cache_len)
+        _pair(lambda states, part: states[:, :, :rows].copy_(part[:, :, -rows:]), self._window(), held)
         self.cumulative_length_int, self.is_ring = length, False
         self.cumulative_length.fill_(min(length, self.max_cache_len))
         self._recorded = held if record else None
@@ -356,10 +330,9 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         """The newest tokens in their order: recorded ones, or views of the valid rows of the window."""
         if self._recorded is not None or not self.is_initialized:
             return self._recorded
-        assert self.keys is not None and self.values is not None
         length, most = self.cumulative_length_int, self.max_cache_len
         rows = slice(1 if length >= most and length == self._first_missing_at else 0, min(length, most))
-        return self.keys[:, :, rows], self.values[:, :, rows]
+        return _pair(lambda x: x[:, :, rows], self._rows)
 
     def _rows_to_save(self) -> KeyValue:
         past, most = self._past(), self.max_cache_len
@@ -368,7 +341,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             return past
         # The first row of a window that has slid is not read, and a growing window does not have it.
         rows = most if self.cumulative_length_int <= most else max(most - 1, 1)
-        return past[0][:, :, -rows:], past[1][:, :, -rows:]
+        return _pair(lambda x: x[:, :, -rows:], past)
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
@@ -388,11 +361,8 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, and recorded tokens outside the window.
-
-        Raises:
-            ValueError: `tokens_to_remove` is positive, or the window would need tokens that were overwritten.
-        """
+        """Remove the last `-tokens_to_remove` tokens, and recorded ones outside the window. Raise `ValueError` for a
+        positive number, or if the window would need tokens that were overwritten."""
         tokens_to_remove = check_crop(tokens_to_remove)
         past = self._past()
         if past is None:
@@ -403,14 +373,12 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
                 f"would need {gone} older tokens, which were not kept. Call `activate_past_recording()` on the cache "
                 "before tokens that may be removed."
             )
-        assert self.keys is not None and self.values is not None
         length = max(0, self.cumulative_length_int + tokens_to_remove)
         end = past[0].shape[2] - (self.cumulative_length_int - length)
         window = min(length, self.max_cache_len)
         rows = min(end, window)
-        past = (past[0][:, :, end - rows : end].clone(), past[1][:, :, end - rows : end].clone())
-        self.keys[:, :, window - rows : window] = past[0]
-        self.values[:, :, window - rows : window] = past[1]
+        past = _pair(lambda x: x[:, :, end - rows : end].clone(), past)
+        _pair(lambda states, part: states[:, :, window - rows : window].copy_(part), self._rows, past)
         self._recorded = past if self.record_past else None
         self.resume(length)
 
@@ -423,4 +391,4 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map(function)
         if self._recorded is not None:
-            self._recorded = (function(self._recorded[0]), function(self._recorded[1]))
+            self._recorded = _pair(function, self._recorded)

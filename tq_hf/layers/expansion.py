@@ -8,8 +8,9 @@ attention knows the module, its queries absorb the linear layer, and the history
 A module is known if the weight of the linear layer explains the keys and values of its first prompt. Numbers are
 compared once; in every later call the operations have to be the same.
 
-A compiled step cannot record. Its update leaves the handle in `pending`, and attention takes the handle and the
-`up_projection` of the module; the compiler removes the operations in between, whose results nothing reads.
+A compiled step cannot record. Its update returns dense states and calls `leave`; in the same graph, attention calls
+`take` and reads packed latents with the `up_projection` of the module. The compiler then removes the dense states and
+the operations on them, which nothing reads. If the graph breaks in between, attention reads the dense states.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from tq_kernels.types import KeyValue
 
-from ..compat import METADATA, as_plain_tensors, is_traceable_wrapper_subclass
+from ..compat import METADATA, as_plain_tensors, compiled_frame, is_traceable_wrapper_subclass
 from .base import replaced
 
 RECORDED = {"linear", "view", "transpose", "split", "expand", "new_empty", "__getitem__", "copy_"}
@@ -34,8 +35,10 @@ COMPARED_TOKENS = 8
 known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 """Signature of a module's expansion; `()` if the weight does not explain it."""
 
-pending: list[Any] = []
-"""`Handle` of a compiled step, between `update` and attention."""
+_left: Any = None
+"""`Handle` that `leave` stored in a graph, until `take`."""
+_frame: Any = "none"
+"""`compiled_frame` of the last `leave`. Only one thread compiles at a time."""
 
 
 class Result(NamedTuple):
@@ -101,8 +104,7 @@ class Expansion:
 
     def signature(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
         """Operations, and numbers of the results that are keys and values; `()` if these are of another expansion."""
-        own = [isinstance(states, ExpandedStates) and states._expansion is self for states in (keys, values)]
-        if not all(own):
+        if not all(isinstance(states, ExpandedStates) and states._expansion is self for states in (keys, values)):
             return ()
         return (*(func for func, *_ in self.operations), keys._index, values._index)  # type: ignore[attr-defined]
 
@@ -134,6 +136,33 @@ class ExpandedStates(torch.Tensor):
         if expansion is not None and expansion.records(func, args, kwargs):
             return expansion.record(func, args, kwargs)
         return func(*real(args), **real(kwargs))
+
+
+@torch.compiler.assume_constant_result
+def _mark_frame() -> None:
+    global _frame
+    _frame = compiled_frame()
+
+
+@torch.compiler.assume_constant_result
+def _is_marked() -> bool:
+    return _frame == compiled_frame()
+
+
+def leave(handle: Any) -> None:
+    """Leave a `Handle` for `take` in the graph that is being compiled."""
+    global _left
+    _left = handle
+    _mark_frame()
+
+
+def take() -> Any:
+    """Take the `Handle` that an update left in this graph; `None` in eager mode, or if the graph broke in between."""
+    global _left
+    if not (torch.compiler.is_dynamo_compiling() and _is_marked()):
+        return None
+    handle, _left = _left, None
+    return handle
 
 
 def real(value: Any) -> Any:
@@ -179,10 +208,8 @@ def agrees(weight: torch.Tensor | None, states: KeyValue, expanded: KeyValue) ->
     rotary keys `[B, 1, T, Dr]`."""
     latents, rotary, keys, values = (part[:, :, -COMPARED_TOKENS:] for part in (*states, *expanded))
     heads, content = keys.shape[1], keys.shape[3] - rotary.shape[3]
-    shape = (heads * (content + values.shape[3]), latents.shape[3])
-    if weight is None or content < 1 or values.shape[1] != heads or weight.shape != shape:
-        return False
-    if weight.dtype != latents.dtype:
+    kind = (heads * (content + values.shape[3]), latents.shape[3]), latents.dtype
+    if weight is None or content < 1 or values.shape[1] != heads or (weight.shape, weight.dtype) != kind:
         return False
     made = latents.float() @ weight.float().unflatten(0, (heads, -1)).mT  # [B, Hq, T, Dk - Dr + Dv]
     apart = (torch.cat([keys[..., :content], values], -1).float() - made).norm()

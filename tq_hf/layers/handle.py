@@ -2,8 +2,7 @@
 
 transformers passes only tensors to attention. So `TurboQuantLayer.update` puts a `Handle` on the keys and values that
 it returns, and `turboquant_attention` calls `resolve` to read the packed store. A tensor that the model computes from
-the keys (repeated heads, a copy on another device) has no handle; attention then reads the
-tensor itself.
+the keys (repeated heads, a copy on another device) has no handle; attention then reads the tensor itself.
 
 Where attention will resolve the handle, dense states are not needed, and the tensors are *lazy*. A lazy tensor has the
 shape, dtype and device of the states, and becomes the states at the first operation on it. A model may compute with
@@ -177,12 +176,6 @@ def _real(value: Any) -> Any:
     return real(replaced(value, LazyStates, lambda lazy: lazy._handle.states()[lazy._index]))
 
 
-def placeholders(handle: Handle, nan: torch.Tensor) -> KeyValue:
-    """Keys and values of a compiled step, for attention to resolve by their handle. They have the shape, dtype and
-    device of the states, and no memory; reading them yields NaN. `nan` is one NaN, `[1, 1, 1, 1]`."""
-    return handle.attached((nan.expand(handle.shape(0)), nan.expand(handle.shape(1))))
-
-
 def for_graphs(states: KeyValue) -> KeyValue:
     """Prepare states of an eager update for a compiled caller.
 
@@ -199,7 +192,7 @@ def for_graphs(states: KeyValue) -> KeyValue:
     return keys.detach(), values.detach()
 
 
-def _attended(mask: Mask, length: int, tokens: int) -> torch.Tensor | None:
+def _unpadded(mask: Mask, length: int, tokens: int) -> torch.Tensor | None:
     """Padding of the newest `tokens` of `length` tokens: those that the last query attends to, `[B or 1, tokens]` bool.
     `None` if all are, or if the mask has fewer columns than tokens."""
     if mask is None or mask.shape[-1] < length:
@@ -232,8 +225,7 @@ def resolve(
     values), or for states that were written to (kvpress).
 
     Args:
-        keys: Keys that `update` returned, or any keys.
-        values: Values that `update` returned, or any values.
+        keys, values: Keys and values that `update` returned, or any.
         module: The attention module. Its config names the attention function that the model uses now.
         query: `[B, Hq, S, Dk]` of the call. A store that deferred the encoding of a prompt encodes the prompt now,
             observing these queries if they are of the same tokens (not in cross-attention).
@@ -248,26 +240,23 @@ def resolve(
     handle: Handle | None = getattr(keys, "_handle", None)
     if handle is None:
         return None, _real(keys), _real(values)
-    view = handle.view
-    if query is not None and view.new is not None:
-        store = handle.layer.store
-        if store is not None and store.is_deferred:
-            tokens = view.new[0].shape[2]
-            own = query.shape[2] == tokens and attends_to_own_tokens(module)
-            store.encode_deferred(query if own else None, _attended(mask, view.length, tokens))
+    view, layer = handle.view, handle.layer
+    if query is not None and view.new is not None and layer.store is not None and layer.store.is_deferred:
+        tokens = view.new[0].shape[2]
+        own = query.shape[2] == tokens and attends_to_own_tokens(module)
+        layer.store.encode_deferred(query if own else None, _unpadded(mask, view.length, tokens))
     have_one_handle = getattr(values, "_handle", None) is handle
     if not have_one_handle or handle.written:
         return None, _real(keys), _real(values)
-    layer = handle.layer
     if layer.reader is None and not torch.compiler.is_dynamo_compiling():
         config = getattr(module, "config", None)
         layer.reader = None if config is None else weakref.ref(config)
     if isinstance(keys, LazyStates):  # so nothing is compiled: see `turboquant_attention`
         layer.is_untouched = not handle.touched
     if view.counts is None:
-        states = handle.layer.dense(view) if handle._states is None else handle._states
+        states = layer.dense(view) if handle._states is None else handle._states
         if has_forward_hooks(module):
-            _keep_for_hooks(module, handle.layer, states)
+            _keep_for_hooks(module, layer, states)
         return (view, *states)
     return view, keys, values
 

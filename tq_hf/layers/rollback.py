@@ -16,11 +16,8 @@ from .dense import PreallocatedLayer, PreallocatedSlidingLayer
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
-    """Number of tokens by layer index, without layers of linear attention, which do not count tokens.
-
-    The numbers may differ: eviction keeps more tokens in some layers (PyramidKV), and an exception inside a forward
-    pass (Ctrl-C, no memory left) leaves the first layers one call ahead of the others.
-    """
+    """Number of tokens by layer index, without layers of linear attention, which do not count tokens. The numbers may
+    differ: eviction keeps more tokens in some layers (PyramidKV), and see `tokens_ahead`."""
     return {i: int(layer.get_seq_length()) for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)}
 
 
@@ -52,17 +49,7 @@ def tokens_ahead(
 
 
 def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | None = None) -> int:
-    """Remove the last `-tokens_to_remove` tokens of each layer, or all if it has fewer.
-
-    Tokens of a call that an exception ended (see `tokens_ahead`) are always removed. Layers without them lose fewer
-    tokens by their number.
-
-    Returns the index of the first of the last layers that held no tokens.
-
-    Raises:
-        ValueError: `tokens_to_remove` is not a number or is positive, or a layer cannot remove its tokens. All layers
-            are unchanged then.
-    """
+    """`TurboQuantCache.crop`. Returns the index of the first of the last layers that held no tokens."""
     tokens = -check_crop(tokens_to_remove)
     lengths = held_lengths(layers)
     records = any(getattr(layer, "record_past", False) for layer in layers)  # assisted decoding crops 0 tokens, too
@@ -89,11 +76,8 @@ def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | N
 
 
 def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:
-    """Reason why a layer cannot remove its last `tokens` tokens and keep `length`; `None` if it can.
-
-    Args:
-        even: Whether no layer is ahead of the others.
-    """
+    """Reason why a layer cannot remove its last `tokens` tokens and keep `length`; `None` if it can. `even`: whether no
+    layer is ahead of the others."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if any(layer.is_recurrent_states_initialized.values()):
             return "a recurrent state cannot forget tokens"

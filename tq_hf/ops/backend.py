@@ -27,8 +27,7 @@ HAS_TRITON = find_spec("triton") is not None
 NOT_ABOUT_A_KERNEL = ("out of memory", "device-side assert")
 """Parts of error messages that Triton passes on."""
 MAX_FLASH_DIM = 256
-"""Number of channels of the widest heads of torch's flash attention. For wider grouped heads sdpa holds all logits in
-float32."""
+"""Most channels of a head in torch's flash attention. For wider grouped heads sdpa holds all logits in float32."""
 chosen = os.environ.get(VARIABLE, "").strip().lower()
 
 P = ParamSpec("P")
@@ -49,7 +48,7 @@ def say_torch_computes(what: str, states: torch.Tensor, *dims: int) -> None:
     Args:
         what: The operation, the subject of a sentence.
         states: A tensor of the call.
-        dims: Numbers of channels of keys and of values.
+        dims: Numbers of channels of keys and values.
     """
     if torch.compiler.is_dynamo_compiling() or chosen == "torch" or not _is_on_gpu(states):
         return

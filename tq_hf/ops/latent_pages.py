@@ -132,8 +132,8 @@ def _held(pages: LayerPages, request: reference.Request, new: KeyValue) -> KeyVa
 
 
 def scratch_bytes(longest: int, states: KeyValue) -> int:
-    """Bytes of a step outside of its new tokens: copies of a request of `longest` tokens as packed and as dense states
-    of the widths and dtype of `states`, and what is expanded of them."""
+    """Bytes that a step takes beside its new tokens: a packed and a dense copy of a request with `longest` tokens, as
+    wide as `states`, and a part of it expanded."""
     return EXPANDED_BYTES + 4 * longest * sum(x.shape[-1] * x.element_size() for x in states)
 
 

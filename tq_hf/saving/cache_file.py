@@ -86,13 +86,8 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
         "transformers": transformers.__version__,
     }
     text = json.dumps(state, sort_keys=True)
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "state": text,
-        "checksum": safetensors_file.text_digest(text),
-    }
-    safetensors_file.write(path, tensors, metadata)
+    metadata = {"format": FORMAT, "version": str(VERSION), "state": text}
+    safetensors_file.write(path, tensors, metadata | {"checksum": safetensors_file.text_digest(text)})
 
 
 @outside_inference_mode

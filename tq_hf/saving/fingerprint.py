@@ -1,7 +1,7 @@
 """Fingerprint of the model of a cache: fields of its config, a sample of its weights, and its adapters.
 
 Keys and values are useless to another model, even to a fine-tune of the same shape. The fingerprint therefore contains
-a hash of 64 values of every parameter of the decoder in float64. The hash is equal on every device and for every
+a hash: 64 values of every parameter of the decoder in float64. The hash is equal on every device and for every
 attention implementation. Casting the weights to another dtype changes the hash, as it changes keys and values.
 
 The weights do not show which adapters are active, or their scaling. That is read from PEFT's layers.
@@ -89,7 +89,7 @@ def check(saved: dict[str, Any], model: Any) -> None:
 
 
 def _decoder(model: Any) -> torch.nn.Module:
-    """Return the module that computes keys and values, without head, vision tower or wrappers."""
+    """Module that computes keys and values, without head, vision tower or wrappers."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
@@ -110,8 +110,10 @@ def adapters(model: Any) -> dict[str, Any] | None:
         if not isinstance(adapters, (list, tuple)) or not isinstance(disabled, bool):
             continue
         has_adapters = True
+        # Every layer lists all adapters, even those without weights in it.
+        own = [f".{parameter}." for parameter, _ in module.named_parameters()]
         # Merged adapters work even if they are not active. Disabled adapters do not work.
-        working = [] if disabled else [adapter for adapter in adapters if _has(module, adapter)]
+        working = [each for each in adapters if not disabled and any(f".{each}." in parameter for parameter in own)]
         ours = list(getattr(module, "merged_adapters", ()))
         active.update(working)
         merged.update(ours)
@@ -125,11 +127,6 @@ def adapters(model: Any) -> dict[str, Any] | None:
         active.add(str(getattr(model, "active_adapter", None)))
         state.update(_hash_weights(prompts).encode())
     return {"active": sorted(active), "merged": sorted(merged), "state": state.hexdigest()} if has_adapters else None
-
-
-def _has(module: torch.nn.Module, adapter: str) -> bool:
-    """Whether a layer has weights of an adapter. Every layer lists all adapters, even those without weights in it."""
-    return any(f".{adapter}." in f".{name}." for name, _ in module.named_parameters())
 
 
 def _in_words(adapters: Any) -> str:

@@ -98,7 +98,7 @@ class Loader:
         self.layers: list[tuple[Any, Probe]] = self._probed(kind, model, config.skip_layers)
 
     def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
-        """Pair each layer of the cache with the results of a run of the model."""
+        """Pair each layer of the cache with the results of running the model."""
         batch, room = self.state["batch"], self.state["max_cache_len"]
         config = TurboQuantConfig(skip_layers=skip_layers)
         rooms = ROOM if room is not None else (None, None)

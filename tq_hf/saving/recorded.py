@@ -20,7 +20,7 @@ from ..compat import mark_static_addresses
 from ..layers.base import Probe, State, like_held
 
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
-"""Axis of tokens in the tensors of a method of the cache. The batch is axis 0 in all methods."""
+"""Axis of tokens in the tensors that a method of the cache takes. The batch is axis 0 in all methods."""
 METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
 """All recorded methods of the cache."""
 TOKEN_AXES_OF_LAYERS = {"update_index": -2}
@@ -97,10 +97,8 @@ def record(cache: Cache) -> Iterator[list[list[Call]]]:
 
 
 def shapes(layer: Any) -> dict[str, torch.Size]:
-    """Shapes of the tensors of a layer by path.
-
-    A second layer with the replayed calls has the same paths, unless the model also fills layers by other methods.
-    """
+    """Shapes of the tensors of a layer by path. A second layer with the replayed calls has the same paths, unless the
+    model also fills layers by other methods."""
     return {path: value.shape for path, (_, _, value) in _leaves(layer).items() if isinstance(value, torch.Tensor)}
 
 
@@ -191,10 +189,8 @@ def _rows(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int | Non
 
 
 def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Map paths ("keys", "conv_states.0") to container, key and value, for all attributes of a transformers layer.
-
-    Dtype and device are left out because the model determines them.
-    """
+    """Map paths ("keys", "conv_states.0") to container, key and value, for all attributes of a transformers layer. The
+    model determines dtype and device, which are left out."""
 
     def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):

@@ -25,20 +25,6 @@ from safetensors.torch import save_file
 MAX_DIMENSION = 2**48
 """Largest number of tokens or sequences that a file may name."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Dtypes of tensors in caches, by their names in the format."""
-
 
 class Header(NamedTuple):
     """Header of a file: the strings under `__metadata__`, and the tensors by name, on the meta device."""
@@ -123,25 +109,16 @@ def opened(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of an `opened` file. Tensors are not allocated. Raise `ValueError` if the file is not a complete
-    safetensors file, or has a dtype that caches do not have."""
+    """Read the header of an `opened` file. Tensors stay in the mapped file. Raise `ValueError` if the file is not a
+    complete safetensors file, or has a dtype that torch lacks."""
     try:
         with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            metadata = file.metadata() or {}
+            entries = {name: file.get_tensor(name).to("meta") for name in file.keys()}
+            return Header(file.metadata() or {}, entries)
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"It is truncated, damaged, or no safetensors file ({str(error)[:200]}). Copy or save it again."
         ) from None
-    entries = {}
-    for name, described in slices.items():
-        dtype = described.get_dtype()
-        if dtype not in DTYPES:
-            raise ValueError(
-                f"{name[:64]!r} is of dtype {dtype}; a cache has {', '.join(DTYPES)}: the file is damaged."
-            )
-        entries[name] = torch.empty(described.get_shape(), dtype=DTYPES[dtype], device="meta")
-    return Header(metadata, entries)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

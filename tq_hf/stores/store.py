@@ -15,7 +15,7 @@ Two things are left for later. `settle` does them, and all operations but reads 
   depend on the queries of that call: if `append` is told to defer, attention shows them (`encode_deferred`).
 
 A store grows, with counts on the host, or is preallocated: its tensors stay where they are. Decode steps of a
-preallocated store, of one token or of the few of assisted decoding, count on the device (`DeviceCounts`) and never read
+preallocated store, of one token or the few of assisted decoding, count on the device (`DeviceCounts`) and never read
 there, so that a captured graph replays them for every length. All other operations read these counts, which waits for
 the device, work as those of a growing store, and end with `_keep_in_place`. The host counts the tokens of eager steps
 too, to refuse one too many. A compiled step cannot count: it asserts on the device that there is room, and the next
@@ -210,7 +210,7 @@ class LayerStore:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
             values: `[B, Hkv, S, Dv]`.
             defer: Leave a prompt whose queries decide the channel scales to `encode_deferred`.
-            padding: Padding of the tokens of a call of several, if known.
+            padding: Padding of a call of several tokens, if known.
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
@@ -239,7 +239,7 @@ class LayerStore:
         return self.append_checked(keys, values, defer, padding)
 
     def takes_step(self, tokens: int) -> bool:
-        """Whether a call of this number of tokens is a decode step of a preallocated store."""
+        """Whether a call of this number of tokens is a decode step, if the store is preallocated."""
         is_held = torch.compiler.is_dynamo_compiling() or self.num_held != 0 or self.is_deferred
         several = is_held and 1 < tokens <= self.step_tokens
         return self.device_counts is not None and (tokens == 1 or several)

@@ -1,4 +1,4 @@
-"""Pages of many requests, as one layer sees them: a pool of equal pieces of memory, and the tables of its readers.
+"""Pages of many requests, as one layer reads them: a pool of equal pages, and a table of pages for each request.
 
 A page of a KV head is one packed block of 128 tokens, or some rows of a request: dense keys and values. Equal pages in
 one pool need no second budget, and a request is wholly described by its table:

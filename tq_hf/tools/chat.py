@@ -47,8 +47,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation."""
-        self.cache = self._empty()
+        self.cache = TurboQuantCache(self.model.config, self.preset, model=self.model)
         self.ids: list[int] = []
         self.messages: list[dict[str, str]] = []
 
@@ -63,20 +62,17 @@ class Chat:
         """Whether the cache holds all tokens of the conversation except the last, which no step has read yet."""
         return int(self.cache.get_seq_length()) >= len(self.ids) - 1
 
-    def _empty(self) -> TurboQuantCache:
-        return TurboQuantCache(self.model.config, self.preset, model=self.model)
-
     def _crop(self, length: int) -> None:
         """Crop every layer to `length` tokens. Replace the cache by an empty one if it cannot be cropped, as with
         sliding windows and linear attention."""
         surplus = int(self.cache.get_seq_length()) - length
         try:
-            if length == 0:
-                self.cache = self._empty()
-            elif surplus > 0:
+            if length and surplus > 0:
                 self.cache.crop(-surplus)
         except ValueError:
-            self.cache = self._empty()
+            length = 0
+        if not length:
+            self.cache = TurboQuantCache(self.model.config, self.preset, model=self.model)
 
     def say(self, text: str, streamer: Any = None) -> str:
         """Generate the answer to `text`. After an exception (also Ctrl-C), the conversation is the same as before."""

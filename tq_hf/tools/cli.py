@@ -336,9 +336,7 @@ def chat_command(
         from ..config import preset_name
         from .chat import Chat, converse
 
-        preset = preset_name(preset)
-        name = _model_name(model)
-        device = _device(device)
+        preset, name, device = preset_name(preset), _model_name(model), _device(device)
         loaded, tokenizer = _loaded(name, dtype, device)
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
     console.print(f"{name} with a {preset} cache. Type /help for the commands.")

@@ -87,7 +87,6 @@ class Comparison:
 
     @cached_property
     def baseline(self) -> Answer:
-        """Answer on a `DynamicCache`."""
         attention = "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
         return self._answer(BASELINE, attention, DynamicCache(config=self.model.config))
 
@@ -116,7 +115,10 @@ class Comparison:
             times.append(time.perf_counter() - start)
         if name == BASELINE:
             self._answered = ids
-        log_probs = self._read_answer(first, after_prompt)
+        parts = [first]  # the baseline's answer, read in one call
+        if rest := self._answered[:-1]:
+            parts.append(self._logits(self.ids.new_tensor([rest]), after_prompt, len(rest)))
+        log_probs = torch.cat(parts).float().log_softmax(-1)
         if name == BASELINE:
             self._exact = log_probs
         kl = (self._exact.exp() * (self._exact - log_probs)).sum(-1).clamp_min(0).mean().item()
@@ -127,13 +129,6 @@ class Comparison:
     def _logits(self, ids: torch.Tensor, cache: Cache, keep: int = 1) -> torch.Tensor:
         """Logits `[keep, V]` of the last `keep` positions."""
         return self.model(ids, **as_input(cache), logits_to_keep=keep).logits[0, -keep:]
-
-    def _read_answer(self, first: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Log-probabilities `[n, V]` float32 of the tokens of the baseline's answer, read in one call."""
-        parts = [first]
-        if rest := self._answered[:-1]:
-            parts.append(self._logits(self.ids.new_tensor([rest]), cache, len(rest)))
-        return torch.cat(parts).float().log_softmax(-1)
 
 
 def print_numbers(answers: Sequence[Answer], console: Console) -> None:

@@ -23,10 +23,9 @@ from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
-from ..compat import storage_id
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..memory import MemoryFootprint, bytes_in_16_bits, tensors_by_kind
+from ..memory import MemoryFootprint, measure
 from ..saving.recorded import Call
 from ..stores.store import LayerStore
 from . import weights
@@ -72,7 +71,7 @@ class Estimator:
         """Quantization method of the checkpoint's weights, or `None`."""
         counted, note = weights.weight_bytes(run.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
-        """Number of bytes of the weights of the whole model: quantized as its config says, otherwise in `dtype`."""
+        """Bytes of the whole model's weights: quantized as its config says, otherwise in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []
         """Sentences for the user about parts that are not counted, or not exactly."""
         if not run.whole:
@@ -121,13 +120,10 @@ class Estimator:
             raise ValueError(
                 f"`max_cache_len` is {max_cache_len}; it must be {context + decoding} or more for this context."
             )
-        cache: Cache
         if preset is not None:
-            cache = TurboQuantCache(self.config, preset, max_cache_len=max_cache_len)
-        elif max_cache_len is not None:
-            cache = StaticCache(self.config, max_cache_len)
+            cache: Cache = TurboQuantCache(self.config, preset, max_cache_len=max_cache_len)
         else:
-            cache = DynamicCache(config=self.config)
+            cache = StaticCache(self.config, max_cache_len) if max_cache_len else DynamicCache(config=self.config)
         total: Any = Counter()
         # Measure one layer of each kind: layers of the same class, settings and calls have the same size.
         kinds: dict[Any, list[Any]] = {}
@@ -139,20 +135,15 @@ class Estimator:
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            sizes = _measure(alike[0], context + decoding)
-            total.update({name: len(alike) * size for name, size in sizes.items()})
+            for name, size in _by_kind(measure(alike[:1], context + decoding)).items():
+                total[name] += len(alike) * size
         return MemoryFootprint(**total)
 
     def max_context(
         self, preset: str | TurboQuantConfig | None, memory: int, batch: int = 1, *, preallocated: bool = False
     ) -> int | None:
-        """Find the longest prefill with a cache of at most `memory` bytes. With `preallocated`, find the largest
-        `max_cache_len`.
-
-        Returns:
-            Number of tokens: 0 if no prefill fits, `None` if all fit. The limit of the model (`max_positions`) is not
-            applied.
-        """
+        """Find the longest prefill, or with `preallocated` the largest `max_cache_len`, whose cache takes at most
+        `memory` bytes; 0 if none fits, `None` if all fit. `max_positions` does not bound it."""
         return _largest(
             lambda n: self.footprint(preset, n, batch, max_cache_len=n if preallocated else None).total <= memory
         )
@@ -160,8 +151,8 @@ class Estimator:
     def max_batch(
         self, preset: str | TurboQuantConfig | None, memory: int, context: int, *, max_cache_len: int | None = None
     ) -> int | None:
-        """Find the largest number of sequences of `context` tokens with a cache of at most `memory` bytes. Returns 0 if
-        one sequence does not fit."""
+        """Find the most sequences of `context` tokens whose cache takes at most `memory` bytes; 0 if one does
+        not fit."""
         return _largest(lambda n: self.footprint(preset, context, n, max_cache_len=max_cache_len).total <= memory)
 
 
@@ -191,11 +182,11 @@ def estimate(
     for preset in presets:
         footprint = estimator.footprint(preset, context, batch, max_cache_len=max_cache_len)
         decoding = estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len)
-        longest, most = None, None
+        fits: tuple[int | None, int | None] = None, None
         if memory is not None:
             longest = estimator.max_context(preset, memory, batch, preallocated=max_cache_len is not None)
-            most = estimator.max_batch(preset, memory, context, max_cache_len=max_cache_len)
-        yield Estimate(_label(preset), footprint, decoding, longest, most)
+            fits = longest, estimator.max_batch(preset, memory, context, max_cache_len=max_cache_len)
+        yield Estimate(_label(preset), footprint, decoding, *fits)
 
 
 def _label(preset: str | TurboQuantConfig | None) -> str | None:
@@ -217,14 +208,6 @@ def parse_memory(text: str) -> int:
         raise ValueError(f"{text!r} is not an amount of memory; write for example 24GB, 24GiB or 24 (GiB).")
     number, unit, binary = float(match[1]), match[2] or "G", match[3] or match[2] is None
     return math.floor(number * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))
-
-
-def _measure(layer: Any, tokens: int) -> dict[str, int]:
-    """Count bytes of a layer on the meta device. `tq_hf.memory.measure` cannot: meta storages have no addresses."""
-    sizes = {"bf16_equivalent": bytes_in_16_bits(layer, tokens)}
-    for kind, tensors in tensors_by_kind(layer).items():
-        sizes[kind] = sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-    return sizes
 
 
 def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
@@ -253,9 +236,9 @@ def _largest(fits: Callable[[int], bool]) -> int | None:
     """Find the largest number that fits, if all smaller ones fit. Returns 0 if 1 does not fit, `None` above `MOST`."""
     most = 1
     while fits(most):
-        most *= 2
-        if most > MOST:
+        if most == MOST:
             return None
+        most *= 2
     return bisect_left(range(most // 2 + 1, most), True, key=lambda n: not fits(n)) + most // 2
 
 
@@ -276,13 +259,17 @@ class Report:
 
 
 def _by_kind(footprint: MemoryFootprint) -> dict[str, int]:
-    return {name: size for name, size in asdict(footprint).items() if name != "by_device"} | {"total": footprint.total}
+    return {name: size for name, size in asdict(footprint).items() if name != "by_device"}
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """Convert a report to JSON. Sizes are in bytes."""
     presets: list[dict[str, Any]] = [
-        {"preset": row.preset, "after_prefill": _by_kind(row.footprint), "decoding": _by_kind(row.decoding)}
+        {"preset": row.preset}
+        | {
+            name: _by_kind(footprint) | {"total": footprint.total}
+            for name, footprint in (("after_prefill", row.footprint), ("decoding", row.decoding))
+        }
         | ({} if report.free is None else {"max_context": row.max_context, "max_batch": row.max_batch})
         for row in report.rows
     ]
@@ -332,7 +319,6 @@ def print_table(report: Report, console: Console) -> None:
 
 
 def _remarks(report: Report, shrinks: bool) -> list[str]:
-    """Return the sentences below the table."""
     estimator, remarks = report.estimator, []
     if shrinks:
         remarks.append(

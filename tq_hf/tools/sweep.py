@@ -90,7 +90,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Results of a sweep: KL in nats, and bytes of the cache of one sequence of `context` tokens.
+    """Results of a sweep: KL in nats, and bytes of a cache with one sequence of `context` tokens.
 
     Args:
         context: Number of tokens for which bytes are counted.
@@ -109,14 +109,7 @@ class Sweep:
 
 
 def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context: int, most: int | None = None) -> Sweep:
-    """Measure every layer at every preset. Progress is printed to the error stream (`with_progress`).
-
-    Args:
-        reader: Text and model.
-        estimator: Sizes of the caches of the model.
-        presets: Names of presets.
-        context: Number of tokens for which bytes are counted.
-        most: Number of bytes that the smallest presets must not exceed, if given.
+    """Measure every layer at every preset, with bytes for `context` tokens. Progress is printed to the error stream.
 
     Raises:
         ValueError: No choice of presets takes `most` bytes or less. This is checked before the first measurement.

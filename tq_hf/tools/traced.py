@@ -45,7 +45,7 @@ class Trace:
     calls: list[list[Call]]
     """Calls by layer of the cache."""
     cross_bytes: int
-    """Number of bytes of keys and values that an encoder-decoder caches per token of its encoder."""
+    """Bytes of keys and values that an encoder-decoder caches per token of its encoder."""
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:

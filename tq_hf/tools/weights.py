@@ -91,19 +91,14 @@ def weight_bytes(model: torch.nn.Module, options: dict[str, Any] | None) -> tupl
         )
         return sum(parameter.nbytes for parameter in model.parameters()), note
     size = METHODS[method](options)
-    skipped = [str(name) for name in options.get("modules_to_not_convert") or []]
+    # Names may have `*` for layers, or lack a prefix.
+    names = (".*".join(map(re.escape, str(name).split("*"))) for name in options.get("modules_to_not_convert") or [])
+    skipped = "|".join([ALWAYS_PLAIN, *(rf"(^|\.){name}(\.|$)" for name in names)])
     sizes: dict[torch.nn.Parameter, float] = {}
     for prefix, module in model.named_modules():
-        plain = bool(re.search(ALWAYS_PLAIN, prefix)) or any(_matches(name, prefix) for name in skipped)
+        plain = re.search(skipped, prefix) is not None
         for parameter in module.parameters(recurse=False):
             linear = isinstance(module, torch.nn.Linear) and parameter.dim() == 2 and method != "mxfp4"
             quantized = not plain and (linear or (parameter.dim() == 3 and prefix.endswith("experts")))
             sizes.setdefault(parameter, size(parameter) if quantized else parameter.nbytes)
     return round(sum(sizes.values())), None
-
-
-def _matches(name: str, prefix: str) -> bool:
-    """Whether a name in `modules_to_not_convert` matches a module. The name may have `*` for layers, or lack a
-    prefix."""
-    pattern = ".*".join(map(re.escape, name.split("*")))
-    return re.search(rf"(^|\.){pattern}(\.|$)", prefix) is not None

@@ -3,7 +3,7 @@
 Programs of one kind sum squares of keys, values or queries, over one piece of the prompt and one head of one sequence.
 The program of a head that ends last adds up the pieces and computes the scales: one for keys with queries, one for
 values. Sums are in fp32, in an order that depends on shapes and strides alone. Programs of the other kind copy rows of
-keys or of values.
+keys or values.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _store_squares(
 
 @triton.jit
 def _rms(sums, pieces, kinds, first, last, channel, dim, WIDTH: tl.constexpr):
-    """RMS of channels [D] from the sums of squares of kinds `first` to `last` of all pieces, at least `QUIETEST` of the
+    """RMS of channels [D] from all pieces' sums of squares of kinds `first` to `last`, at least `QUIETEST` of the
     loudest; and whether enough tokens were counted."""
     total, number = tl.zeros([SUMS, channel.shape[0]], tl.float32), tl.zeros([SUMS], tl.float32)
     for start in tl.range(0, pieces * (last - first), SUMS):
@@ -298,7 +298,7 @@ class ScaleInputs(NamedTuple):
         queries: `[B, Hq, T, Dk]` of the same tokens, like keys, or `None` if unknown.
         valid: `[B, T]` bool, False for padding; `None` for no padding.
         first: Number of tokens at the start to leave out.
-        allocate: Function of a number of elements that returns float32 scratch of that size or more.
+        allocate: Function that returns float32 scratch of a number of elements or more.
         counters: Function that returns scratch for `2 * B * Hkv` zeros; the launch leaves them zero.
     """
 

@@ -1,6 +1,6 @@
 """Encode whole blocks of keys and values: rotate, remove the key mean, quantize and pack, in one kernel.
 
-A program takes the 128 rows of one block of keys or of values at a time. Rotating them is a matrix product with the
+A program takes the 128 rows of one block of keys or values at a time. Rotating them is a matrix product with the
 dense rotation matrix; everything after it stays in registers. Keys and values are two launches; the second starts
 while the first drains. One kernel with both loops would hold two rotation matrices in shared memory, and half as many
 programs would run at once. Over pages there is little to encode, and both are one launch: half as many to capture.

@@ -443,7 +443,7 @@ def _table(entries, first, bits):
 
 @triton.jit
 def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Entries of the low three bits of the eight nibbles of words: bytes of two uint32."""
+    """Entries for the low three bits of words' eight nibbles: bytes of two uint32."""
     low = tl.full(words.shape, _table(T, 0, BITS), tl.uint32)
     high = tl.full(words.shape, _table(T, 4, BITS), tl.uint32)
     if ASM >= TURING:
@@ -578,8 +578,8 @@ def signs_of(words):
 
 @triton.jit
 def neighbours(words, IS_VALUE: tl.constexpr):
-    """Words `[32, TILE]` of four planes' bytes by neighbour e and quarter h of the two of a tile, `[rows, 2, columns]`
-    each: (e, h) = (0, 0), (0, 1), (1, 0), (1, 1)."""
+    """Words `[32, TILE]` of four planes' bytes by neighbour e and quarter h, two of each, `[rows, 2, columns]` each:
+    (e, h) = (0, 0), (0, 1), (1, 0), (1, 1)."""
     QUARTER: tl.constexpr = words.shape[1] // 4
     # Split quarters first: a thread holds them, and channels next to each other, but not tokens.
     first, second = tl.split(tl.permute(tl.reshape(words, [32, 2, 2, QUARTER]), [0, 1, 3, 2]))

@@ -29,7 +29,7 @@ from ..format import TOKENS, due_blocks_in_kernel
 
 @triton.jit
 def lengths(cu_seqlens_q, cu_seqlens_k, sequence, count):
-    """First new token, number of new and of cached tokens of sequences, int32; no tokens from `count` on."""
+    """First new token, number of new and cached tokens of sequences, int32; no tokens from `count` on."""
     exists = sequence < count
     first = tl.load(cu_seqlens_q + sequence, mask=exists, other=0)
     new = tl.load(cu_seqlens_q + sequence + 1, mask=exists, other=0) - first
@@ -81,7 +81,7 @@ def ring_rows(
 
 @triton.jit
 def row_of(token, SINKS: tl.constexpr, RING: tl.constexpr):
-    """Row of a sequence's token among the rows of its ring and then of its sink page."""
+    """Row of a sequence's token: rows of its ring come first, then those of its sink page."""
     return tl.where(token < SINKS, RING + token, (token - SINKS) % RING)
 
 

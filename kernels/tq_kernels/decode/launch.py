@@ -146,13 +146,11 @@ class DecodeLaunch:
             mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and residual rows in this
                 order. `None` over pages.
             options: If causal, the packed part and the sinks must be older than all queries.
-            allocate: Function of a number of elements that returns float32 scratch of that size or more, aligned to
-                16 bytes.
+            allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
             out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
                 Over pages `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
             states: Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` of a token to write to the residual first, in
-                its dtype. Over pages `[T, Hkv, D]` of all new tokens; strides of these and of the query are multiples
-                of 8.
+                its dtype. Over pages `[T, Hkv, D]` of all new tokens; their strides and the query's are multiples of 8.
             slot: Row of the residual for that token.
             append: `AppendLaunch` that appends the token instead, or S tokens.
             fill: Over pages, whether to write 0 for padding tokens; requires T >= B and at most one new token a
@@ -366,7 +364,7 @@ class DecodeLaunch:
     ) -> tuple[Any, ...]:
         """Make the launch that appends to pages and rotates: kernel, grid, numbers, constants and options.
 
-        `sizes` are the numbers of sequences, of tokens and of columns of the table.
+        `sizes` are the numbers of sequences, tokens and columns of the table.
 
         Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
         that may encode takes many registers, and few run side by side.
@@ -392,6 +390,6 @@ class DecodeLaunch:
 def paged_scratch_bytes(
     count: int, query_heads: int, kv_heads: int, dim: int, bits: tuple[int, int], rows: int, device: torch.device
 ) -> int:
-    """Bytes of scratch of a step over pages for `count` sequences of any length, with `rows` rows of ring and sinks."""
+    """Scratch bytes of a step over pages for `count` sequences of any length, with `rows` rows of ring and sinks."""
     shape = (count, query_heads, kv_heads, 1, dim, dim, *bits, 1 << 20, rows)
     return 4 * plan_decode(*shape, False, 0, False, False, target(device)).scratch.size

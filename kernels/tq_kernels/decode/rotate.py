@@ -5,7 +5,7 @@ Normalised rows keep fp16 from overflowing; the factor returns in the logits. `t
 results.
 
 R = H diag(s) as in `tq_hf.codec.rotation`: of D = odd * power channels, `power` a power of two, H is the Kronecker
-product of the Hartley matrix of `odd` points and the Hadamard matrix of `power` points. It takes D log2 D sums and
+product of two matrices: Hartley's of `odd` points, Hadamard's of `power` points. It takes D log2 D sums and
 differences in registers, where a product with R takes D * D. Kernels are given sqrt(D) R as a matrix in fp16: its first
 row is s, and every `power`-th entry of every `power`-th row is one of the Hartley matrix.
 

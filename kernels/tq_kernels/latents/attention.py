@@ -214,8 +214,8 @@ def _store(state: SoftmaxState, gain, lse, partial, row, inside, C: tl.constexpr
 
 @triton.jit
 def _sequence(packed, cu_seqlens_q, cu_seqlens_k, queries):
-    """First new token of this program's sequence, number of new ones and of cached ones, of blocks that are read packed
-    and of dense tokens; no blocks and no dense tokens if the sequence is left out."""
+    """First new token of this program's sequence, and its numbers: new tokens, cached tokens, blocks to read packed,
+    dense tokens. A sequence that is left out has 0 blocks and 0 dense tokens."""
     b = tl.program_id(1)
     first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, tl.num_programs(1))
     taken = (new > 0) & (new <= queries)

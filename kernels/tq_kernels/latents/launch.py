@@ -120,7 +120,7 @@ def attend_latents(
         mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and residual rows in this order.
             `None` over pages.
         options: Options that only scale. If causal, the packed part and the sinks must be older than all queries.
-        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
+        allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
         config, splits: Replace the choices of the table.
 
     Returns:

@@ -282,7 +282,7 @@ def attend_dense(
         keys: `[B, Hkv, T, Dk]`, likewise.
         values: `[B, Hkv, T, Dv]`, likewise.
         mask: `[B, 1, S or 1, >= T]` bool, True attends.
-        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
+        allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
         out: `[B, S, Hq, Dv]` in the query's dtype, last dimension contiguous; by default a new tensor.
         splits: Programs that share the tokens of a tile of rows, instead of what the table says.
 

@@ -43,7 +43,7 @@ class PrefixConfig:
 
 
 def block_of(dim: int) -> int:
-    """Number of channels of a tile for heads of `dim`."""
+    """Number of channels that a tile has for heads of `dim`."""
     return max(32, triton.next_power_of_2(padded_dim(dim)))
 
 
@@ -69,11 +69,11 @@ def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
 
 @lru_cache(maxsize=4096)
 def prefix_splits(tiles: int, units: int, resident: int) -> int:
-    """Number of programs that share the tokens of one tile of rows, chosen to fill waves of resident programs.
+    """Number of programs that share the tokens of a row tile, chosen to fill waves of resident programs.
 
     Args:
         tiles: Number of tiles of rows, over all heads and sequences.
-        units: Number of packed blocks and dense tiles of 128 tokens that a tile of rows reads.
+        units: Number of packed blocks and dense tiles of 128 tokens that a row tile reads.
         resident: Number of programs the device holds at a time.
     """
     most = max(1, min(units, 2 * resident // max(tiles, 1)))
@@ -144,7 +144,7 @@ def attend_prefix(
         mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, residual and new rows in this
             order.
         out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
-        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
+        allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
         config, splits: Replace the choices of the table.
 
     Returns:
@@ -255,7 +255,7 @@ def _many_sizes(
 
 
 def many_scratch_bytes(total: int, count: int, heads: tuple[int, int], dim: int, on: Target) -> int:
-    """Most bytes of scratch of `attend_many` for up to `total` new tokens of up to `count` sequences of any lengths;
+    """Most scratch bytes of `attend_many` for up to `total` new tokens in up to `count` sequences of any lengths;
     `heads` are query and KV heads."""
     config = prefix_config(dim, dim, on)
     shared = 2 * on.multiprocessors * config.programs_per_multiprocessor
@@ -279,7 +279,7 @@ def attend_many(
 
     Args:
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
-        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
+        allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
         out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined.
     """
     query, key, value = tokens

@@ -1,6 +1,6 @@
 """Decode attention over the sliding windows of many requests; a block table finds the pages of their dense rows.
 
-A program holds the query rows of one KV head of a request and walks over its share of the window, FlashAttention-style.
+A program holds a request's query rows of one KV head and walks over its share of the window, FlashAttention-style.
 A window is read in the order of its rows and may begin at any of them: a softmax has no order. The new token takes the
 place of the one that slides out; all programs read its row from `key` and `value` and one stores it, so that none waits
 for another.
@@ -133,7 +133,7 @@ def attend_windows(
     allocate: Callable[[int], torch.Tensor],
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Compute attention of one new token of each of N requests over its window and itself, and store the token.
+    """Compute attention of N requests' new tokens, one each, over their windows and themselves, and store the tokens.
 
     Launches depend on shapes alone; kernels read lengths on the device.
 
@@ -145,7 +145,7 @@ def attend_windows(
         window: Tokens of a window.
         block_table: `[N, W]` int32, contiguous, W at least the number of pages of a window.
         past: `[N]` int32, number of tokens before the new one; -1 for padding.
-        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
+        allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
         splits: Number of programs that share a window; replaces the choice of the table.
 
     Returns:

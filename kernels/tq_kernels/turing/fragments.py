@@ -236,5 +236,5 @@ def quarters_of(BITS):
 
 @triton.constexpr_function
 def value_tiles(DIM, BITS):
-    """Number of quads of the accumulator of packed values, for one row tile."""
+    """Number of quads in the accumulator of packed values, for one row tile."""
     return quarters_of(BITS) * ((DIM // quarters_of(BITS) + 15) // 16)

@@ -45,7 +45,7 @@ def _levels8(word):
 
 @triton.jit
 def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
-    """Unpack word STEP of each pair of `load_tile` into four planes of one quarter (all channels at 4 and 8 bits):
+    """Unpack word STEP of each pair from `load_tile` into four planes of one quarter (all channels at 4 and 8 bits):
     pairs of levels, small ones at 3 and 4 bits."""
     if BITS == 8:
         return _levels8(tile[0][STEP]) + _levels8(tile[1][STEP])

@@ -120,7 +120,7 @@ def _look_up(bits: int, words: torch.Tensor, dtype: torch.dtype, take: Take, nam
 
 
 def _fp8_planes(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words `[..., K]` of 8 bits to the fp16 levels of their even and of their odd plane, `[..., 2 K]`."""
+    """Words `[..., K]` of 8 bits to the fp16 levels of their even and odd planes, `[..., 2 K]`."""
     even = words & -0x407F4080  # 0xBF80BF80
     odd = (words << 7).bitwise_and_(0x3F803F80).bitwise_or_((words << 1).bitwise_and_(-0x7FFF8000))  # 0x80008000
     return even.view(torch.float16), odd.view(torch.float16)

@@ -1,4 +1,4 @@
-"""Calls of the Triton kernels of `tq_kernels` with the tensors of this package. Only `ops` imports this module."""
+"""Calls of the Triton kernels in `tq_kernels` with the tensors of this package. Only `ops` imports this module."""
 
 from __future__ import annotations
 

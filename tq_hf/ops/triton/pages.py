@@ -65,7 +65,7 @@ def supports_paged_prompts(states: torch.Tensor, layout: BlockLayout) -> bool:
 def decode_scratch_bytes(
     requests: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
 ) -> int:
-    """Bytes of scratch of a decode step of `requests` sequences, held by its captured graph. 0 without kernels.
+    """Scratch bytes of a decode step of `requests` sequences, held by its captured graph. 0 without kernels.
 
     `heads` are the numbers of query and KV heads; `like` has the dtype and device of the model's states.
     """
@@ -79,7 +79,7 @@ def decode_scratch_bytes(
 def step_scratch_bytes(
     total: int, requests: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
 ) -> int:
-    """Most bytes of scratch of a step of `total` new tokens of `requests` sequences; see `decode_scratch_bytes`."""
+    """Most scratch bytes of a step: `total` new tokens of `requests` sequences; see `decode_scratch_bytes`."""
     most = decode_scratch_bytes(requests, heads, config, layout, like)
     if supports_paged_prompts(like, layout):
         most = max(most, many_scratch_bytes(total, requests, heads, layout.key_dim, target(like.device)))
@@ -173,8 +173,7 @@ def supports_latent_step(
 def latent_scratch(
     requests: int, heads: int, queries: int, config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
 ) -> int:
-    """Most bytes of scratch of a step over pages of latents of at most `requests` sequences with at most `queries` new
-    tokens; see `decode_scratch_bytes`."""
+    """Most scratch bytes of a step over pages of latents: `requests` sequences of `queries` new tokens, or fewer."""
     if not supports_paged_latents(like, layout):
         return 0
     rows = ring_pages(config, layout, like.dtype) * rows_per_page(layout, like.dtype) + config.sink_tokens
