@@ -24,7 +24,7 @@ from ..layers.dense import GrowingLayer, SlidingLayer
 from ..layers.expansion import agrees, up_projection
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
 from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, packed_layout, page_owners, paged_layers
-from .options import whole_number
+from .options import number
 
 logger = logging.get_logger(__name__)
 
@@ -366,7 +366,7 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
         raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")
     for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
         if (value := getattr(config, name)) is not None:
-            whole_number(name, value, 1)
+            number(name, value, 1)
     options = copy(config)  # a new config would apply deprecated options twice
     options.page_size = BLOCK_TOKENS
     if config.num_blocks is not None:

@@ -177,7 +177,7 @@ class TurboQuantBatching(ContinuousMixin):
             if not isinstance(value, kind | None):
                 raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
         generation_config = self._with_defaults(generation_config)
-        check_refused(generation_config)
+        check_refused(vars(generation_config))
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)

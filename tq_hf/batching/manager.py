@@ -30,7 +30,7 @@ from .cache import TurboQuantPagedCache
 from .checks import check_expansion, check_model, choose_graphs, default_requests, paged_options
 from .geometry import TableShape
 from .linear import LinearLayers
-from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
+from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
 from .runner import compile_config_of
@@ -196,16 +196,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self.restore_attention()
             raise
 
-    def options_of(self, config: GenerationConfig, extra: dict[str, Any], prompt: int) -> RequestOptions:
+    def options_of(self, config: GenerationConfig, options: dict[str, Any], prompt: int) -> RequestOptions:
         """Options of a request with a prompt of `prompt` tokens. Raises `ValueError` if an option would change the
         answer and is not applied, or is outside its range."""
-        options = options_of(config, extra, prompt=prompt, vocabulary=self.vocabulary)
-        if options.stop_strings and self.detokenizer is None:
+        applied = options_of(config, options, prompt=prompt, vocabulary=self.vocabulary)
+        if applied.stop_strings and self.detokenizer is None:
             raise ValueError(
-                f"`stop_strings` is {options.stop_strings!r}, and there is no tokenizer to find them with. Say "
+                f"`stop_strings` is {applied.stop_strings!r}, and there is no tokenizer to find them with. Say "
                 "`TurboQuantBatching(model, tokenizer=tokenizer)`."
             )
-        return options
+        return applied
 
     def add_request(
         self,
@@ -252,9 +252,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         config = self.generation_config
         if generation_config is not None:
             config = with_defaults(generation_config, config)
-        config, extra = with_options(config, options)
         input_ids = prompt_ids(input_ids, self.vocabulary)
-        applied = self.options_of(config, extra, len(input_ids))
+        applied = self.options_of(config, options, len(input_ids))
         if not isinstance(request_id, str | None):
             raise ValueError(f"`request_id` is {shown(request_id)}; it must be a text.")
         if request_id is None:
@@ -307,7 +306,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is None:
             raise ValueError("There is no pool yet. Call `warmup()` first.")
         cache: Any = self.batch_processor.cache
-        return cache.num_sectors // cache._sectors_of(whole_number("tokens", tokens, 1))
+        return cache.num_sectors // cache._sectors_of(number("tokens", tokens, 1))
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel an answer that is not given yet. On a CPU, a step without other requests ends at once.

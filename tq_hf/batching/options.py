@@ -20,21 +20,12 @@ LARGEST_BIAS = 1e6
 """Largest bias or penalty that is added to a logit; larger ones overflow."""
 MOST_STOPS, LONGEST_STOP = 64, 1024
 """Stop strings of a request, and bytes of the longest. As many of the last tokens are decoded at each step."""
+MOST = 2**31 - 1
+"""Largest whole number of an option without a limit of its own."""
 MOST_PREFIX = 7
 """Tokens before the last one of a sequence with a bias."""
 ALWAYS = 2**31 - 1
 """`Bias.until` of a bias for the whole answer."""
-
-
-class Rule(NamedTuple):
-    """How a field is treated."""
-
-    kind: str
-    """"applied", "neutral" (changes no answer) or "refused"."""
-    note: str
-    """Effect of the field, or the reason why it has none or is refused."""
-    neutral: tuple[Any, ...] = ()
-    """Values of a refused field that change no answer, besides `None`."""
 
 
 APPLIED = {
@@ -56,25 +47,15 @@ APPLIED = {
     "begin_suppress_tokens": "at the first token",
     "num_return_sequences": "answers that share the pages of their prompt, which is read once",
 }
-NEUTRAL = {
-    "there are no beams": "early_stopping length_penalty",
-    "changes how fast `generate()` is, never an answer": "low_memory",
-    "moves all logits by one number": "renormalize_logits",
-    "outputs are objects": "return_dict_in_generate",
-    "pages are the cache": "use_cache cache_implementation cache_config max_cache_len",
-    "`max_batch_tokens` of the engine says it": "prefill_chunk_size",
-    "the engine's options say it": "compile_config disable_compile",
-    "nothing is padded": "pad_token_id",
-    "prompts are read as they are": "bos_token_id",
-    "of encoder-decoders only": "decoder_start_token_id",
-    "no drafts of tokens are made": "use_mtp num_assistant_tokens num_assistant_tokens_schedule speculation_type "
+"""Fields of `GenerationConfig` that are applied, and how."""
+NEUTRAL = frozenset(
+    "early_stopping length_penalty low_memory renormalize_logits return_dict_in_generate use_cache max_cache_len "
+    "cache_implementation cache_config prefill_chunk_size compile_config disable_compile pad_token_id bos_token_id "
+    "decoder_start_token_id use_mtp num_assistant_tokens num_assistant_tokens_schedule speculation_type "
     "assistant_confidence_threshold assistant_early_exit assistant_lookbehind target_lookbehind "
-    "prompt_lookup_num_tokens max_matching_ngram_size",
-    "not an option": "_from_model_config transformers_version",
-}
-FIELDS = {name: Rule("applied", note) for name, note in APPLIED.items()}
-FIELDS |= {name: Rule("neutral", note) for note, names in NEUTRAL.items() for name in names.split()}
-"""Fields of `GenerationConfig` that are applied or change no answer. All others are refused."""
+    "prompt_lookup_num_tokens max_matching_ngram_size _from_model_config transformers_version".split()
+)
+"""Fields of `GenerationConfig` that change no answer here. All others are refused."""
 OF_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 """Refused fields that change sampled answers only."""
 UNCHANGED = dict.fromkeys(
@@ -86,7 +67,20 @@ UNCHANGED = dict.fromkeys(
     0,
 )
 """Value of a refused field that changes no answer, besides `None`."""
-OF_REQUESTS = {
+SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p"))
+"""Applied fields that change sampled answers only."""
+LIMITS: dict[str, tuple[Any, Any]] = {
+    "temperature": (1e-6, 1e6),
+    **dict.fromkeys(("top_p", "min_p"), (0.0, 1.0)),
+    "repetition_penalty": (0.01, 100.0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-LARGEST_BIAS, LARGEST_BIAS)),
+    **dict.fromkeys(("top_k", "min_new_tokens", "min_length"), (0, MOST)),
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"), (1, MOST)),
+    "seed": (-(2**63), 2**64 - 1),
+    "top_logprobs": (0, MOST_LOGPROBS),
+}
+"""Smallest and largest value of an option that is a number: a whole number, if the limits are."""
+REQUEST_FIELDS = {
     "seed": "no other request of the batch changes what is drawn; answer `i` of several has `seed + i`. A prompt that "
     "is read in parts, begins with a shared prefix or gets several answers has slightly other logits: part of it is "
     "read packed",
@@ -97,8 +91,7 @@ OF_REQUESTS = {
     "top_logprobs": f"0 to {MOST_LOGPROBS}: log-probabilities of the model, before other options, of the chosen token "
     "and the most likely ones, in `top_logprobs` of the output",
 }
-REQUEST_FIELDS = {name: Rule("applied", note) for name, note in OF_REQUESTS.items()}
-"""Options of a request that no generation config has."""
+"""Options of a request that no generation config has, and how they are applied."""
 
 
 class Bias(NamedTuple):
@@ -175,26 +168,11 @@ def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> Gener
     return merged
 
 
-def with_options(config: GenerationConfig, options: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Split options of a request into a copy of `config` with the options that it has, and the others. Raise
-    `ValueError` for an option that has no effect here, or does not exist."""
-    neutral = {name for name, rule in FIELDS.items() if rule.kind == "neutral"}
-    known = (vars(GenerationConfig()).keys() | FIELDS.keys() | UNCHANGED.keys()) - neutral
-    if unknown := sorted(options.keys() - known - REQUEST_FIELDS.keys()):
-        names = sorted((FIELDS.keys() - neutral) | REQUEST_FIELDS.keys())
-        raise ValueError(f"A request has no option {', '.join(unknown)}. Its options are {', '.join(names)}.")
-    if options.keys() & known:
-        config = deepcopy(config)
-        for name in options.keys() & known:
-            setattr(config, name, options[name])
-    return config, {name: value for name, value in options.items() if name in REQUEST_FIELDS}
-
-
-def check_refused(config: GenerationConfig) -> None:
-    """Raise `ValueError` if a generation config has a field that would change an answer and is not applied."""
-    for name in sorted((vars(GenerationConfig()).keys() | UNCHANGED.keys()) - FIELDS.keys()):
-        value, unchanged = getattr(config, name, None), UNCHANGED.get(name)
-        if value is None or (name in OF_SAMPLING and not config.do_sample):
+def check_refused(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if fields of a generation config would change an answer and are not applied."""
+    for name in sorted((vars(GenerationConfig()).keys() | UNCHANGED.keys()) - APPLIED.keys() - NEUTRAL):
+        value, unchanged = fields.get(name), UNCHANGED.get(name)
+        if value is None or (name in OF_SAMPLING and not fields.get("do_sample")):
             continue
         if unchanged is None or not isinstance(value, (int, float)) or value != unchanged:
             instead = "Leave it out" if unchanged is None else f"Set it to {unchanged}"
@@ -213,24 +191,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    """Return an option as a float. Raise `ValueError` unless it is a number within limits."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError(f"`{name}` is {shown(value)}; it must be a number between {least:g} and {most:g}.")
-    return float(value)
+def number(name: str, value: Any, least: Any, most: Any = MOST) -> Any:
+    """Return an option. Raise `ValueError` unless it is a number within limits, a whole one if the limits are."""
+    kinds = (int, float) if isinstance(least, float) else int
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        limits = f"{least} or more" if most == MOST else f"{least} to {most}"
+        limits = f"number between {least:g} and {most:g}" if isinstance(least, float) else f"whole number, {limits}"
+        raise ValueError(f"`{name}` is {shown(value)}; it must be a {limits}.")
+    return float(value) if isinstance(least, float) else value
 
 
 def _bias(name: str, value: Any) -> float:
     """Return a bias. Minus infinity bans a token. Raise `ValueError` if it is not a number or too large."""
-    return value if value == -math.inf else _number(name, value, -LARGEST_BIAS, LARGEST_BIAS)
-
-
-def whole_number(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """Return an option. Raise `ValueError` unless it is a whole number within limits."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        limits = f"{least} or more" if most == 2**31 - 1 else f"{least} to {most}"
-        raise ValueError(f"`{name}` is {shown(value)}; it must be a whole number, {limits}.")
-    return value
+    return value if value == -math.inf else number(name, value, -LARGEST_BIAS, LARGEST_BIAS)
 
 
 def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
@@ -265,14 +238,11 @@ def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
     return ids
 
 
-def _biases(
-    config: GenerationConfig, extra: dict[str, Any], eos: tuple[int, ...], least: int, vocabulary: int
-) -> tuple[Bias, ...]:
+def _biases(given: dict[str, Any], eos: tuple[int, ...], least: int, vocabulary: int) -> tuple[Bias, ...]:
     """All biases of a request; -inf bans a token.
 
     Args:
-        config: Generation config of the request.
-        extra: Options of `REQUEST_FIELDS`.
+        given: Fields of the request that are set.
         eos: Tokens that end the answer.
         least: Number of tokens that the answer has at least.
         vocabulary: Number of tokens of the model.
@@ -287,27 +257,27 @@ def _biases(
             raise ValueError(f"`{name}` has {shown(ids)}; it must be a list of 1 to {MOST_PREFIX + 1} token ids.")
         return tokens
 
-    def banned(ids: Iterable[int], until: int = ALWAYS) -> list[Bias]:
+    def banned(ids: Iterable[int], until: int) -> list[Bias]:
         return [Bias((token,), -math.inf, until) for token in dict.fromkeys(ids)]
 
     found = []
-    sequences = getattr(config, "sequence_bias", None) or {}
+    sequences = given.get("sequence_bias") or {}
     pairs = list(sequences.items()) if isinstance(sequences, dict) else sequences
     if not isinstance(pairs, (list, tuple)) or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
         raise ValueError(f"`sequence_bias` is {shown(sequences)}; it must be a list of pairs: token ids and a number.")
     for ids, value in pairs:
         found.append(Bias(listed("sequence_bias", ids), _bias("sequence_bias", value)))
-    if not isinstance(biases := extra.get("logit_bias") or {}, dict):
+    if not isinstance(biases := given.get("logit_bias") or {}, dict):
         raise ValueError(f"`logit_bias` is {shown(biases)}; it must be a dict of token ids and numbers.")
     for token, value in biases.items():
         digits = int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
         found.append(Bias(listed("logit_bias", [digits]), _bias("logit_bias", value)))
-    if not isinstance(words := getattr(config, "bad_words_ids", None) or (), (list, tuple)):
+    if not isinstance(words := given.get("bad_words_ids") or (), (list, tuple)):
         raise ValueError(f"`bad_words_ids` is {shown(words)}; it must be a list of lists of token ids.")
     banned_words = [listed("bad_words_ids", ids) for ids in words]
     found += [Bias(ids, -math.inf) for ids in banned_words if ids not in {(token,) for token in eos}]
-    found += banned(token_ids("suppress_tokens", getattr(config, "suppress_tokens", None), vocabulary))
-    found += banned(token_ids("begin_suppress_tokens", getattr(config, "begin_suppress_tokens", None), vocabulary), 1)
+    for name, until in (("suppress_tokens", ALWAYS), ("begin_suppress_tokens", 1)):
+        found += banned(token_ids(name, given.get(name), vocabulary), until)
     found += banned(eos, least) if least > 0 else []
     if len(found) > MOST_BIASES:
         raise ValueError(
@@ -335,53 +305,41 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def options_of(
-    config: GenerationConfig, extra: dict[str, Any] | None = None, *, prompt: int, vocabulary: int
+    config: GenerationConfig, options: dict[str, Any] | None = None, *, prompt: int, vocabulary: int
 ) -> RequestOptions:
     """Return the options of a request.
 
     Args:
         config: Generation config of the request.
-        extra: Options of `REQUEST_FIELDS`.
+        options: Options that replace those of the config, or are of `REQUEST_FIELDS`.
         prompt: Number of tokens of the prompt.
         vocabulary: Number of tokens of the model.
 
     Raises:
-        ValueError: An option would change the answer and is not applied, or is outside its range.
+        ValueError: An option does not exist, would change the answer and is not applied, or is outside its range.
     """
-    check_refused(config)
-    extra = extra or {}
-
-    def given(name: str, default: Any) -> Any:
-        value = extra.get(name) if name in REQUEST_FIELDS else getattr(config, name, None)
-        return default if value is None else value
-
-    eos = token_ids("eos_token_id", given("eos_token_id", None), vocabulary)
-    eos += token_ids("stop_token_ids", given("stop_token_ids", None), vocabulary)
-    least = given("min_new_tokens", max(0, whole_number("min_length", given("min_length", 0), 0) - prompt))
-    most = given("max_new_tokens", None)
-    if most is None and (length := given("max_length", None)) is not None:
-        if (most := whole_number("max_length", length, 1) - prompt) < 1:
-            raise ValueError(
-                f"`max_length` is {length}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
-            )
-    stops = _stop_strings(given("stop_strings", ()))
-    samples, seed, logprobs = given("do_sample", False), given("seed", None), given("top_logprobs", None)
-    if not isinstance(samples, bool):
+    options = options or {}
+    known = (vars(GenerationConfig()).keys() | UNCHANGED.keys()) - NEUTRAL | REQUEST_FIELDS.keys()
+    if unknown := sorted(options.keys() - known):
+        names = ", ".join(sorted(APPLIED.keys() | REQUEST_FIELDS.keys()))
+        raise ValueError(f"A request has no option {', '.join(unknown)}. Its options are {names}.")
+    check_refused(fields := vars(config) | options)
+    given = {name: value for name, value in fields.items() if value is not None}
+    if not isinstance(samples := given.get("do_sample", False), bool):
         raise ValueError(f"`do_sample` is {shown(samples)}; it must be true or false.")
-    return RequestOptions(
-        do_sample=samples,
-        temperature=_number("temperature", given("temperature", 1.0), 1e-6, 1e6) if samples else 1.0,
-        top_k=whole_number("top_k", given("top_k", 0), 0) if samples else 0,
-        top_p=_number("top_p", given("top_p", 1.0), 0, 1) if samples else 1.0,
-        min_p=_number("min_p", given("min_p", 0.0), 0, 1) if samples else 0.0,
-        seed=None if seed is None else whole_number("seed", seed, -(2**63), 2**64 - 1),
-        repetition_penalty=_number("repetition_penalty", given("repetition_penalty", 1.0), 0.01, 100),
-        presence_penalty=_number("presence_penalty", given("presence_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
-        frequency_penalty=_number("frequency_penalty", given("frequency_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
-        biases=_biases(config, extra, eos, whole_number("min_new_tokens", least, 0), vocabulary),
-        stop_strings=stops,
-        top_logprobs=None if logprobs is None else whole_number("top_logprobs", logprobs, 0, MOST_LOGPROBS),
-        num_return_sequences=whole_number("num_return_sequences", given("num_return_sequences", 1), 1),
-        max_new_tokens=None if most is None else whole_number("max_new_tokens", most, 1),
-        eos_token_ids=eos,
+    applied = (
+        LIMITS.keys() - ({"max_length"} if "max_new_tokens" in given else set()) - (set() if samples else SAMPLING)
     )
+    numbers = {name: number(name, given[name], *LIMITS[name]) for name in LIMITS if name in applied & given.keys()}
+    if (most := numbers.pop("max_length", None)) is not None:
+        if most <= prompt:
+            raise ValueError(
+                f"`max_length` is {most}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
+            )
+        numbers["max_new_tokens"] = most - prompt
+    least = max(0, numbers.pop("min_length", 0) - prompt)
+    least = numbers.pop("min_new_tokens", least)
+    eos = [token_ids(name, given.get(name), vocabulary) for name in ("eos_token_id", "stop_token_ids")]
+    biases = _biases(given, ends := (*eos[0], *eos[1]), least, vocabulary)
+    stops = _stop_strings(given.get("stop_strings", ()))
+    return RequestOptions(do_sample=samples, biases=biases, stop_strings=stops, eos_token_ids=ends, **numbers)
