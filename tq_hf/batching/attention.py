@@ -30,15 +30,17 @@ its `update`.
 """
 
 
+class NoPages(ValueError):
+    """A call has no pages."""
+
+
 def pages_of_step(kwargs: dict[str, Any]) -> TurboQuantPagedCache:
     """Return the cache of the step that `kwargs` are arguments of. Raise `ValueError` for any other call."""
     cache = kwargs.get(PAGES)
     if not isinstance(cache, TurboQuantPagedCache):
-        raise ValueError(
+        raise NoPages(
             "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
-            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again. If the manager "
-            "itself made this call, the model's layers do not hand the arguments of a call on to attention: use "
-            "`generate()` with a `TurboQuantCache`."
+            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again."
         )
     return cache
 

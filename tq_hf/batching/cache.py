@@ -41,8 +41,8 @@ from .allocators import (
     page_owners,
     paged_layers,
 )
-from .checks import INSTEAD, check_positions
 from .geometry import StateStep, sequences_of, states_of, windows_of
+from .options import INSTEAD, check_positions
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
 """Caches by number. Compiled steps refer to a cache by its number."""
@@ -184,7 +184,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._state_step: StateStep | None = None
-        self._latest_layer = 0
         self._latents: dict[int, KeyValue] = {}
         """Latents and rotary keys of the new tokens, by layer, between `update` and attention."""
         self.before_layer: Callable[[], None] = lambda: None
@@ -401,7 +400,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
             kwargs: Arguments that the engine passes to attention functions.
         """
         self.before_layer()
-        self._latest_layer = layer_idx
         assert self.states is not None
         if self._state_step is None or layer_idx == self.states.layer_indices[0]:
             self._state_step = states_of(kwargs, self.states.index, self.states.write_trash_index)
@@ -420,9 +418,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
             `[1, T, Hq, D]`.
 
         Raises:
-            ValueError: The states do not have the heads, channels or dtype of the pages, or a layer attends twice.
+            ValueError: The states do not have the heads, channels or dtype of the pages.
         """
-        self._begin_layer(layer_idx)
+        self.before_layer()
         owner = self.owners[layer_idx]
         own = self.allocator if owner in self.allocator.pages else self.windows
         assert own is not None
@@ -467,25 +465,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
             `[1, T, Hq, Dv]`.
 
         Raises:
-            ValueError: The states do not have the widths or dtype of the pages, or a layer attends twice.
+            ValueError: The states do not have the widths or dtype of the pages.
         """
-        self._begin_layer(layer_idx)
+        self.before_layer()
         for states, width in zip(new, self.allocator.heads[1:], strict=True):
             self._check(layer_idx, states, 1, width)
         if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
         pages = self.allocator.pages[layer_idx]
         return latent_pages.latent_step(query, expanded, new, weight, pages, self._sequences, options, self.scratch)
-
-    def _begin_layer(self, layer_idx: int) -> None:
-        """Note that a layer attends. Raises `ValueError` if it did last."""
-        self.before_layer()
-        if layer_idx == self._latest_layer != 0:
-            raise ValueError(
-                f"Layer {layer_idx} attends twice in a step, and pages hold one set of values per layer. Use "
-                "`generate()` with a `TurboQuantCache`."
-            )
-        self._latest_layer = layer_idx
 
     def _check(self, layer_idx: int, states: torch.Tensor, heads: int, width: int) -> None:
         """Raise `ValueError` if new states `[1, Hkv, T, D]` do not fit the pages."""

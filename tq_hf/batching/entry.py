@@ -184,6 +184,8 @@ class TurboQuantBatching(ContinuousMixin):
         if isinstance(manager, TurboQuantBatchingManager):
             same = manager.config == self.config and manager.generates_as(generation_config)
             if same and manager.holds(workload_hints) and manager.model_is_unchanged():
+                if manager.batch_processor is None:
+                    check_model(self.model, self.config)  # an adapter may have come while the manager slept
                 manager.generation_config = generation_config  # with another `max_new_tokens`
                 manager.switch_to_cb_friendly_attn(self.model)
                 self.model.eval()
@@ -219,6 +221,7 @@ class TurboQuantBatching(ContinuousMixin):
         """Allocate the pages of a sleeping manager before its next session."""
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager) and manager.batch_processor is None:
+            check_model(self.model, self.config)
             manager.switch_to_cb_friendly_attn(self.model)
             try:
                 manager.warmup()

@@ -27,9 +27,8 @@ from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
-from .checks import check_expansion, check_model, choose_graphs, default_requests, paged_options
+from .checks import check_model, choose_graphs, default_requests, paged_options
 from .geometry import TableShape
-from .linear import LinearLayers
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
@@ -86,7 +85,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         tokenizer: Any = None,
     ) -> None:
         check_choice()
-        dense = check_model(model, config)
+        dense, self._linear = check_model(model, config)
         self.model = model
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.vocabulary = model.config.get_text_config().vocab_size
@@ -111,7 +110,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._default_requests = default_requests(model, requested)
         self._last_model: tuple[Any, ...] | None = None
         """Identity of the model at the end of the last session. Pages kept from it depend on them."""
-        self._linear = LinearLayers(model)
         choose_graphs(model, config, options, dense, default.do_sample or default.has_history)
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
@@ -500,7 +498,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
-        check_expansion(self.model)  # an adapter may have come while the manager slept
         options, keeps = self.continuous_batching_config, getattr(self.model, "_supports_logits_to_keep", None)
         decoder = self.model.config.get_text_config()
         cache = TurboQuantPagedCache(

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
+from ..balance import POSITIONS
+
+INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 MOST_LOGPROBS = 20
 """Most likely tokens per position that a request can ask for, as in OpenAI's API."""
 MOST_BIASES = 1024
@@ -28,6 +31,11 @@ ALWAYS = 2**31 - 1
 """`Bias.until` of a bias for the whole answer."""
 
 
+EXTENDED = ("linear", "yarn")
+"""Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
+FOLLOWING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
+The requests of a step would change each other's answers there."""
 APPLIED = {
     "max_new_tokens": "most tokens of an answer; unset: until a stop, the model's last position",
     "max_length": "most tokens of prompt and answer, without `max_new_tokens`",
@@ -343,3 +351,45 @@ def options_of(
     biases = _biases(given, ends := (*eos[0], *eos[1]), least, vocabulary)
     stops = _stop_strings(given.get("stop_strings", ()))
     return RequestOptions(do_sample=samples, biases=biases, stop_strings=stops, eos_token_ids=ends, **numbers)
+
+
+def number_of_positions(config: Any) -> int | None:
+    """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
+    named = [number for name in POSITIONS if isinstance(number := getattr(config, name, None), int) and number > 0]
+    for rope in rotary_embeddings(config):
+        kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind in EXTENDED and named:
+            named = [max(min(named), int((before or min(named)) * (rope.get("factor") or 1)))]
+        elif kind == "longrope" and before:
+            named.append(before)
+    return min(named, default=None)
+
+
+def rotary_embeddings(config: Any) -> list[dict[str, Any]]:
+    """Parameters of the rotary embeddings of a decoder: one dict, or one for each type of layer."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+
+
+def check_positions(prompt: int, config: Any) -> None:
+    """Raise `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
+    positions = number_of_positions(config)
+    if positions is not None and prompt > positions:
+        follows = any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config))
+        raise ValueError(
+            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model"
+            + (
+                f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
+                if follows
+                else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
+            )
+        )
+
+
+def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
+    """Maximum number of new tokens after a prompt of `prompt` tokens: `most`, or fewer if positions end before."""
+    positions = number_of_positions(config)
+    if positions is None:
+        return most
+    left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
+    return left if most is None else min(most, left)

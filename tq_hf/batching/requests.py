@@ -13,9 +13,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 from transformers.utils import logging
 
-from .checks import new_tokens
 from .metrics import Metrics
-from .options import RequestOptions
+from .options import RequestOptions, new_tokens
 from .processors import OPTIONS, TokenLogprobs, answer_ids, split_answer_id
 
 logger = logging.get_logger(__name__)

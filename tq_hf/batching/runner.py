@@ -20,7 +20,7 @@ from ..layers.base import replaced
 from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
-from .checks import number_of_positions
+from .options import number_of_positions
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)

@@ -17,8 +17,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.chat_parsing import ResponseParser
 
 from ..batching import TurboQuantBatchingManager
-from ..batching.checks import new_tokens
-from ..batching.options import prompt_ids
+from ..batching.options import new_tokens, prompt_ids
 from ..batching.processors import answer_ids
 from .fields import (
     DEFAULT_TOKENS,
