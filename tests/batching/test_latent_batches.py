@@ -150,7 +150,7 @@ def test_a_cancelled_request_gives_its_pages_back(model: PreTrainedModel) -> Non
 
 def test_graphs_of_steps_with_prompts_are_refused(model: PreTrainedModel) -> None:
     batching = TurboQuantBatching(model, PRESET, balance=False)
-    with pytest.raises(ValueError, match=r"latents \(MLA\) cannot be captured.*\(False, True\)"):
+    with pytest.raises(ValueError, match=r"steps with prompts .* cannot be captured.*\(False, True\)"):
         batching.init_continuous_batching(greedy(2), options(use_cuda_graph=True))
 
 

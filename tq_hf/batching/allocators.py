@@ -38,10 +38,8 @@ from transformers.generation.continuous_batching.cache_allocators import (
     SlidingAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
-from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from ..compat import layer_config
-from ..config import TurboQuantConfig, holds_latents
+from ..config import TurboQuantConfig
 from ..tensors.pages import LayerPages, LayerWindows, window_page
 from .geometry import TableShape, listed
 
@@ -100,30 +98,26 @@ def page_owners(config: PreTrainedConfig) -> dict[int, int]:
     return dict(sorted((layer, min(layer, owner)) for owner, layers in last.items() for layer in layers))
 
 
-class CachedHeads(NamedTuple):
-    """KV heads that a layer caches.
+class LayerSpec(NamedTuple):
+    """What a layer with attention stores. Latents are the keys of one head, and rotary keys its values.
 
     Args:
-        number: Number of heads.
+        query_heads, heads: Number of query heads and of KV heads of this process.
         key_dim, value_dim: Number of channels of a key and of a value.
+        dtype: Dtype of keys and values.
     """
 
-    number: int
+    query_heads: int
+    heads: int
     key_dim: int
     value_dim: int
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> CachedHeads:
-        """Heads of a layer by its config. Latents are the keys of one head, and rotary keys its values."""
-        if holds_latents(config):
-            return cls(1, config.kv_lora_rank, config.qk_rope_head_dim)
-        return cls(find_num_key_value_heads(config), find_head_dim(config), find_head_dim(config))
+    dtype: torch.dtype
 
 
-def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig) -> BlockLayout:
+def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig, specs: dict[int, LayerSpec]) -> BlockLayout:
     """Sizes of a block of any full-attention layer of a decoder."""
-    config = layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0])
-    return tq_config.of_layer(config).layout(*CachedHeads.of(config)[1:])
+    _, _, key_dim, value_dim, _ = specs[paged_layers(decoder)[FULL_ATTENTION][0]]
+    return tq_config.of_layer(decoder).layout(key_dim, value_dim)
 
 
 class _PoolAllocator(FullAttentionCacheAllocator):
@@ -167,20 +161,21 @@ class TurboQuantAllocator(_PoolAllocator):
     Args:
         tq_config: Encoding of blocks.
         channel_scales: Channel scales `[1, Hkv, D]` by layer. A layer that is not listed has scales of 1.
+        layout: Sizes of a block.
         **options: Arguments of transformers' allocator.
     """
 
-    def __init__(self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], **options: Any) -> None:
+    def __init__(
+        self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], layout: BlockLayout, **options: Any
+    ) -> None:
         config: PreTrainedConfig = options["config"]
-        self.tq_config = tq_config.of_layer(config)
-        self.channel_scales = channel_scales
-        self.heads = CachedHeads.of(config)
-        self.layout = self.tq_config.layout(*self.heads[1:])
+        self.tq_config, self.channel_scales, self.layout = tq_config.of_layer(config), channel_scales, layout
         super().__init__(**options)
         by_layer = tq_config.by_layer(number_of_layers(config))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
-        self.row_bytes = BLOCK_TOKENS * sum(self.heads[1:]) * self.cache_dtype.itemsize * self.num_key_value_heads
+        dims = layout.key_dim + layout.value_dim
+        self.row_bytes = BLOCK_TOKENS * dims * self.cache_dtype.itemsize * self.num_key_value_heads
         """Bytes of the rows of one block in a layer that is not compressed."""
         # Kernels measure the distance between pages in packed blocks.
         unit = self.layout.block_bytes

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
+from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, KeyValue, Tokens
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
@@ -20,7 +21,7 @@ from ..compat import CACHE_NAME, attention_of_parts, device_of_inputs, restore_a
 from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
-from .allocators import StateName, linear_layers, number_of_layers, packed_layout, page_owners, paged_layers
+from .allocators import LayerSpec, StateName, linear_layers, number_of_layers, page_owners, paged_layers
 from .attention import NAME, PAGES, NoPages
 from .cache import TurboQuantPagedCache
 from .geometry import StateStep
@@ -71,8 +72,8 @@ class StepProbe(TurboQuantPagedCache):
     def __init__(self, model: Any) -> None:
         self.linear, decoder = LinearLayers(model), model.config.get_text_config()
         self.holds_latents, self._latents = holds_latents(decoder), {}
-        self.heads: dict[int, tuple[int, int, int]] = {}
-        """Number of KV heads, and of channels of a key and of a value, by layer with attention."""
+        self.specs: dict[int, LayerSpec] = {}
+        """What layers with attention store."""
         self.shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]] = {}
         """Shape and dtype of each state, by linear layer."""
         self.twice, self.unexplained = list[int](), list[int]()
@@ -118,8 +119,8 @@ class StepProbe(TurboQuantPagedCache):
 
     def _note(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Note the heads of a layer. Returns zeros in the shape of its attention."""
-        self.twice += [layer] if layer in self.heads else []
-        self.heads[layer] = key.shape[1], key.shape[3], value.shape[3]
+        self.twice += [layer] if layer in self.specs else []
+        self.specs[layer] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)
         return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
 
 
@@ -127,11 +128,11 @@ probes: WeakKeyDictionary[Any, StepProbe] = WeakKeyDictionary()
 """Last probe of a model."""
 
 
-def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], LinearLayers]:
+def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepProbe]:
     """Raise `ValueError` if pages cannot hold the layers of a model, or if no layer can be packed.
 
     Returns:
-        Indices of the full-attention layers that the configuration keeps dense, and the linear layers.
+        Indices of the full-attention layers that the configuration keeps dense, and a probe of the model.
     """
     decoder = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
@@ -163,12 +164,12 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], Linear
     if model.config._attn_implementation != NAME or model not in probes:  # otherwise a manager may serve it
         probes[model] = StepProbe(model)
     _check_layers(model, probes[model], kinds, {i for i in owners if i < decoder.num_hidden_layers}, set(linear))
-    return dense, probes[model].linear
+    return dense, probes[model]
 
 
 def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], paged: set[int], linear: set[int]) -> None:
     """Raise `ValueError` if layers did not attend, or have heads that pages cannot hold."""
-    heads = probe.heads
+    specs, most = probe.specs, widest_paged_head(model.device)
     if probe.twice:
         refuse(model, f"attends twice in layer {probe.twice[0]}, and pages hold one set of values per layer")
     if probe.unexplained:
@@ -179,21 +180,23 @@ def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], pag
     if missing := sorted(linear - probe.shapes.keys()):
         do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
         refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
-    if heads.keys() != paged:
-        attends = "computes attention itself" if not heads else f"attends in {len(heads)} of {len(paged)} layers"
+    if specs.keys() != paged:
+        attends = "computes attention itself" if not specs else f"attends in {len(specs)} of {len(paged)} layers"
         refuse(model, f"{attends}, so it cannot read pages")
     for kind, members in kinds.items():
-        found = sorted({heads[layer] for layer in members if layer in heads})
+        found = sorted({specs[layer][1:4] for layer in members if layer in specs})
         if len(found) > 1:
             differ = " and ".join(f"{number} of {key} and {value} channels" for number, key, value in found)
             where = f"in different layers of {kind.replace('_', ' ')}"
             refuse(model, f"has KV heads that differ {where} ({differ}), and pages of a kind hold one size")
-        (_, key, value), most = found[0], widest_paged_head(model.device)
+        _, key, value = found[0]
         if key != value and not probe.holds_latents:
             refuse(model, f"has keys of {key} and values of {value} channels, and pages hold equal ones")
         if most and kind == FULL_ATTENTION and key > most and not probe.holds_latents:
             why = f"read pages of up to {most}: every step would be computed in torch, request by request"
             refuse(model, f"has heads of {key} channels, and this device's kernels {why}")
+    if others := {spec.dtype for spec in specs.values()} - {model.dtype}:
+        refuse(model, f"is in {model.dtype} and caches {others.pop()}, and pages have the model's dtype")
 
 
 def warn_about_graph_mixing(model: Any) -> None:
@@ -225,74 +228,57 @@ def default_requests(model: Any, config: ContinuousBatchingConfig) -> WorkloadHi
     return WorkloadHints(min(CPU_TOKENS, positions), 0, CPU_REQUESTS)
 
 
-def choose_graphs(
-    model: Any, config: TurboQuantConfig, options: ContinuousBatchingConfig, dense: list[int], processes: bool
-) -> None:
-    """Set what the user left open of CUDA graphs, asynchronous batching and memory, to what kernels support.
-    `processes`: whether all requests have processors of logits by default. Raise `ValueError` if the options ask for
-    graphs of steps with prompts, which cannot be captured."""
-    if model.device.type != "cuda":
-        return
-    decoder = model.config.get_text_config()
+def engine_options(
+    model: Any, layout: BlockLayout, requested: ContinuousBatchingConfig, dense: list[int], processes: bool
+) -> ContinuousBatchingConfig:
+    """Copy options of the engine, with pages of 128 tokens. What the user leaves open of graphs, asynchronous batching
+    and memory is as kernels support it.
+
+    Args:
+        model: The model to serve.
+        layout: Sizes of a block.
+        requested: The options of the user.
+        dense: Full-attention layers that are not packed.
+        processes: Whether all requests have processors of logits by default.
+
+    Raises:
+        ValueError: The options have another page size or wrong numbers, or ask for CUDA graphs of steps that read
+            lengths on the host: steps with prompts of models with sliding windows, linear layers, latents or heads that
+            torch computes, and all steps of models with dense full-attention layers.
+    """
+    decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)
-    layout, latents = packed_layout(config, decoder), holds_latents(decoder)
-    kernels = not dense and (supports_paged_latents if latents else supports_paged_decode)(states, layout)
-    if dense:
-        logger.warning_once(
-            f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
-            "these layers, request by request, and steps are not captured in CUDA graphs."
-        )
-    elif latents and not kernels:
-        logger.warning_once("No kernel reads pages of these latents (MLA): torch does, and steps are not captured.")
-    if options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
+    latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans
+    reads = dense or SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or latents
+    if (graphs[0] and (reads or (on_gpu and not supports_paged_prompts(states, layout)))) or (graphs[1] and dense):
+        what, instead = ("all steps", "") if dense else ("steps with prompts", ", or say `(False, True)`")
+        what += f" of this {type(model).__name__}"
         raise ValueError(
-            f"`use_cuda_graph` is {options.use_cuda_graph!r}, and steps with prompts of heads of {layout.key_dim} "
-            "channels cannot be captured: torch computes their attention, and reads lengths on the host. Leave it out, "
-            "or say `(False, True)`."
+            f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and {what} read lengths on the host, so they cannot be "
+            f"captured in graphs. Leave it out{instead}."
         )
+    if requested.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
+        raise ValueError(
+            f"`page_size` is {requested.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out."
+        )
+    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        if (value := getattr(requested, name)) is not None:
+            number(name, value, 1)
+    options = copy(requested)  # a new config would apply deprecated options twice
+    options.page_size = BLOCK_TOKENS
+    if requested.num_blocks is not None:
+        options.num_blocks = requested.num_blocks * requested.page_size // BLOCK_TOKENS
+    if not on_gpu:
+        return options
+    kernels = not dense and (supports_paged_latents if latents else supports_paged_decode)(states, layout)
+    if dense or (latents and not kernels):
+        what = f"dense layers ({dense} by `skip_layers`)" if dense else "these latents (MLA)"
+        logger.warning_once(f"No kernel reads pages of {what}: torch does, and steps are not captured in CUDA graphs.")
     if options.use_cuda_graph is None:
-        # Steps with prompts come in all sizes, and each size would need a graph. Without kernels, lengths are read on
-        # the host, which no graph can capture.
+        # Steps with prompts come in all sizes, and each size would need a graph.
         options.use_cuda_graph = (False, kernels)
     if options.use_async_batching is None:
         options.use_async_batching = True
     if processes and options.max_memory_percent is None:
         options.max_memory_percent = 0.8  # as transformers leaves for processors
-
-
-def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:
-    """Copy a config, with `page_size` and `num_blocks` for packed pages of 128 tokens.
-
-    Args:
-        model: The model to serve.
-        config: The options of the user.
-        dense: Full-attention layers that are not packed.
-
-    Raises:
-        ValueError: The config has another page size, or asks for CUDA graphs of steps that read lengths on the host.
-            Models with dense full-attention layers have no other steps. Models with sliding windows, linear layers or
-            latents read lengths on the host in steps with prompts.
-    """
-    if dense and any(config.cuda_graph_booleans):
-        raise ValueError(
-            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps that read dense blocks of pages (layers {dense} "
-            "by `skip_layers`) cannot be captured: torch computes them, and reads lengths on the host. Leave it out."
-        )
-    decoder = model.config.get_text_config()
-    reads = SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or holds_latents(decoder)
-    if config.cuda_graph_booleans[0] and reads:
-        raise ValueError(
-            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows, "
-            "linear layers or latents (MLA) cannot be captured: lengths are read on the host. Leave it out, or say "
-            "`(False, True)`."
-        )
-    if config.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
-        raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")
-    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
-        if (value := getattr(config, name)) is not None:
-            number(name, value, 1)
-    options = copy(config)  # a new config would apply deprecated options twice
-    options.page_size = BLOCK_TOKENS
-    if config.num_blocks is not None:
-        options.num_blocks = config.num_blocks * config.page_size // BLOCK_TOKENS
     return options

@@ -27,7 +27,7 @@ from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
-from .checks import check_model, choose_graphs, default_requests, paged_options
+from .checks import check_model, default_requests, engine_options
 from .geometry import TableShape
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .processors import OPTIONS, BatchOptions, split_answer_id
@@ -85,13 +85,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         tokenizer: Any = None,
     ) -> None:
         check_choice()
-        dense, self._linear = check_model(model, config)
+        dense, probe = check_model(model, config)
+        self._linear, self._specs = probe.linear, probe.specs
+        self._layout = packed_layout(config, model.config.get_text_config(), probe.specs)
         self.model = model
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.vocabulary = model.config.get_text_config().vocab_size
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
-        options = paged_options(model, requested, dense)
+        options = engine_options(model, self._layout, requested, dense, default.do_sample or default.has_history)
         self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
         self._cancelled: set[str] = set()
         """Ids of cancelled requests, cleared when the engine is idle."""
@@ -110,7 +112,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._default_requests = default_requests(model, requested)
         self._last_model: tuple[Any, ...] | None = None
         """Identity of the model at the end of the last session. Pages kept from it depend on them."""
-        choose_graphs(model, config, options, dense, default.do_sample or default.has_history)
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
         # Do not compile steps with prompts (as with flash attention): their graph would break at every layer.
@@ -162,7 +163,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
         longest = min(longest, hinted or longest)
-        return TableShape.of(self.config, packed_layout(self.config, decoder), self.model.dtype).width(longest)
+        return TableShape.of(self.config, self._layout, self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the model's attention to `turboquant_paged`."""
@@ -507,6 +508,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             continuous_batching_config=options,
             like=torch.empty(0, dtype=self.model.dtype, device=self.model.device),
             distributed_helper=self.distributed_helper,
+            specs=self._specs,
             state_sizes=self._linear.sizes,
             model_supports_logits_to_keep=callable(keeps) and keeps(),
             requests=self.requests or self._default_requests,
