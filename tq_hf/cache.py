@@ -486,6 +486,15 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
     return layers
 
 
+KINDS: dict[type, Any] = {
+    DynamicLayer: GrowingLayer,
+    StaticLayer: PreallocatedLayer,
+    DynamicSlidingWindowLayer: SlidingLayer,
+    StaticSlidingWindowLayer: PreallocatedSlidingLayer,
+}
+"""Layers in the place of those of transformers that are not compressed. Other classes stay as they are."""
+
+
 def _layer_for(
     layer: Any, config: TurboQuantConfig | None, max_cache_len: int | None, model_config: PreTrainedConfig
 ) -> Any:
@@ -493,14 +502,8 @@ def _layer_for(
     if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
         config = config.of_layer(model_config.get_text_config(decoder=True))
         return TurboQuantLayer(config, max_cache_len, model_config)
-    if type(layer) is DynamicLayer:
-        return GrowingLayer()
-    if type(layer) is StaticLayer:
-        return PreallocatedLayer(layer.max_cache_len)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return SlidingLayer.like(layer)
-    if type(layer) is StaticSlidingWindowLayer:
-        return PreallocatedSlidingLayer.like(layer)
+    if type(layer) in KINDS:
+        return KINDS[type(layer)].like(layer)
     if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
         logger.warning_once(
             f"Layers of the class {type(layer).__name__} are not compressed, although they cache all tokens: this "

@@ -91,7 +91,7 @@ def test_the_table_of_a_step_is_made_of_listed_pages(
     assert made.shape[0] == len(past) + padding
     for i, (p, n) in enumerate(zip(past, new, strict=True)):
         row, table, ring = made[i].tolist(), own.block_table[str(i)], shape.ring_pages
-        count = shape.first_block - 1
+        count = shape.shared_blocks
         assert row[ring:count] == table[ring:count]
         assert row[count] == (own.prefix_blocks.get(str(i), 0) if p + n >= BLOCK_TOKENS else -1)
         assert row[count + 1 : len(table) + 1] == table[count:]

@@ -43,6 +43,8 @@ from ..config import TurboQuantConfig
 from ..tensors.pages import LayerPages, LayerWindows, window_page
 from .geometry import TableShape, listed
 
+SECOND = SLIDING_ATTENTION
+"""Key of the allocator beside that of full attention, of windows or of states: the engine's inputs know two keys."""
 LINEAR = ("linear_attention", "conv")
 """Kinds of layers that transformers caches as states of a fixed size."""
 WITHOUT_CACHE = ("mlp", "moe")
@@ -226,7 +228,7 @@ class TurboQuantAllocator(_PoolAllocator):
         return tokens[start : start + BLOCK_TOKENS]
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
-        # One column of the table is not a page but the number of shared blocks.
+        # The column `shared_blocks` is no page.
         return max(0, self.shape.width(past_length + query_length) - 1 - allocated_blocks)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
@@ -300,7 +302,7 @@ class TurboQuantAllocator(_PoolAllocator):
         table = self.block_table.get(request_id)
         if table is None or request_id in self.stale:  # the request was cancelled during its step, or weights changed
             return
-        parent, first = self.salt, self.shape.first_block - 1
+        parent, first = self.salt, self.shape.shared_blocks
         if self.shape.sinks:
             parent = self._sink_hash(token_ids)
             if new_new_blocks and table[first - 1] not in self.ledger.block_to_hash:
@@ -333,7 +335,7 @@ class TurboQuantAllocator(_PoolAllocator):
 
     def _table(self, request_id: str, length: int) -> list[int]:
         """Block table of a request of `length` tokens."""
-        pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.first_block - 1
+        pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.shared_blocks
         return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
@@ -409,7 +411,6 @@ class StateAllocator(_PoolAllocator):
     """
 
     supports_block_sharing = False
-    layer_type = SLIDING_ATTENTION  # the engine's inputs know two names, and these models have no sliding windows
 
     def __init__(self, unit: int, sizes: StateSizes, **options: Any) -> None:
         shapes = sizes.shapes

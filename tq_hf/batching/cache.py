@@ -33,6 +33,7 @@ from ..ops.dispatch import (
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
 from ..ops.workspace import Workspace
 from .allocators import (
+    SECOND,
     LayerSpec,
     StateAllocator,
     StateSizes,
@@ -215,7 +216,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
         if SLIDING_ATTENTION in kinds:
             windows = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
-            self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
+            self.windows = self.cache_allocators[SECOND] = windows
             self.bytes_per_sector = windows.bytes_per_block
             self.bytes_per_block += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
             if self.max_blocks_per_request:
@@ -227,7 +228,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.states = StateAllocator(
                 self.bytes_per_sector, state_sizes, index=1, allow_block_sharing=False, **of_full
             )
-            self.cache_allocators[SLIDING_ATTENTION] = self.states
+            self.cache_allocators[SECOND] = self.states
             self.bytes_per_sector = self.states.bytes_per_block
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
         self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
@@ -379,12 +380,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return self._latents.pop(layer_idx)
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
-        """Return the pages of states in a step. Each linear layer asks for them before it reads.
-
-        Args:
-            layer_idx: Index of the layer.
-            kwargs: Arguments that the engine passes to attention functions.
-        """
+        """Return the pages of states in a step, by the arguments that the engine passes to attention functions. Each
+        linear layer asks for them before it reads."""
         self.before_layer()
         assert self.states is not None
         if self._state_step is None or layer_idx == self.states.layer_indices[0]:
@@ -392,17 +389,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return self._state_step
 
     def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        """Store the new tokens of a layer and compute their attention.
-
-        Args:
-            layer_idx: Index of the layer.
-            states: Queries `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]` of the new tokens.
-            kwargs: Arguments that the engine passes to attention functions.
-            options: Options of attention.
-
-        Returns:
-            `[1, T, Hq, D]`.
-        """
+        """Store the new tokens of a layer and compute their attention, `[1, T, Hq, D]`. `states` are queries
+        `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]`; `kwargs` are those that the engine passes to attention."""
         self.before_layer()
         owner = self.owners[layer_idx]
         own = self.allocator if owner in self.allocator.pages else self.windows
@@ -431,7 +419,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         kwargs: dict[str, Any],
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Store the new tokens of a layer with latents and compute their attention.
+        """Store the new tokens of a layer with latents and compute their attention, `[1, T, Hq, Dv]`.
 
         Args:
             layer_idx: Index of the layer.
@@ -439,11 +427,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             query: `[1, Hq, T, Dk]`.
             new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]` of the new tokens.
             expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of them, or `None`.
-            kwargs: Arguments that the engine passes to attention functions.
-            options: Options of attention.
-
-        Returns:
-            `[1, T, Hq, Dv]`.
+            kwargs, options: As for `attend`.
         """
         self.before_layer()
         if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:

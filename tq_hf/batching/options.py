@@ -111,6 +111,27 @@ class Bias(NamedTuple):
     """Number of generated tokens from which the bias no longer applies."""
 
 
+class Features(NamedTuple):
+    """Processors that a step runs; each combination has captured graphs of its own."""
+
+    history: bool = False
+    """Penalties and biases."""
+    sampled: bool = False
+    truncated: bool = False
+    """`top_k`, `top_p` or `min_p`."""
+    details: bool = False
+    """Seeds or log-probabilities."""
+
+    @classmethod
+    def of(cls, options: list[RequestOptions]) -> Features:
+        """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
+        found = [cls(), *(each.features for each in options)]
+        history, sampled, truncated, details = map(any, zip(*found, strict=True))
+        if details:
+            return cls(True, True, True, True)
+        return cls(history, sampled, sampled and (history or truncated))
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """Options of a request that change its answer, with values that change nothing as defaults."""
@@ -145,16 +166,11 @@ class RequestOptions:
         return self.has_penalties or bool(self.biases)
 
     @cached_property
-    def needs(self) -> frozenset[str]:
-        """Processors of the request: "history", "sampled", "truncated" (`top_k`, `top_p`, `min_p`), "details" (a seed
-        or log-probabilities)."""
-        found = {
-            "history": self.has_history,
-            "sampled": self.do_sample,
-            "truncated": self.do_sample and (self.top_k, self.top_p, self.min_p) != (0, 1, 0),
-            "details": self.top_logprobs is not None or (self.do_sample and self.seed is not None),
-        }
-        return frozenset(name for name, needed in found.items() if needed)
+    def features(self) -> Features:
+        """Processors of the request alone."""
+        truncated = self.do_sample and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+        details = self.top_logprobs is not None or (self.do_sample and self.seed is not None)
+        return Features(self.has_history, self.do_sample, truncated, details)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ..ops.dispatch import truncate
-from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, RequestOptions
+from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, Features, RequestOptions
 
 OPTIONS = "options"
 """Key of the options of a request in its `logit_processor_kwargs`."""
@@ -74,27 +74,6 @@ def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
 @cache
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return torch.compile(function, dynamic=True)
-
-
-class Features(NamedTuple):
-    """Processors that a step runs; each combination has captured graphs of its own."""
-
-    history: bool = False
-    """Penalties and biases."""
-    sampled: bool = False
-    truncated: bool = False
-    """`top_k`, `top_p` or `min_p`."""
-    details: bool = False
-    """Seeds or log-probabilities."""
-
-    @classmethod
-    def of(cls, options: list[RequestOptions]) -> Features:
-        """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
-        needs = frozenset[str]().union(*(each.needs for each in options))
-        if "details" in needs:
-            return cls(True, True, True, True)
-        history, sampled = "history" in needs, "sampled" in needs
-        return cls(history, sampled, sampled and (history or "truncated" in needs))
 
 
 class Rows(NamedTuple):

@@ -19,7 +19,18 @@ from ..tensors.layer import check_room
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
 
 
-class _FullState:
+class _LikeAnother:
+    """A layer that takes the place of transformers' own."""
+
+    @classmethod
+    def like(cls, layer: Any) -> Any:
+        """Make an empty layer with all attributes of `layer`."""
+        empty = cls.__new__(cls)
+        vars(empty).update(vars(layer))
+        return empty
+
+
+class _FullState(_LikeAnother):
     """The state of a full-attention layer: all rows."""
 
     state_fields: ClassVar[dict[str, type]] = {}
@@ -63,15 +74,13 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
     otherwise return no empty rows; layers that share a mask must agree (see `FullAttentionLayer`).
     """
 
-    @outside_inference_mode
-    def __init__(self, max_cache_len: int) -> None:
-        super().__init__(max_cache_len)
-        self.num_tokens: int | None = None
-        """Number of tokens, counted in eager calls; `None` after a compiled step, which the host cannot count."""
+    num_tokens: int | None = None
+    """Number of tokens, counted in eager calls; `None` after a compiled step, which the host cannot count."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        self.cumulative_length = self.cumulative_length.clone()  # an inference tensor cannot be changed in place later
         super().lazy_initialization(key_states, value_states)
         if key_states.is_meta:  # see `LayerStore.allocate`
             self.cumulative_length = torch.tensor(0, device="cpu")
@@ -128,17 +137,10 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         self.num_tokens = 0
 
 
-class _WindowState:
+class _WindowState(_LikeAnother):
     """The state of a sliding window: the rows that the next query attends to, and all recorded rows."""
 
     state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
-
-    @classmethod
-    def like(cls, layer: Any) -> Any:
-        """Make an empty layer with all attributes of `layer`, which is transformers' own."""
-        empty = cls.__new__(cls)
-        vars(empty).update(vars(layer))
-        return empty
 
     def state(self: Any) -> State:
         keys, values = self._rows_to_save()
