@@ -274,19 +274,25 @@ class TurboQuantCache(Copyable, DynamicCache):
         return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask for `query_length` new tokens covers."""
-        # transformers makes masks before it updates any layer: a compiled step never finds a deferred prompt.
+        """Length and offset of the keys that a mask for `query_length` new tokens covers. A call of the model
+        begins."""
+        self._begin_call(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _begin_call(self, tokens: int) -> None:
+        """Finish the call before, and prepare for `tokens` new tokens. transformers makes masks before it updates any
+        layer: a compiled step never finds a deferred prompt."""
         if self._is_encoder_decoder:
             self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:
             self._encode_deferred()
-        if self._unchecked and not (torch.compiler.is_dynamo_compiling() or is_capturing()):
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if self._unchecked and not is_capturing():
             warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
             self._unchecked = None
-        if not torch.compiler.is_dynamo_compiling():
-            self._padding = self._observe_padding() if query_length > 1 else None
-            self._check_room(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
+        self._padding = self._observe_padding() if tokens > 1 else None
+        self._check_room(tokens)
 
     def _check_room(self, tokens: int) -> None:
         """Raise a `ValueError` if a preallocated cache has no room for the answer that `generate()` begins, or, with

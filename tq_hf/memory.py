@@ -58,7 +58,8 @@ def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
     (`by_kind`). All tensors of other layers are "uncompressed"."""
     if hasattr(layer, "by_kind"):
         return layer.by_kind()
-    return {"uncompressed": list(_tensors(list(vars(layer).values())))}
+    leaves = (value for _, _, value in leaves_of(layer, (dict, list, tuple)).values())
+    return {"uncompressed": [value for value in leaves if isinstance(value, torch.Tensor)]}
 
 
 def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
@@ -69,19 +70,22 @@ def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
     return sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the value of an attribute, also from lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+def leaves_of(layer: Any, into: tuple[type, ...] = (dict, list)) -> dict[str, tuple[Any, Any, Any]]:
+    """Map paths ("keys", "conv_states.0") to container, key and value, for all attributes of a layer, and what
+    containers of the types `into` hold."""
+
+    def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            if isinstance(value, into):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", (container, key, value)
+
+    return dict(walk(vars(layer), ""))
 
 
-def measure(layers: Iterable[Any]) -> MemoryFootprint:
-    """Measure the footprint of the layers of a cache."""
+def measure(layers: Iterable[Any], tokens: int | None = None) -> MemoryFootprint:
+    """Measure the footprint of the layers of a cache. `tokens` replaces the length of compressed layers."""
     footprint = MemoryFootprint()
     seen: set[tuple[str, int]] = set()
 
@@ -98,5 +102,5 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
         for kind, tensors in tensors_by_kind(layer).items():
             for tensor in tensors:
                 count(kind, tensor)
-        footprint.bf16_equivalent += bytes_in_16_bits(layer)
+        footprint.bf16_equivalent += bytes_in_16_bits(layer, tokens)
     return footprint

@@ -101,7 +101,7 @@ def page_owners(config: PreTrainedConfig) -> dict[int, int]:
 
 
 class LayerSpec(NamedTuple):
-    """What a layer with attention stores. Latents are the keys of one head, and rotary keys its values.
+    """Heads and channels that a layer stores. Latents are the keys of one head, and rotary keys its values.
 
     Args:
         query_heads, heads: Number of query heads and of KV heads of this process.

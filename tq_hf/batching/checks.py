@@ -73,7 +73,7 @@ class StepProbe(TurboQuantPagedCache):
         self.linear, decoder = LinearLayers(model), model.config.get_text_config()
         self.holds_latents, self._latents = holds_latents(decoder), {}
         self.specs: dict[int, LayerSpec] = {}
-        """What layers with attention store."""
+        """Layers with attention."""
         self.shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]] = {}
         """Shape and dtype of each state, by linear layer."""
         self.twice, self.unexplained = list[int](), list[int]()
@@ -231,8 +231,8 @@ def default_requests(model: Any, config: ContinuousBatchingConfig) -> WorkloadHi
 def engine_options(
     model: Any, layout: BlockLayout, requested: ContinuousBatchingConfig, dense: list[int], processes: bool
 ) -> ContinuousBatchingConfig:
-    """Copy options of the engine, with pages of 128 tokens. What the user leaves open of graphs, asynchronous batching
-    and memory is as kernels support it.
+    """Copy options of the engine, with pages of 128 tokens. Graphs, asynchronous batching and memory that the user
+    leaves open are as kernels support them.
 
     Args:
         model: The model to serve.
@@ -243,8 +243,8 @@ def engine_options(
 
     Raises:
         ValueError: The options have another page size or wrong numbers, or ask for CUDA graphs of steps that read
-            lengths on the host: steps with prompts of models with sliding windows, linear layers, latents or heads that
-            torch computes, and all steps of models with dense full-attention layers.
+            lengths on the host: all steps with dense full-attention layers; and steps with prompts, with sliding
+            windows, linear layers, latents or heads that torch computes.
     """
     decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)

@@ -40,13 +40,9 @@ class TurboQuantBatching(ContinuousMixin):
     or the states of linear layers (dense). "Many requests at once" in `examples/README.md` has compile levels,
     schedulers, the size of the pool, and `sleep`.
 
-    Pages hold latents (MLA) packed. Kernels attend to them from single new tokens, and torch from prompts one by one.
-
-    Not supported: beams, latents beside linear or sliding layers or an indexer, presets per layer, encoder-decoders,
-    sliding windows beside linear layers. A model with sliding or linear layers shares no prefixes. A prompt longer than
-    the model's positions fails with a sentence as its `error`; an answer ends with the last position. That is the last
-    one of the training where rotary embeddings are of the kind dynamic or longrope: beyond, requests would change each
-    other's answers.
+    A model with sliding or linear layers shares no prefixes. A prompt longer than the model's positions fails with a
+    sentence as its `error`; an answer ends with the last position. That is the last one of the training where rotary
+    embeddings are of the kind dynamic or longrope: beyond, requests would change each other's answers.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT).
@@ -202,17 +198,11 @@ class TurboQuantBatching(ContinuousMixin):
         )
 
     def sleep(self) -> int:
-        """Free the memory of a persistent manager (`persistent_manager=True`) between sessions.
+        """Free the memory of a persistent manager (`persistent_manager=True`) between sessions, and return the number
+        of bytes freed: on a GPU as counted by the allocator, elsewhere the bytes of the pool.
 
         This drops pages, shared prefixes among them, and captured graphs. `wake()` or the next session allocates pages
-        again. A step that is being compiled in the background is waited for.
-
-        Returns:
-            Number of bytes freed: on a GPU as counted by the allocator, elsewhere the bytes of the pool. 0 without a
-            manager or if the manager sleeps already.
-
-        Raises:
-            ValueError: A session is running.
+        again. A step that is being compiled in the background is waited for. Raises `ValueError` if a session runs.
         """
         manager = getattr(self.model, CACHED_MANAGER, None)
         return manager.sleep() if isinstance(manager, TurboQuantBatchingManager) else 0

@@ -21,20 +21,14 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ..compat import outside_inference_mode
 from .allocators import StateName, StateSizes, linear_layers
-from .attention import pages_of_step, rehearsal
+from .attention import pages_of_step, rehearsal, step_arguments
 from .cache import CACHES, TurboQuantPagedCache
 
 States = dict[StateName, torch.Tensor]
 
 
 class LinearModule(NamedTuple):
-    """A linear module of a model.
-
-    Args:
-        layer: Index of its layer.
-        module: The module.
-        parameter: Name of the cache among the parameters of `forward`.
-    """
+    """A linear module of a model, with the index of its layer, and the name of the cache among its parameters."""
 
     layer: int
     module: Any
@@ -199,10 +193,9 @@ def read_states(step: list[torch.Tensor], like: list[torch.Tensor], cache: int, 
     """Read the states `[B, ...]` of a linear layer in a step of one new token per request.
 
     Args:
-        step: Block table, cumulative lengths of queries and of keys.
+        step: Tensors of `step_arguments`.
         like: A tensor `[0, ...]` per state, with its shape and dtype.
-        cache: Number of the cache in `CACHES`.
-        layer: Index of the layer.
+        cache, layer: Number of the cache in `CACHES`, and index of the layer.
     """
     if rehearsal.active:
         return [states.zero_() for states in _read(step, like)]
@@ -220,13 +213,8 @@ def _read(step: list[torch.Tensor], like: list[torch.Tensor], *arguments: Any) -
 def write_states(
     out: torch.Tensor, states: list[torch.Tensor], step: list[torch.Tensor], cache: int, layer: int
 ) -> torch.Tensor:
-    """Write the states that `read_states` has read before. Returns a copy of `out`, so that no compiler drops the call.
-
-    Args:
-        out: Output of the layer.
-        states: States `[B, ...]`.
-        step, cache, layer: As for `read_states`.
-    """
+    """Write the states `[B, ...]` that `read_states`, with the same arguments, has read before. Returns a copy of
+    `out`, the output of the layer, so that no compiler drops the call."""
     if not rehearsal.active:
         pages = CACHES[cache]
         assert pages.states is not None
@@ -238,8 +226,3 @@ def write_states(
 @write_states.register_fake
 def _written(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.empty_like(out)
-
-
-def step_arguments(step: list[torch.Tensor]) -> dict[str, Any]:
-    """Arguments of the engine for a step of one new token per request."""
-    return dict(block_table=step[0], cu_seq_lens_q=step[1], cu_seq_lens_k={"full_attention": step[2]})

@@ -263,17 +263,9 @@ def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
 
 
 def _biases(given: dict[str, Any], eos: tuple[int, ...], least: int, vocabulary: int) -> tuple[Bias, ...]:
-    """All biases of a request; -inf bans a token.
-
-    Args:
-        given: Fields of the request that are set.
-        eos: Tokens that end the answer.
-        least: Number of tokens that the answer has at least.
-        vocabulary: Number of tokens of the model.
-
-    Raises:
-        ValueError: A bias is not a number, a token does not exist, or limits are exceeded.
-    """
+    """All biases of a request; -inf bans a token. The fields of the request that are set are `given`, and its answer
+    has `least` tokens before one of `eos`. Raises `ValueError` if a bias is not a number, a token does not exist, or
+    limits are exceeded."""
 
     def listed(name: str, ids: Any) -> tuple[int, ...]:
         tokens = token_ids(name, ids, vocabulary)

@@ -101,13 +101,8 @@ class Rows(NamedTuple):
 
 
 def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Apply penalties of repetition, presence and frequency.
-
-    Args:
-        scores: `[N, vocabulary]` float32.
-        counts: Occurrences of tokens, as `History.counts`, `[N, vocabulary]` int16.
-        rows: Options, `[N]` each.
-    """
+    """Apply penalties of repetition, presence and frequency to `scores` `[N, vocabulary]` float32, by `History.counts`
+    of the same shape."""
     penalty, generated = rows.repetition[:, None], counts >> 1
     scores = torch.where(counts > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     return scores - generated * rows.frequency[:, None] - (generated > 0) * rows.presence[:, None]
@@ -140,14 +135,7 @@ class History:
         self.until = zeros(MOST_BIASES, dtype=torch.int32)
 
     def load(self, slot: int, tokens: list[int], prompt: int, options: RequestOptions) -> None:
-        """Fill a slot.
-
-        Args:
-            slot: Index of the slot.
-            tokens: All tokens of the request.
-            prompt: Number of them that are the prompt.
-            options: Options of the request.
-        """
+        """Fill a slot with the tokens of a request. The first `prompt` of them are its prompt."""
         device = self.counts.device
 
         def moved(values: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -174,17 +162,8 @@ class History:
             self.until[slot, :count].copy_(moved([b.until for b in options.biases], torch.int32))
 
     def process(self, scores: torch.Tensor, tokens: torch.Tensor, rows: Rows, compiled: bool = False) -> torch.Tensor:
-        """Take up the newest token of each request, then apply biases and penalties.
-
-        Args:
-            scores: `[N, vocabulary]` float32, overwritten.
-            tokens: Newest token of each request, `[N]`.
-            rows: Options, `[N]` each.
-            compiled: Whether penalties are one compiled kernel.
-
-        Returns:
-            Scores, `[N, vocabulary]` float32.
-        """
+        """Take up the newest token `[N]` of each request, then apply biases and penalties to `scores`
+        `[N, vocabulary]` float32, which are overwritten. `compiled`: whether penalties are one compiled kernel."""
         slots, tokens = rows.slots.long(), tokens.long()
         before, recent = self.counts[slots, tokens], self.recent[slots]
         grows = rows.grown.bool()

@@ -78,8 +78,8 @@ class Loader:
             raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Pass {tokens} or more.")
         self.cache = kind(model.config, config, max_cache_len=room)
         names = [layer.get("class") if type(layer) is dict else None for layer in state["layers"]]
-        saved_layers = kind(model.config, config, max_cache_len=saved_room).layers
-        if names != [type(layer).__name__ for layer in saved_layers] or len(names) != len(state["tokens"]):
+        self.saved = kind(model.config, config, max_cache_len=saved_room)
+        if names != [type(layer).__name__ for layer in self.saved.layers] or len(names) != len(state["tokens"]):
             raise ValueError(
                 "Its layers are not those of a cache of this model (saved with transformers "
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
@@ -100,13 +100,12 @@ class Loader:
     def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
         """Pair each layer of the cache with the results of a run of the model."""
         batch, room = self.state["batch"], self.state["max_cache_len"]
-        config = TurboQuantConfig(skip_layers=skip_layers)
-        first, second = (kind(model.config, config, max_cache_len=most) for most in (room and ROOM, room))
+        first: Any = kind(model.config, TurboQuantConfig(skip_layers=skip_layers), max_cache_len=room and ROOM)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device=device_of_inputs(model))
         with torch.no_grad(), record(first) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **as_input(first))
         probed = []
-        layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, self.state["tokens"], strict=True)
+        layers: Any = zip(self.cache.layers, first.layers, self.saved.layers, calls, self.state["tokens"], strict=True)
         for index, (layer, probe, other, own, tokens) in enumerate(layers):
             states = None
             if _has_state(layer):

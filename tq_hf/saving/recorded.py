@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from ..compat import mark_static_addresses
 from ..layers.base import Probe, State, like_held
+from ..memory import leaves_of
 
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
 """Axis of tokens in the tensors of a method of the cache. The batch is axis 0 in all methods."""
@@ -96,12 +97,13 @@ def record(cache: Cache) -> Iterator[list[list[Call]]]:
             delattr(holder, method)
 
 
-def shapes(layer: Any) -> dict[str, torch.Size]:
-    """Shapes of the tensors of a layer by path.
-
-    A second layer with the replayed calls has the same paths, unless the model also fills layers by other methods.
-    """
-    return {path: value.shape for path, (_, _, value) in _leaves(layer).items() if isinstance(value, torch.Tensor)}
+def replay(calls: Iterable[Call], layer: Any, second: Any, batch: int, tokens: int) -> bool:
+    """Repeat the calls that filled `layer` on `second` on the meta device, for `batch` sequences of `tokens` tokens.
+    Returns whether both have tensors of the same names, unlike a layer that the model also fills by other methods."""
+    for call in calls:
+        call.replay(second, batch, tokens, "meta")
+    names = ({path for path, (_, _, x) in _leaves(y).items() if isinstance(x, torch.Tensor)} for y in (layer, second))
+    return len(set(map(frozenset, names))) == 1
 
 
 class RecordedLayer:
@@ -137,9 +139,7 @@ class RecordedLayer:
 
     def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         values, rows, window = description["values"], description["rows"], getattr(probe.layer, "sliding_window", None)
-        for call in self.calls:
-            call.replay(self.second, self.batch, probe.tokens, "meta")
-        if shapes(probe.layer).keys() != shapes(self.second).keys():
+        if not replay(self.calls, probe.layer, self.second, self.batch, probe.tokens):
             raise ValueError(
                 f"is a {type(self.layer).__name__} of transformers, which the model fills in an unknown way, so the "
                 "file cannot be checked. Run the prompt again."
@@ -188,16 +188,7 @@ def _rows(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int | Non
 
 
 def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Map paths ("keys", "conv_states.0") to container, key and value, for all attributes of a transformers layer.
-
-    Dtype and device are left out because the model determines them.
-    """
-
-    def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
-        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(value, (dict, list)):
-                yield from walk(value, f"{prefix}{key}.")
-            elif not isinstance(value, (torch.dtype, torch.device)):
-                yield f"{prefix}{key}", (container, key, value)
-
-    return dict(walk(vars(layer), ""))
+    """`leaves_of` a layer of transformers, without dtype and device, which the model determines."""
+    return {
+        path: leaf for path, leaf in leaves_of(layer).items() if not isinstance(leaf[2], (torch.dtype, torch.device))
+    }

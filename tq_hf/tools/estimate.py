@@ -23,10 +23,9 @@ from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
-from ..compat import storage_id
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..memory import MemoryFootprint, bytes_in_16_bits, tensors_by_kind
+from ..memory import MemoryFootprint, measure
 from ..saving.recorded import Call
 from ..stores.store import LayerStore
 from . import weights
@@ -139,8 +138,8 @@ class Estimator:
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            sizes = _measure(alike[0], context + decoding)
-            total.update({name: len(alike) * size for name, size in sizes.items()})
+            sizes = vars(measure(alike[:1], context + decoding)).items()
+            total.update({name: len(alike) * size for name, size in sizes if name != "by_device"})
         return MemoryFootprint(**total)
 
     def max_context(
@@ -217,14 +216,6 @@ def parse_memory(text: str) -> int:
         raise ValueError(f"{text!r} is not an amount of memory; write for example 24GB, 24GiB or 24 (GiB).")
     number, unit, binary = float(match[1]), match[2] or "G", match[3] or match[2] is None
     return math.floor(number * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))
-
-
-def _measure(layer: Any, tokens: int) -> dict[str, int]:
-    """Count bytes of a layer on the meta device. `tq_hf.memory.measure` cannot: meta storages have no addresses."""
-    sizes = {"bf16_equivalent": bytes_in_16_bits(layer, tokens)}
-    for kind, tensors in tensors_by_kind(layer).items():
-        sizes[kind] = sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-    return sizes
 
 
 def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:

@@ -102,11 +102,8 @@ class Message(BaseModel):
 
 
 def _prompts(given: Any) -> list[Any]:
-    """Prompts of a request: a text, token ids, or a list of them."""
+    """Prompts of a request: a text, token ids, or a list of them, which the engine checks."""
     prompts = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
-    for each in prompts:
-        if not isinstance(each, str) and not (isinstance(each, list) and all(type(token) is int for token in each)):
-            raise ValueError(f"`prompt` has {shown(each)}; it must be text or token ids, or a list of them.")
     if len(prompts) > MOST_ANSWERS:
         raise ValueError(f"`prompt` has {len(prompts):,} prompts; at most {MOST_ANSWERS} are answered at once.")
     return prompts
