@@ -68,24 +68,22 @@ class StateSizes(NamedTuple):
     request_bytes: int = 0
 
 
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Kind of each layer of a decoder, as transformers groups them: `num_hidden_layers` may be another number."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return kinds or [kind for kind, layers in group_layers_by_attn_type(config).items() for _ in layers]
+
+
 def linear_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the layers of a decoder that have states of a fixed size. `layer_types` may list more layers."""
-    kinds = list(getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
-    return [i for i, kind in enumerate(kinds) if kind in LINEAR]
+    """Indices of the layers of a decoder that have states of a fixed size."""
+    return [i for i, kind in enumerate(layer_kinds(config)[: config.num_hidden_layers]) if kind in LINEAR]
 
 
 def paged_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
     """Indices of the layers of a decoder that have keys and values, by kind."""
-    kinds: dict[str, list[int]] = {}
-    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in LINEAR + WITHOUT_CACHE:
-            kinds.setdefault(kind, []).append(i)
-    return kinds or group_layers_by_attn_type(config)
-
-
-def number_of_layers(config: PreTrainedConfig) -> int:
-    """Number of layers of a decoder as transformers groups them: `num_hidden_layers` may differ."""
-    return len(getattr(config, "layer_types", None) or ()) or sum(map(len, paged_layers(config).values()))
+    kinds = layer_kinds(config)
+    paged = dict.fromkeys(kind for kind in kinds if kind not in LINEAR + WITHOUT_CACHE)
+    return {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in paged}
 
 
 def page_owners(config: PreTrainedConfig) -> dict[int, int]:
@@ -95,7 +93,7 @@ def page_owners(config: PreTrainedConfig) -> dict[int, int]:
     read the pages of the last layer of the same kind that has them.
     """
     kinds = paged_layers(config).values()
-    own = number_of_layers(config) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    own = len(layer_kinds(config)) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {max(layer for layer in layers if layer < own): layers for layers in kinds}
     return dict(sorted((layer, min(layer, owner)) for owner, layers in last.items() for layer in layers))
 
@@ -173,7 +171,7 @@ class TurboQuantAllocator(_PoolAllocator):
         config: PreTrainedConfig = options["config"]
         self.tq_config, self.channel_scales, self.layout = tq_config.of_layer(config), channel_scales, layout
         super().__init__(**options)
-        by_layer = tq_config.by_layer(number_of_layers(config))
+        by_layer = tq_config.by_layer(len(layer_kinds(config)))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
         dims = layout.key_dim + layout.value_dim
@@ -352,12 +350,8 @@ class TurboQuantAllocator(_PoolAllocator):
 
 
 class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
-    """Allocator of the dense pages of the windows of all sliding layers.
-
-    Args:
-        unit: Number of bytes that the size of a page is a multiple of.
-        **options: Arguments of transformers' allocator, without `page_size`.
-    """
+    """Allocator of the dense pages of the windows of all sliding layers. A page has a multiple of `unit` bytes.
+    `options` are arguments of transformers' allocator, without `page_size`."""
 
     supports_block_table = True
 
@@ -400,14 +394,11 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
 
 
 class StateAllocator(_PoolAllocator):
-    """Allocator of the states of all linear layers: one page per request, from its first token to its last.
+    """Allocator of the states of all linear layers: one page per request, from its first token to its last, as large as
+    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size` and
+    `layer_indices`.
 
     Page 0 is zero and never written. New requests read their states from it.
-
-    Args:
-        unit: Number of bytes that the size of a page is a multiple of.
-        sizes: Sizes of the states.
-        **options: Arguments of transformers' allocator, without `page_size` and `layer_indices`.
     """
 
     supports_block_sharing = False

@@ -21,7 +21,7 @@ from ..compat import CACHE_NAME, attention_of_parts, device_of_inputs, restore_a
 from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
-from .allocators import LayerSpec, StateName, linear_layers, number_of_layers, page_owners, paged_layers
+from .allocators import LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
 from .attention import NAME, PAGES, NoPages
 from .cache import TurboQuantPagedCache
 from .geometry import StateStep
@@ -60,14 +60,8 @@ def refuse(model: Any, why: str, instead: str = INSTEAD) -> NoReturn:
 
 
 class StepProbe(TurboQuantPagedCache):
-    """Pages that hold nothing: a step of a model over them shows what each layer stores.
-
-    Args:
-        model: The model.
-
-    Raises:
-        ValueError: The model does not run over pages.
-    """
+    """Pages that hold nothing: a step of a model over them shows what each layer stores. Raises `ValueError` if the
+    model does not run over pages."""
 
     def __init__(self, model: Any) -> None:
         self.linear, decoder = LinearLayers(model), model.config.get_text_config()
@@ -153,7 +147,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
     if SLIDING_ATTENTION in kinds and (linear or holds_latents(decoder)):
         other = "linear layers" if linear else "latent attention (MLA)"
         refuse(model, f"has sliding windows and {other}, and a pool holds one of them beside full attention")
-    presets, owners = config.by_layer(number_of_layers(decoder)), page_owners(decoder)
+    presets, owners = config.by_layer(len(layer_kinds(decoder))), page_owners(decoder)
     full = [i for i in kinds[FULL_ATTENTION] if owners[i] == i]
     dense = [i for i in full if presets[i] is None]
     if dense == full:

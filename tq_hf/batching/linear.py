@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..compat import outside_inference_mode
+from ..layers.base import Substitute
 from .allocators import StateName, StateSizes, linear_layers
 from .attention import pages_of_step, rehearsal, step_arguments
 from .cache import CACHES, TurboQuantPagedCache
@@ -81,7 +82,7 @@ class RequestStates:
         return recurrent_states
 
 
-class StateOffloading(OffloadingManager):
+class StateOffloading(Substitute, OffloadingManager):
     """Offloading of preempted requests for models with linear layers.
 
     A preempted request of asynchronous batching may have a token in flight. transformers discards that token and reads

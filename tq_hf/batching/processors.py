@@ -56,14 +56,10 @@ def answer_ids(request_id: str, number: int) -> list[str]:
 
 
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise of keys and tokens, `[N, vocabulary]` float32; 0 where the key is not positive.
+    """Gumbel noise of keys `[N]` int32 and tokens, `[N, vocabulary]` float32; 0 where the key is not positive.
 
     The token with the largest sum of logit and noise is a sample of the softmax (Gumbel, 1954), and independent of the
     rest of the batch.
-
-    Args:
-        keys: `[N]` int32.
-        vocabulary: Number of tokens.
     """
     tokens, keys = torch.arange(vocabulary, device=keys.device), keys[:, None].long()
     # Take the logarithm of 1 - u: floats near 0 have more precision, and the noise is largest there.
@@ -109,15 +105,8 @@ def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Te
 
 
 class History:
-    """Tokens and biases of requests, a slot each, and one more slot for requests without.
-
-    Bytes: 2 per token of the vocabulary, and 44 KiB, per slot.
-
-    Args:
-        slots: Number of requests.
-        vocabulary: Number of tokens of the model.
-        device: Device of the model.
-    """
+    """Tokens and biases of requests, a slot each, and one more slot for requests without. A slot has 2 bytes per token
+    of the vocabulary, and 44 KiB."""
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
 
@@ -306,8 +295,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         """Choose the next tokens, in place of those that the step has chosen greedily.
 
         Args:
-            logits: `[N, vocabulary]`.
-            tokens: Newest token of each request, `[N]`.
+            logits, tokens: `[N, vocabulary]`, and the newest token of each request, `[N]`.
             features: Processors to run.
             output: Chosen tokens, `[1, ...]` int32; a second row for their log-probabilities (float32 bits).
         """

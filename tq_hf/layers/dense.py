@@ -16,21 +16,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import check_room
-from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
+from .base import BatchedLayer, FullAttentionLayer, Probe, State, Substitute, check_crop, rows_like
 
 
-class _LikeAnother:
-    """A layer that takes the place of transformers' own."""
-
-    @classmethod
-    def like(cls, layer: Any) -> Any:
-        """Make an empty layer with all attributes of `layer`."""
-        empty = cls.__new__(cls)
-        vars(empty).update(vars(layer))
-        return empty
-
-
-class _FullState(_LikeAnother):
+class _FullState(Substitute):
     """The state of a full-attention layer: all rows."""
 
     state_fields: ClassVar[dict[str, type]] = {}
@@ -137,7 +126,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         self.num_tokens = 0
 
 
-class _WindowState(_LikeAnother):
+class _WindowState(Substitute):
     """The state of a sliding window: the rows that the next query attends to, and all recorded rows."""
 
     state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}

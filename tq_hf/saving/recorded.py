@@ -112,8 +112,7 @@ class RecordedLayer:
     Args:
         layer: The layer.
         second: The same layer of an empty cache with the room of the file.
-        calls: Calls of the run.
-        batch: Number of sequences in the file.
+        calls, batch: Calls of the run, and number of sequences in the file.
     """
 
     state_fields: ClassVar[dict[str, Any]] = {"values": dict, "rows": (int, type(None))}
