@@ -48,14 +48,6 @@ from .tensors.sinks import Padding
 
 logger = logging.get_logger(__name__)
 
-OURS: dict[Any, Any] = {
-    DynamicLayer: lambda layer: GrowingLayer(),
-    StaticLayer: lambda layer: PreallocatedLayer(layer.max_cache_len),
-    DynamicSlidingWindowLayer: SlidingLayer.like,
-    StaticSlidingWindowLayer: PreallocatedSlidingLayer.like,
-}
-"""Our layer for each of transformers' layers that are not compressed."""
-
 
 class TurboQuantCache(Copyable, DynamicCache):
     """KV cache that stores full-attention layers in 2 to 4 bits (keys also in FP8). A drop-in for `generate()`.
@@ -279,19 +271,25 @@ class TurboQuantCache(Copyable, DynamicCache):
         return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask for `query_length` new tokens covers."""
-        # transformers makes masks before it updates any layer: a compiled step never finds a deferred prompt.
+        """Length and offset of the keys that a mask for `query_length` new tokens covers. A call of the model
+        begins."""
+        self._begin_call(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _begin_call(self, tokens: int) -> None:
+        """Finish the call before, and prepare for `tokens` new tokens. transformers makes masks before it updates any
+        layer: a compiled step never finds a deferred prompt."""
         if self._is_encoder_decoder:
             self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:
             self._encode_deferred()
-        if self._unchecked and not (torch.compiler.is_dynamo_compiling() or is_capturing()):
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if self._unchecked and not is_capturing():
             warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
             self._unchecked = None
-        if not torch.compiler.is_dynamo_compiling():
-            self._padding = self._observe_padding() if query_length > 1 else None
-            self._check_room(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
+        self._padding = self._observe_padding() if tokens > 1 else None
+        self._check_room(tokens)
 
     def _check_room(self, tokens: int) -> None:
         """Raise a `ValueError` if a preallocated cache has no room for the answer that `generate()` begins, or, with
@@ -483,6 +481,15 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
     return layers
 
 
+KINDS: dict[type, Any] = {
+    DynamicLayer: GrowingLayer,
+    StaticLayer: PreallocatedLayer,
+    DynamicSlidingWindowLayer: SlidingLayer,
+    StaticSlidingWindowLayer: PreallocatedSlidingLayer,
+}
+"""Layers in the place of those of transformers that are not compressed. Other classes stay as they are."""
+
+
 def _layer_for(
     layer: Any, config: TurboQuantConfig | None, max_cache_len: int | None, model_config: PreTrainedConfig
 ) -> Any:
@@ -490,8 +497,8 @@ def _layer_for(
     if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
         config = config.of_layer(model_config.get_text_config(decoder=True))
         return TurboQuantLayer(config, max_cache_len, model_config)
-    if type(layer) in OURS:
-        return OURS[type(layer)](layer)
+    if type(layer) in KINDS:
+        return KINDS[type(layer)].like(layer)
     if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
         logger.warning_once(
             f"Layers of the class {type(layer).__name__} are not compressed, although they cache all tokens: this "

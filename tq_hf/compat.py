@@ -527,7 +527,7 @@ def length_of_generation() -> tuple[int, int] | None:
 def padding_mask_of_caller() -> torch.Tensor | None:
     """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one. It is a local variable of
     the function that makes masks and calls `get_mask_sizes` of a cache (transformers 5.17 to 5.24)."""
-    mask = next(_callers(sys._getframe(2), but="get_mask_sizes")).f_locals.get("attention_mask")
+    mask = next(_callers(sys._getframe(3), but="get_mask_sizes")).f_locals.get("attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 

@@ -55,7 +55,10 @@ class MemoryFootprint:
 def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
     """Group all tensors of a layer by the fields of `MemoryFootprint`. Compressed layers have a method for this
     (`by_kind`). All tensors of other layers are "uncompressed"."""
-    return layer.by_kind() if hasattr(layer, "by_kind") else {"uncompressed": list(_tensors(vars(layer)))}
+    if hasattr(layer, "by_kind"):
+        return layer.by_kind()
+    leaves = (value for _, _, value in leaves_of(layer, (dict, list, tuple)).values())
+    return {"uncompressed": [value for value in leaves if isinstance(value, torch.Tensor)]}
 
 
 def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
@@ -66,13 +69,18 @@ def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
     return sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the value of an attribute, also from lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+def leaves_of(layer: Any, into: tuple[type, ...] = (dict, list)) -> dict[str, tuple[Any, Any, Any]]:
+    """Map paths ("keys", "conv_states.0") to container, key and value, for all attributes of a layer, and what
+    containers of the types `into` hold."""
+
+    def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            if isinstance(value, into):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", (container, key, value)
+
+    return dict(walk(vars(layer), ""))
 
 
 def measure(layers: Iterable[Any], tokens: int | None = None) -> MemoryFootprint:

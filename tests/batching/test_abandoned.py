@@ -12,7 +12,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import cache as paged_cache
-from tq_hf.batching.checks import CPU_REQUESTS, CPU_TOKENS, number_of_positions
+from tq_hf.batching.checks import CPU_REQUESTS, CPU_TOKENS
+from tq_hf.batching.options import number_of_positions
 
 LAYERS = 6
 

@@ -19,9 +19,11 @@ RINGS = {"4bit_nc": 16, "2bit_nc": 32}
 
 def allocator(preset: str, tables: dict[str, list[int]], sinks: int = 4) -> TurboQuantAllocator:
     config = LlamaConfig(head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    tq_config = TurboQuantConfig.from_preset(preset, sink_tokens=sinks)
     made = TurboQuantAllocator(
-        TurboQuantConfig.from_preset(preset, sink_tokens=sinks),
+        tq_config,
         {},
+        tq_config.layout(64),
         index=0,
         layer_indices=[0, 1],
         num_key_value_heads=2,
@@ -89,7 +91,7 @@ def test_the_table_of_a_step_is_made_of_listed_pages(
     assert made.shape[0] == len(past) + padding
     for i, (p, n) in enumerate(zip(past, new, strict=True)):
         row, table, ring = made[i].tolist(), own.block_table[str(i)], shape.ring_pages
-        count = shape.first_block - 1
+        count = shape.shared_blocks
         assert row[ring:count] == table[ring:count]
         assert row[count] == (own.prefix_blocks.get(str(i), 0) if p + n >= BLOCK_TOKENS else -1)
         assert row[count + 1 : len(table) + 1] == table[count:]

@@ -16,8 +16,9 @@ from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.options import (
-    FIELDS,
+    APPLIED,
     MOST_STOPS,
+    NEUTRAL,
     OF_SAMPLING,
     REQUEST_FIELDS,
     UNCHANGED,
@@ -63,9 +64,9 @@ def of(config: GenerationConfig | None = None, extra: dict[str, Any] | None = No
 
 
 def test_every_field_of_a_generation_config_is_applied_neutral_or_refused() -> None:
-    kinds = {name: rule.kind for name, rule in (FIELDS | REQUEST_FIELDS).items()}
-    assert vars(GenerationConfig()).keys() <= kinds.keys() | OTHER.keys() and not kinds.keys() & OTHER.keys()
-    assert GIVEN.keys() == {name for name, kind in kinds.items() if kind == "applied"}
+    taken = APPLIED.keys() | REQUEST_FIELDS.keys() | NEUTRAL
+    assert vars(GenerationConfig()).keys() <= taken | OTHER.keys() and not taken & OTHER.keys()
+    assert GIVEN.keys() == APPLIED.keys() | REQUEST_FIELDS.keys()
     assert UNCHANGED.keys() | set(OF_SAMPLING) <= OTHER.keys()
 
 
@@ -185,7 +186,7 @@ def alone(model: Any, prompt: Tokens, fields: dict[str, Any], oracle: Oracle | N
     """Tokens of `generate()` on a cache of the same recipe."""
     config = greedy(NEW)
     for name, value in fields.items():
-        if name in FIELDS:
+        if name in APPLIED:
             setattr(config, name, value)
     if "logit_bias" in fields:
         config.sequence_bias = [[[token], float(value)] for token, value in fields["logit_bias"].items()]

@@ -18,7 +18,7 @@ those of `generate()` on a cache that encodes as pages do; a page of 32 tokens i
 | `flash_attn_with_kvcache_parity`, `decode_fast_path_wide_batch_parity` (tables against lists) | pass |
 | `switch_to_cb_friendly_attn` | passes for the name `turboquant_paged`, which is the only one |
 | `prefix_sharing` | blocks match; the second answer is of a prefix read packed, as of a prompt in two chunks |
-| `history_dependent_logits_processor` | those of `FIELDS` are applied (`test_options.py`), others refused |
+| `history_dependent_logits_processor` | those of `APPLIED` are applied (`test_options.py`), others refused |
 | `memory_prediction` (attention masks and keys read back, which there are none of) | `test_pool_size.py` instead |
 | `memory_footprint_respects_max_memory_percent`, `cuda_graph_capture_on_non_default_device` | need GPUs |
 | `ContinuousBatchingTensorParallelTest` | need two GPUs; `test_ranks.py` has parity over two processes |

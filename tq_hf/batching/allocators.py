@@ -38,13 +38,13 @@ from transformers.generation.continuous_batching.cache_allocators import (
     SlidingAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
-from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from ..compat import layer_config
-from ..config import TurboQuantConfig, holds_latents
+from ..config import TurboQuantConfig
 from ..tensors.pages import LayerPages, LayerWindows, window_page
 from .geometry import TableShape, listed
 
+SECOND = SLIDING_ATTENTION
+"""Key of the allocator beside that of full attention, of windows or of states: the engine's inputs know two keys."""
 LINEAR = ("linear_attention", "conv")
 """Kinds of layers that transformers caches as states of a fixed size."""
 WITHOUT_CACHE = ("mlp", "moe")
@@ -68,24 +68,22 @@ class StateSizes(NamedTuple):
     request_bytes: int = 0
 
 
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Kind of each layer of a decoder, as transformers groups them: `num_hidden_layers` may be another number."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return kinds or [kind for kind, layers in group_layers_by_attn_type(config).items() for _ in layers]
+
+
 def linear_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of a decoder's layers with states of a fixed size. `layer_types` may list more layers."""
-    kinds = list(getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
-    return [i for i, kind in enumerate(kinds) if kind in LINEAR]
+    """Indices of the layers of a decoder that have states of a fixed size."""
+    return [i for i, kind in enumerate(layer_kinds(config)[: config.num_hidden_layers]) if kind in LINEAR]
 
 
 def paged_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
     """Indices of the layers of a decoder that have keys and values, by kind."""
-    kinds: dict[str, list[int]] = {}
-    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in LINEAR + WITHOUT_CACHE:
-            kinds.setdefault(kind, []).append(i)
-    return kinds or group_layers_by_attn_type(config)
-
-
-def number_of_layers(config: PreTrainedConfig) -> int:
-    """Number of layers of a decoder as transformers groups them: `num_hidden_layers` may differ."""
-    return len(getattr(config, "layer_types", None) or ()) or sum(map(len, paged_layers(config).values()))
+    kinds = layer_kinds(config)
+    paged = dict.fromkeys(kind for kind in kinds if kind not in LINEAR + WITHOUT_CACHE)
+    return {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in paged}
 
 
 def page_owners(config: PreTrainedConfig) -> dict[int, int]:
@@ -95,35 +93,31 @@ def page_owners(config: PreTrainedConfig) -> dict[int, int]:
     read the pages of the last layer of the same kind that has them.
     """
     kinds = paged_layers(config).values()
-    own = number_of_layers(config) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    own = len(layer_kinds(config)) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {max(layer for layer in layers if layer < own): layers for layers in kinds}
     return dict(sorted((layer, min(layer, owner)) for owner, layers in last.items() for layer in layers))
 
 
-class CachedHeads(NamedTuple):
-    """KV heads that a layer caches.
+class LayerSpec(NamedTuple):
+    """Heads and channels that a layer stores. Latents are the keys of one head, and rotary keys its values.
 
     Args:
-        number: Number of heads.
-        key_dim, value_dim: Number of channels of a key and a value.
+        query_heads, heads: Number of query heads and of KV heads of this process.
+        key_dim, value_dim: Number of channels of a key and of a value.
+        dtype: Dtype of keys and values.
     """
 
-    number: int
+    query_heads: int
+    heads: int
     key_dim: int
     value_dim: int
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> CachedHeads:
-        """Heads of a layer by its config. Latents are the keys of one head, and rotary keys its values."""
-        if holds_latents(config):
-            return cls(1, config.kv_lora_rank, config.qk_rope_head_dim)
-        return cls(find_num_key_value_heads(config), find_head_dim(config), find_head_dim(config))
+    dtype: torch.dtype
 
 
-def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig) -> BlockLayout:
-    """Sizes of a block in any full-attention layer of a decoder."""
-    config = layer_config(decoder, paged_layers(decoder)[FULL_ATTENTION][0])
-    return tq_config.of_layer(config).layout(*CachedHeads.of(config)[1:])
+def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig, specs: dict[int, LayerSpec]) -> BlockLayout:
+    """Sizes of a block of any full-attention layer of a decoder."""
+    _, _, key_dim, value_dim, _ = specs[paged_layers(decoder)[FULL_ATTENTION][0]]
+    return tq_config.of_layer(decoder).layout(key_dim, value_dim)
 
 
 class _PoolAllocator(FullAttentionCacheAllocator):
@@ -167,20 +161,21 @@ class TurboQuantAllocator(_PoolAllocator):
     Args:
         tq_config: Encoding of blocks.
         channel_scales: Channel scales `[1, Hkv, D]` by layer. A layer that is not listed has scales of 1.
+        layout: Sizes of a block.
         **options: Arguments of transformers' allocator.
     """
 
-    def __init__(self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], **options: Any) -> None:
+    def __init__(
+        self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], layout: BlockLayout, **options: Any
+    ) -> None:
         config: PreTrainedConfig = options["config"]
-        self.tq_config = tq_config.of_layer(config)
-        self.channel_scales = channel_scales
-        self.heads = CachedHeads.of(config)
-        self.layout = self.tq_config.layout(*self.heads[1:])
+        self.tq_config, self.channel_scales, self.layout = tq_config.of_layer(config), channel_scales, layout
         super().__init__(**options)
-        by_layer = tq_config.by_layer(number_of_layers(config))
+        by_layer = tq_config.by_layer(len(layer_kinds(config)))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
-        self.row_bytes = BLOCK_TOKENS * sum(self.heads[1:]) * self.cache_dtype.itemsize * self.num_key_value_heads
+        dims = layout.key_dim + layout.value_dim
+        self.row_bytes = BLOCK_TOKENS * dims * self.cache_dtype.itemsize * self.num_key_value_heads
         """Bytes of the rows of one block in a layer that is not compressed."""
         # Kernels measure the distance between pages in packed blocks.
         unit = self.layout.block_bytes
@@ -231,7 +226,7 @@ class TurboQuantAllocator(_PoolAllocator):
         return tokens[start : start + BLOCK_TOKENS]
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
-        # One column of the table is not a page but the number of shared blocks.
+        # The column `shared_blocks` is no page.
         return max(0, self.shape.width(past_length + query_length) - 1 - allocated_blocks)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
@@ -305,7 +300,7 @@ class TurboQuantAllocator(_PoolAllocator):
         table = self.block_table.get(request_id)
         if table is None or request_id in self.stale:  # the request was cancelled during its step, or weights changed
             return
-        parent, first = self.salt, self.shape.first_block - 1
+        parent, first = self.salt, self.shape.shared_blocks
         if self.shape.sinks:
             parent = self._sink_hash(token_ids)
             if new_new_blocks and table[first - 1] not in self.ledger.block_to_hash:
@@ -338,7 +333,7 @@ class TurboQuantAllocator(_PoolAllocator):
 
     def _table(self, request_id: str, length: int) -> list[int]:
         """Block table of a request of `length` tokens."""
-        pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.first_block - 1
+        pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.shared_blocks
         return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
@@ -355,12 +350,8 @@ class TurboQuantAllocator(_PoolAllocator):
 
 
 class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
-    """Allocator of dense pages for the windows of all sliding layers.
-
-    Args:
-        unit: Number of bytes; a page is a multiple of it.
-        **options: Arguments of transformers' allocator, without `page_size`.
-    """
+    """Allocator of the dense pages of the windows of all sliding layers. A page has a multiple of `unit` bytes.
+    `options` are arguments of transformers' allocator, without `page_size`."""
 
     supports_block_table = True
 
@@ -403,18 +394,14 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
 
 
 class StateAllocator(_PoolAllocator):
-    """Allocator of the states of all linear layers: one page per request, from its first token to its last.
+    """Allocator of the states of all linear layers: one page per request, from its first token to its last, as large as
+    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size` and
+    `layer_indices`.
 
     Page 0 is zero and never written. New requests read their states from it.
-
-    Args:
-        unit: Number of bytes; a page is a multiple of it.
-        sizes: Sizes of the states.
-        **options: Arguments of transformers' allocator, without `page_size` and `layer_indices`.
     """
 
     supports_block_sharing = False
-    layer_type = SLIDING_ATTENTION  # the engine's inputs know two names, and these models have no sliding windows
 
     def __init__(self, unit: int, sizes: StateSizes, **options: Any) -> None:
         shapes = sizes.shapes

@@ -30,15 +30,17 @@ its `update`.
 """
 
 
+class NoPages(ValueError):
+    """A call has no pages."""
+
+
 def pages_of_step(kwargs: dict[str, Any]) -> TurboQuantPagedCache:
     """Return the cache of the step that `kwargs` are arguments of. Raise `ValueError` for any other call."""
     cache = kwargs.get(PAGES)
     if not isinstance(cache, TurboQuantPagedCache):
-        raise ValueError(
+        raise NoPages(
             "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
-            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again. If the manager "
-            "itself made this call, the model's layers do not hand the arguments of a call on to attention: use "
-            "`generate()` with a `TurboQuantCache`."
+            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again."
         )
     return cache
 
@@ -53,7 +55,7 @@ def turboquant_paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention of the new tokens of many requests over their pages and over themselves.
+    """Compute attention `[1, T, Hq, D]` of the new tokens of many requests over their pages and over themselves.
 
     Args:
         module: Attention module.
@@ -64,12 +66,8 @@ def turboquant_paged_attention(
         **kwargs: Arguments of the engine, with the `TurboQuantPagedCache` under `PAGES`, and the model's fields of
             `AttentionOptions` (without `position_bias`).
 
-    Returns:
-        Attention output `[1, T, Hq, D]` (with latents `[1, T, Hq, Dv]`), and `None`.
-
     Raises:
-        ValueError: The call is not a step of continuous batching, or the model needs an option that pages do not
-            support.
+        ValueError: The call is not a step of continuous batching, or needs an option that pages do not support.
     """
     cache = pages_of_step(kwargs)
     unknown = ("position_bias", "indices", "block_indices", "sinks")
@@ -110,6 +108,12 @@ class Rehearsal(threading.local):
 rehearsal = Rehearsal()
 
 
+def step_arguments(step: list[torch.Tensor]) -> dict[str, Any]:
+    """Arguments of the engine for a step of one new token per request: block table, cumulative lengths of queries and
+    of keys."""
+    return dict(block_table=step[0], cu_seq_lens_q=step[1], cu_seq_lens_k={"full_attention": step[2]})
+
+
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
 def attend_pages(
     tensors: list[torch.Tensor],
@@ -120,20 +124,13 @@ def attend_pages(
     cache: int,
     layer: int,
 ) -> torch.Tensor:
-    """Call `TurboQuantPagedCache.attend` for requests with one new token each, or `attend_latents`.
-
-    Args:
-        tensors: Queries, keys, values, block table, cumulative lengths of queries and of keys. Latents are keys, and
-            rotary keys are values.
-        weight: Up-projection of latents; `None` without latents.
-        s_aux, scaling, softcap: Fields of `AttentionOptions`.
-        cache: Number of the cache in `CACHES`.
-        layer: Index of the layer.
-    """
+    """Call `TurboQuantPagedCache.attend` for requests with one new token each, or `attend_latents` with the
+    up-projection `weight`. `tensors` are queries, keys (or latents), values (or rotary keys) and those of
+    `step_arguments`."""
     if rehearsal.active:
         return _attended(tensors, weight).zero_()
-    query, key, value, block_table, cu_seqlens_q, cu_seqlens_k = tensors
-    kwargs = dict(block_table=block_table, cu_seq_lens_q=cu_seqlens_q, cu_seq_lens_k={"full_attention": cu_seqlens_k})
+    query, key, value, *step = tensors
+    kwargs = step_arguments(step)
     options = AttentionOptions(scaling, True, softcap, s_aux)
     if weight is not None:
         return CACHES[cache].attend_latents(layer, weight, query, (key, value), None, kwargs, options)

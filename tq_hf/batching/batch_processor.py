@@ -29,13 +29,12 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
     def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        runner: Any = self.model_runner
-        runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
-        runner.take_over(graphs_are_requested)
+        self.model_runner = TurboQuantModelRunner.like(self.model_runner)
+        cast(TurboQuantModelRunner, self.model_runner).take_over(graphs_are_requested)
+        if cast(TurboQuantPagedCache, self.cache).states is not None:
+            self.offloading_manager = StateOffloading.like(self.offloading_manager)
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
         io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
-        if cast(TurboQuantPagedCache, self.cache).states is not None:
-            offloading.__class__ = StateOffloading  # likewise
         self._wait_for_device()
 
     def reset(self) -> None:

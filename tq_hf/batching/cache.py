@@ -33,16 +33,18 @@ from ..ops.dispatch import (
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
 from ..ops.workspace import Workspace
 from .allocators import (
-    CachedHeads,
+    SECOND,
+    LayerSpec,
     StateAllocator,
     StateSizes,
     TurboQuantAllocator,
     WindowAllocator,
+    packed_layout,
     page_owners,
     paged_layers,
 )
-from .checks import INSTEAD, check_positions
 from .geometry import StateStep, sequences_of, states_of, windows_of
+from .options import INSTEAD, check_positions
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
 """Caches by number. Compiled steps refer to a cache by its number."""
@@ -122,12 +124,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         config: Config of the text decoder.
         continuous_batching_config: Options of the engine, with a `page_size` of 128.
         requests: Lengths and number of all requests, if known. They limit the number of pages.
+        specs: Layers with attention.
         state_sizes: Sizes of the states of linear layers; without any, shapes are empty.
         like: A tensor with the dtype and the device of the model.
         distributed_helper, model_supports_logits_to_keep: Arguments of transformers' cache.
-
-    Raises:
-        ValueError: The KV heads cannot be divided among the GPUs.
     """
 
     # Copied from transformers, because the original names its classes. Differs in allocator, block size and memory
@@ -140,6 +140,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         continuous_batching_config: ContinuousBatchingConfig,
         like: torch.Tensor,
         distributed_helper: DistributedHelper,
+        specs: dict[int, LayerSpec],
         state_sizes: StateSizes,
         model_supports_logits_to_keep: bool = False,
         requests: WorkloadHints | None = None,
@@ -156,10 +157,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.owners = page_owners(config)
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
-        divided = distributed_helper.tp_size if self._divides_heads(distributed_helper) else 1
-        # Latents are whole on each GPU.
-        self._make_allocators(tq_config, channel_scales, 1 if self.holds_latents else divided, state_sizes)
-        reserved = self._make_memory(continuous_batching_config, divided, model_supports_logits_to_keep, requests)
+        self._make_allocators(tq_config, channel_scales, specs, state_sizes)
+        reserved = self._make_memory(continuous_batching_config, specs, model_supports_logits_to_keep, requests)
         self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
         if self.num_sectors < (least := self._sectors_of(1)):
             raise ValueError(
@@ -184,42 +183,30 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._state_step: StateStep | None = None
-        self._latest_layer = 0
         self._latents: dict[int, KeyValue] = {}
         """Latents and rotary keys of the new tokens, by layer, between `update` and attention."""
         self.before_layer: Callable[[], None] = lambda: None
         """Function called before each layer of a step. An exception of it fails the step."""
 
-    def _divides_heads(self, helper: DistributedHelper) -> bool:
-        """Whether tensor parallelism divides query heads among GPUs: with KV heads, or with rows of up-projections."""
-        if self.holds_latents:
-            return any(name.endswith("kv_b_proj") for name in helper.tp_plan)
-        return helper.are_kv_heads_tp_ed()
-
     def _make_allocators(
         self,
         tq_config: TurboQuantConfig,
         channel_scales: dict[int, ChannelScales],
-        divided: int,
+        specs: dict[int, LayerSpec],
         state_sizes: StateSizes,
     ) -> None:
-        """Make the allocator of full-attention layers, and that of sliding or linear layers if there are any.
-
-        `divided` is the number of GPUs that KV heads are divided among.
-        """
+        """Make the allocator of full-attention layers, and that of sliding or linear layers if there are any."""
         kinds: dict[str, dict[str, Any]] = {}
         for kind, layers in paged_layers(self.config).items():
             of_layer = layer_config(self.config, layers[0])
-            heads = CachedHeads.of(of_layer).number
-            if heads % divided:
-                raise ValueError(f"{heads} KV heads cannot be divided among {divided} GPUs.")
             own = [layer for layer in layers if self.owners[layer] == layer]
             shared = dict(cache_dtype=self.dtype, allow_block_sharing=self.allow_block_sharing, config=of_layer)
-            kinds[kind] = dict(num_key_value_heads=heads // divided, layer_indices=own, **shared)
+            kinds[kind] = dict(num_key_value_heads=specs[layers[0]].heads, layer_indices=own, **shared)
         self.kind_configs = {kind: each["config"] for kind, each in kinds.items()}
         """Config of a layer, by kind."""
         full = kinds[FULL_ATTENTION]
-        allocator = TurboQuantAllocator(tq_config, channel_scales, index=0, page_size=BLOCK_TOKENS, **full)
+        layout = packed_layout(tq_config, self.config, specs)
+        allocator = TurboQuantAllocator(tq_config, channel_scales, layout, index=0, page_size=BLOCK_TOKENS, **full)
         self.allocator = allocator
         self.cache_allocators = {FULL_ATTENTION: allocator}
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
@@ -229,7 +216,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
         if SLIDING_ATTENTION in kinds:
             windows = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
-            self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
+            self.windows = self.cache_allocators[SECOND] = windows
             self.bytes_per_sector = windows.bytes_per_block
             self.bytes_per_block += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
             if self.max_blocks_per_request:
@@ -241,7 +228,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.states = StateAllocator(
                 self.bytes_per_sector, state_sizes, index=1, allow_block_sharing=False, **of_full
             )
-            self.cache_allocators[SLIDING_ATTENTION] = self.states
+            self.cache_allocators[SECOND] = self.states
             self.bytes_per_sector = self.states.bytes_per_block
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
         self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
@@ -249,12 +236,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def _make_memory(
         self,
         options: ContinuousBatchingConfig,
-        divided: int,
+        specs: dict[int, LayerSpec],
         model_supports_logits_to_keep: bool,
         requests: WorkloadHints | None,
     ) -> int:
         """Make the calculation of what fits into memory. Returns the bytes of scratch of the largest step."""
         allocator = self.allocator
+        of_full, query_heads = self.kind_configs[FULL_ATTENTION], specs[allocator.layer_indices[0]].query_heads
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
         self.memory = TurboQuantMemory(
             # Take the config of the widest heads: their activations are the largest.
@@ -266,12 +254,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
             bytes_per_block=self.bytes_per_block,
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=model_supports_logits_to_keep,
-            tp_size=divided,
+            tp_size=max(1, of_full.num_attention_heads // query_heads),
         )
         # transformers captures steps of 1, 2, 4, ... requests, up to this number.
         most = options.max_requests_per_batch or 1024
-        of_full = self.kind_configs[FULL_ATTENTION]
-        query_heads = of_full.num_attention_heads // divided
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         recipe: Any = (allocator.tq_config, allocator.layout, like)
         pages: Any = ((query_heads, allocator.num_key_value_heads), *recipe)
@@ -394,41 +380,22 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return self._latents.pop(layer_idx)
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
-        """Return the pages of states in a step. Each linear layer asks for them before it reads.
-
-        Args:
-            layer_idx: Index of the layer.
-            kwargs: Arguments that the engine passes to attention functions.
-        """
+        """Return the pages of states in a step, by the arguments that the engine passes to attention functions. Each
+        linear layer asks for them before it reads."""
         self.before_layer()
-        self._latest_layer = layer_idx
         assert self.states is not None
         if self._state_step is None or layer_idx == self.states.layer_indices[0]:
             self._state_step = states_of(kwargs, self.states.index, self.states.write_trash_index)
         return self._state_step
 
     def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        """Store the new tokens of a layer and compute their attention.
-
-        Args:
-            layer_idx: Index of the layer.
-            states: Queries `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]` of the new tokens.
-            kwargs: Arguments that the engine passes to attention functions.
-            options: Options of attention.
-
-        Returns:
-            `[1, T, Hq, D]`.
-
-        Raises:
-            ValueError: The states do not have the heads, channels or dtype of the pages, or a layer attends twice.
-        """
-        self._begin_layer(layer_idx)
+        """Store the new tokens of a layer and compute their attention, `[1, T, Hq, D]`. `states` are queries
+        `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]`; `kwargs` are those that the engine passes to attention."""
+        self.before_layer()
         owner = self.owners[layer_idx]
         own = self.allocator if owner in self.allocator.pages else self.windows
         assert own is not None
         store = layer_idx == self.last_readers[owner]
-        for each in states[1:]:
-            self._check(layer_idx, each, own.num_key_value_heads, own.head_dim)
         first = layer_idx == own.layer_indices[0]
         new = Tokens(*(x[0].transpose(0, 1) for x in states))
         if isinstance(own, WindowAllocator):
@@ -452,7 +419,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         kwargs: dict[str, Any],
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Store the new tokens of a layer with latents and compute their attention.
+        """Store the new tokens of a layer with latents and compute their attention, `[1, T, Hq, Dv]`.
 
         Args:
             layer_idx: Index of the layer.
@@ -460,38 +427,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
             query: `[1, Hq, T, Dk]`.
             new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]` of the new tokens.
             expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of them, or `None`.
-            kwargs: Arguments that the engine passes to attention functions.
-            options: Options of attention.
-
-        Returns:
-            `[1, T, Hq, Dv]`.
-
-        Raises:
-            ValueError: The states do not have the widths or dtype of the pages, or a layer attends twice.
+            kwargs, options: As for `attend`.
         """
-        self._begin_layer(layer_idx)
-        for states, width in zip(new, self.allocator.heads[1:], strict=True):
-            self._check(layer_idx, states, 1, width)
+        self.before_layer()
         if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
         pages = self.allocator.pages[layer_idx]
         return latent_pages.latent_step(query, expanded, new, weight, pages, self._sequences, options, self.scratch)
-
-    def _begin_layer(self, layer_idx: int) -> None:
-        """Note that a layer attends. Raises `ValueError` if it did last."""
-        self.before_layer()
-        if layer_idx == self._latest_layer != 0:
-            raise ValueError(
-                f"Layer {layer_idx} attends twice in a step, and pages hold one set of values per layer. Use "
-                "`generate()` with a `TurboQuantCache`."
-            )
-        self._latest_layer = layer_idx
-
-    def _check(self, layer_idx: int, states: torch.Tensor, heads: int, width: int) -> None:
-        """Raise `ValueError` if new states `[1, Hkv, T, D]` do not fit the pages."""
-        if (states.shape[1], states.shape[3]) != (heads, width) or states.dtype != self.dtype:
-            raise ValueError(
-                f"Layer {layer_idx} caches {list(states.shape)} {states.dtype}; pages were made for {heads} heads of "
-                f"{width} channels in {self.dtype}. Keys and values must be alike in all layers of a kind and in the "
-                "model's dtype."
-            )

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import os
 from copy import copy
-from functools import cache
-from inspect import getsource, signature
-from typing import Any, NamedTuple, NoReturn
+from inspect import signature
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
+from tq_kernels.layout import BlockLayout
+from tq_kernels.types import AttentionOptions, KeyValue, Tokens
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
-from ..balance import POSITIONS
-from ..cache import TurboQuantCache
-from ..compat import layer_configs, takes_attention_functions
+from ..compat import CACHE_NAME, attention_of_parts, device_of_inputs, restore_attention
 from ..config import TurboQuantConfig, config_of, holds_latents
-from ..layers.compressed import TurboQuantLayer
-from ..layers.dense import GrowingLayer, SlidingLayer
-from ..layers.expansion import agrees, up_projection
+from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
-from .allocators import LINEAR, WITHOUT_CACHE, linear_layers, packed_layout, page_owners, paged_layers
-from .options import whole_number
+from .allocators import LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
+from .attention import NAME, PAGES, NoPages
+from .cache import TurboQuantPagedCache
+from .geometry import StateStep
+from .linear import LinearLayers
+from .options import INSTEAD, number, number_of_positions
+from .requests import one_line
 
 logger = logging.get_logger(__name__)
 
 GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 DEFAULT_PAGE_SIZE = ContinuousBatchingConfig.page_size
-INSTEAD = "Use `generate()` with a `TurboQuantCache`."
+TOKENS = 8
+"""Number of tokens of a probe."""
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
@@ -55,83 +59,138 @@ def refuse(model: Any, why: str, instead: str = INSTEAD) -> NoReturn:
     raise ValueError(f"{type(model).__name__} {why}. {instead}")
 
 
-def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
+class StepProbe(TurboQuantPagedCache):
+    """Pages that hold nothing: a step of a model over them shows what each layer stores. Raises `ValueError` if the
+    model does not run over pages."""
+
+    def __init__(self, model: Any) -> None:
+        self.linear, decoder = LinearLayers(model), model.config.get_text_config()
+        self.holds_latents, self._latents = holds_latents(decoder), {}
+        self.specs: dict[int, LayerSpec] = {}
+        """Layers with attention."""
+        self.shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]] = {}
+        """Shape and dtype of each state, by linear layer."""
+        self.twice, self.unexplained = list[int](), list[int]()
+        """Layers that attended again, and layers whose keys and values are not their latents times `kv_b_proj`."""
+        self.states: Any = self  # whose pages are read and written by linear layers
+        before, ids = attention_of_parts(model), torch.arange(TOKENS, device=device_of_inputs(model))[None]
+        try:
+            model.set_attn_implementation(NAME)
+            self.linear.switch()
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                inputs = dict(input_ids=ids % decoder.vocab_size, position_ids=ids, use_cache=False, cache=self)
+                model.get_decoder()(**inputs | {PAGES: self} | ({CACHE_NAME: self} if self.holds_latents else {}))
+        except NoPages:
+            refuse(model, "has layers that do not hand the arguments of a call on to attention")
+        except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
+            refuse(model, f"does not run over pages ({one_line(error)[:200]})")
+        finally:
+            self.linear.restore()
+            restore_attention(before)
+        self.linear.measure(self.shapes)
+
+    def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
+        return StateStep(torch.empty(0), torch.empty(0), None)
+
+    def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
+        """None: a text begins."""
+        return {}
+
+    def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
+        """Note the states `[B, ...]` of a linear layer."""
+        self.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
+
+    def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
+        self.unexplained += [layer_idx] if self.holds_latents else []
+        return self._note(layer_idx, *states)
+
+    def attend_latents(
+        self, layer_idx: int, weight: torch.Tensor, query: torch.Tensor, new: KeyValue, expanded: Any, *others: Any
+    ) -> torch.Tensor:
+        self.unexplained += [] if weight.is_meta or agrees(weight, new, expanded) else [layer_idx]
+        self._note(layer_idx, query, *new)
+        return query.new_zeros(*query.transpose(1, 2).shape[:3], expanded[1].shape[3])
+
+    def _note(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Note the heads of a layer. Returns zeros in the shape of its attention."""
+        self.twice += [layer] if layer in self.specs else []
+        self.specs[layer] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
+
+
+probes: WeakKeyDictionary[Any, StepProbe] = WeakKeyDictionary()
+"""Last probe of a model."""
+
+
+def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepProbe]:
     """Raise `ValueError` if pages cannot hold the layers of a model, or if no layer can be packed.
 
     Returns:
-        Indices of the full-attention layers that the configuration keeps dense.
+        Indices of the full-attention layers that the configuration keeps dense, and a probe of the model.
     """
     decoder = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         refuse(model, "is an encoder-decoder, and continuous batching serves decoders")
-    if any(map(holds_latents, layer_configs(decoder))):
-        _check_latents(model)
-    found, linear = set(getattr(decoder, "layer_types", None) or []), linear_layers(decoder)
-    if kinds := sorted(found - {FULL_ATTENTION, SLIDING_ATTENTION, *LINEAR, *WITHOUT_CACHE}):
-        held = "full attention, sliding windows and the states of linear layers"
-        refuse(model, f"has layers of the kind {', '.join(kinds)}, and pages hold {held} only")
-    if linear and FULL_ATTENTION not in found:
-        refuse(model, "has no full attention beside its linear layers, so nothing is packed")
-    if linear and SLIDING_ATTENTION in found:
-        refuse(model, "has sliding windows and linear layers, and a pool holds one of them beside full attention")
-    linear_modules(model)
-    if not takes_attention_functions(type(decoder)):
-        refuse(model, "computes attention itself, so it cannot read pages")
-    layers, owners = TurboQuantCache(model.config, config).layers, page_owners(decoder)
-    presets = config.by_layer(len(layers))
-    own = {i: type(layer) for i, layer in enumerate(layers) if owners.get(i) == i}
-    unpacked = "Use transformers' own `model.generate_batch`, which needs the same memory."
-    if own and set(own.values()) == {SlidingLayer}:
-        refuse(model, "has sliding windows only, which are never packed", unpacked)
-    dense = [i for i, kind in own.items() if presets[i] is None and kind is GrowingLayer]
-    if own and len(dense) + sum(kind is SlidingLayer for kind in own.values()) == len(own):
-        instead = INSTEAD if linear else unpacked
-        raise ValueError(f"`skip_layers` leaves no layer of {type(model).__name__} to pack. {instead}")
-    supported = (TurboQuantLayer, SlidingLayer)
-    other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in supported]
-    if other or len(layers) != decoder.num_hidden_layers:
-        what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
-        refuse(model, f"has layers of another kind ({what}), which pages cannot hold")
-    if any(owners.get(i, i) != i for i in range(len(layers))) and not _passes_shared_states(model):
-        what = "the keys and values of other layers from the cache"
-        refuse(model, f"has layers that read {what}, which pages cannot provide")
-    if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
-        refuse(model, "takes no positions (`position_ids`), so it reads the requests of a batch as one text")
-    _check_heads(model)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         advice = "Load it on one, or with tensor parallelism (`tp_plan='auto'`)."
         refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device", advice)
-    return dense
+    kinds, linear = paged_layers(decoder), linear_layers(decoder)
+    if others := sorted(kinds.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
+        held = "full attention, sliding windows and the states of linear layers"
+        refuse(model, f"has layers of the kind {', '.join(others)}, and pages hold {held} only")
+    unpacked = "Use transformers' own `model.generate_batch`, which needs the same memory."
+    if FULL_ATTENTION not in kinds and linear:
+        refuse(model, "has no full attention beside its linear layers, so nothing is packed")
+    if FULL_ATTENTION not in kinds:
+        refuse(model, "has sliding windows only, which are never packed", unpacked)
+    if SLIDING_ATTENTION in kinds and (linear or holds_latents(decoder)):
+        other = "linear layers" if linear else "latent attention (MLA)"
+        refuse(model, f"has sliding windows and {other}, and a pool holds one of them beside full attention")
+    presets, owners = config.by_layer(len(layer_kinds(decoder))), page_owners(decoder)
+    full = [i for i in kinds[FULL_ATTENTION] if owners[i] == i]
+    dense = [i for i in full if presets[i] is None]
+    if dense == full:
+        instead = INSTEAD if linear else unpacked
+        raise ValueError(f"`skip_layers` leaves no layer of {type(model).__name__} to pack. {instead}")
+    if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
+        refuse(model, "takes no positions (`position_ids`), so it reads the requests of a batch as one text")
+    if model.config._attn_implementation != NAME or model not in probes:  # otherwise a manager may serve it
+        probes[model] = StepProbe(model)
+    _check_layers(model, probes[model], kinds, {i for i in owners if i < decoder.num_hidden_layers}, set(linear))
+    return dense, probes[model]
 
 
-class LinearModule(NamedTuple):
-    """A linear module of a model.
-
-    Args:
-        layer: Index of its layer.
-        module: The module.
-        parameter: Name of the cache among the parameters of `forward`.
-    """
-
-    layer: int
-    module: Any
-    parameter: str
-
-
-def linear_modules(model: Any) -> list[LinearModule]:
-    """List the linear modules of a model by layer. Raise `ValueError` if a linear layer has no module that reads its
-    states by the methods of a cache."""
-    layers, found = linear_layers(model.config.get_text_config()), {}
-    for module in model.get_decoder().modules() if layers else ():
-        kind: Any = type(module)
-        if getattr(module, "layer_idx", None) in layers and ".get_conv_state(" in _source(kind):
-            parameter = "cache" if "cache" in signature(kind.forward).parameters else "cache_params"
-            found[module.layer_idx] = LinearModule(module.layer_idx, module, parameter)
-    if missing := sorted(set(layers) - found.keys()):
+def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], paged: set[int], linear: set[int]) -> None:
+    """Raise `ValueError` if layers did not attend, or have heads that pages cannot hold."""
+    specs, most = probe.specs, widest_paged_head(model.device)
+    if probe.twice:
+        refuse(model, f"attends twice in layer {probe.twice[0]}, and pages hold one set of values per layer")
+    if probe.unexplained:
+        raise ValueError(
+            f"Keys and values of layer {probe.unexplained[0]} of {type(model).__name__} are not its latents times the "
+            f"weight of `kv_b_proj`, as pages of latent attention (MLA) need. Merge adapters. {INSTEAD}"
+        )
+    if missing := sorted(linear - probe.shapes.keys()):
         do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
         refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
-    return [found[layer] for layer in layers]
+    if specs.keys() != paged:
+        attends = "computes attention itself" if not specs else f"attends in {len(specs)} of {len(paged)} layers"
+        refuse(model, f"{attends}, so it cannot read pages")
+    for kind, members in kinds.items():
+        found = sorted({specs[layer][1:4] for layer in members if layer in specs})
+        if len(found) > 1:
+            differ = " and ".join(f"{number} of {key} and {value} channels" for number, key, value in found)
+            where = f"in different layers of {kind.replace('_', ' ')}"
+            refuse(model, f"has KV heads that differ {where} ({differ}), and pages of a kind hold one size")
+        _, key, value = found[0]
+        if key != value and not probe.holds_latents:
+            refuse(model, f"has keys of {key} and values of {value} channels, and pages hold equal ones")
+        if most and kind == FULL_ATTENTION and key > most and not probe.holds_latents:
+            why = f"read pages of up to {most}: every step would be computed in torch, request by request"
+            refuse(model, f"has heads of {key} channels, and this device's kernels {why}")
+    if others := {spec.dtype for spec in specs.values()} - {model.dtype}:
+        refuse(model, f"is in {model.dtype} and caches {others.pop()}, and pages have the model's dtype")
 
 
 def warn_about_graph_mixing(model: Any) -> None:
@@ -150,147 +209,9 @@ def warn_about_graph_mixing(model: Any) -> None:
         )
 
 
-def _check_heads(model: Any) -> None:
-    """Raise `ValueError` if heads differ in width or number between layers of one kind, or are wider than the pages
-    that kernels read."""
-    decoder = model.config.get_text_config()
-    paged = {i for layers in paged_layers(decoder).values() for i in layers if i < decoder.num_hidden_layers}
-    attention = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")]
-    attention = [module for module in attention if module.layer_idx not in linear_layers(decoder)]
-    count, layers = decoder.num_hidden_layers, {module.layer_idx for module in attention}
-    if attention and layers != paged:
-        need = f"for {count} cache layers, and pages need one attention layer per cache layer"
-        refuse(model, f"has {len(layers)} attention layers {need}")
-    most = widest_paged_head(model.device)
-    for kind, members in paged_layers(decoder).items():
-        alike = [module for module in attention if module.layer_idx in members]
-        widths = sorted({module.head_dim for module in alike})
-        # An adapter around a projection may have no `out_features`.
-        rows = {getattr(m.k_proj, "out_features", None) for m in alike if hasattr(m, "k_proj")} - {None}
-        if len(widths) > 1 or len(rows) > 1:
-            differ = " and ".join(map(str, widths)) + " channels" if len(widths) > 1 else "another number of KV heads"
-            where = f"in different layers of {kind.replace('_', ' ')}"
-            refuse(model, f"has heads of {differ} {where}, and pages of a kind hold one size")
-        for module in alike:
-            if (width := getattr(module, "v_head_dim", module.head_dim)) != module.head_dim:
-                widths_apart = f"keys of {module.head_dim} and values of {width} channels"
-                refuse(model, f"has {widths_apart}, and pages hold equal ones")
-        if most and kind == FULL_ATTENTION and widths and widths[0] > most:
-            why = f"read pages of up to {most}: every step would be computed in torch, request by request"
-            refuse(model, f"has heads of {widths[0]} channels, and this device's kernels {why}")
-
-
-def _check_latents(model: Any) -> None:
-    """Raise `ValueError` if pages cannot hold the latents of a model (MLA)."""
-    decoder, modules = model.config.get_text_config(), _attention_modules(model)
-    attending = sorted(set(range(decoder.num_hidden_layers)) - set(linear_layers(decoder)))
-    widths = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in layer_configs(decoder)}
-    obstacles = {
-        "an indexer chooses tokens": any(hasattr(module, "indexer") for module in modules),
-        "its layers have latents of several widths": len(widths) > 1,
-        "it has sliding windows, too": paged_layers(decoder).keys() != {FULL_ATTENTION},
-        "it needs one attention layer per layer": sorted(module.layer_idx for module in modules) != attending,
-    }
-    for reason in (reason for reason, is_met in obstacles.items() if is_met):
-        refuse(model, f"has latent attention (MLA) that pages cannot hold: {reason}")
-    check_expansion(model)
-
-
-def _attention_modules(model: Any) -> list[Any]:
-    return [module for module in model.get_decoder().modules() if _attends(module)]
-
-
-@torch.no_grad()
-def check_expansion(model: Any) -> None:
-    """Raise `ValueError` if the keys and values of a layer are not its latents times the weight of `kv_b_proj`, as with
-    an adapter, a bias or quantized weights. A model without latents passes."""
-    decoder, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
-    for module in _attention_modules(model) if holds_latents(decoder) else ():
-        weight, known = up_projection(module), False
-        if weight is not None and hasattr(module, "expand_kv"):
-            rank = decoder.kv_lora_rank
-            tokens = torch.randn(1, 1, 8, rank + decoder.qk_rope_head_dim, generator=generator)
-            tokens = tokens.to(weight.device, model.dtype)
-            states = tokens[..., :rank], tokens[..., rank:]
-            known = weight.is_meta or agrees(weight, states, module.expand_kv(*states))
-        if not known:
-            raise ValueError(
-                f"Keys and values of layer {module.layer_idx} in {type(model).__name__} are not its latents times the "
-                f"weight of `kv_b_proj`, as pages of latent attention (MLA) need. Merge adapters. {INSTEAD}"
-            )
-
-
-def _attends(module: Any) -> bool:
-    """Whether a module calls an attention function for a layer of the cache."""
-    kind: Any = type(module)
-    return hasattr(module, "layer_idx") and "ALL_ATTENTION_FUNCTIONS" in _source(kind)
-
-
-def _passes_shared_states(model: Any) -> bool:
-    """Whether layers with shared keys and values get those of the step from the argument `shared_kv_states`."""
-    attention = [type(module) for module in model.get_decoder().modules() if _attends(module)]
-    return all("shared_kv_states" in signature(kind.forward).parameters for kind in attention)
-
-
-@cache
-def _source(kind: Any) -> str:
-    """Source of `forward`, or an empty string."""
-    try:
-        return getsource(kind.forward)
-    except (AttributeError, OSError, TypeError):
-        return ""
-
-
 CPU_REQUESTS, CPU_TOKENS = 16, 8192
 """Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
 share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
-EXTENDED = ("linear", "yarn")
-"""Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
-FOLLOWING = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
-The requests of a step would change each other's answers there."""
-
-
-def number_of_positions(config: Any) -> int | None:
-    """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
-    named = [number for name in POSITIONS if isinstance(number := getattr(config, name, None), int) and number > 0]
-    for rope in rotary_embeddings(config):
-        kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
-        if kind in EXTENDED and named:
-            named = [max(min(named), int((before or min(named)) * (rope.get("factor") or 1)))]
-        elif kind == "longrope" and before:
-            named.append(before)
-    return min(named, default=None)
-
-
-def rotary_embeddings(config: Any) -> list[dict[str, Any]]:
-    """Parameters of the rotary embeddings of a decoder: one dict, or one for each type of layer."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-
-
-def check_positions(prompt: int, config: Any) -> None:
-    """Raise `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
-    positions = number_of_positions(config)
-    if positions is not None and prompt > positions:
-        follows = any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config))
-        raise ValueError(
-            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model"
-            + (
-                f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
-                if follows
-                else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
-            )
-        )
-
-
-def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
-    """Maximum number of new tokens after a prompt of `prompt` tokens: `most`, or fewer if positions end before."""
-    positions = number_of_positions(config)
-    if positions is None:
-        return most
-    left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
-    return left if most is None else min(most, left)
 
 
 def default_requests(model: Any, config: ContinuousBatchingConfig) -> WorkloadHints | None:
@@ -301,74 +222,57 @@ def default_requests(model: Any, config: ContinuousBatchingConfig) -> WorkloadHi
     return WorkloadHints(min(CPU_TOKENS, positions), 0, CPU_REQUESTS)
 
 
-def choose_graphs(
-    model: Any, config: TurboQuantConfig, options: ContinuousBatchingConfig, dense: list[int], processes: bool
-) -> None:
-    """Set what the user left open of CUDA graphs, asynchronous batching and memory, to what kernels support.
-    `processes`: whether all requests have processors of logits by default. Raise `ValueError` if the options ask for
-    graphs of steps with prompts, which cannot be captured."""
-    if model.device.type != "cuda":
-        return
-    decoder = model.config.get_text_config()
+def engine_options(
+    model: Any, layout: BlockLayout, requested: ContinuousBatchingConfig, dense: list[int], processes: bool
+) -> ContinuousBatchingConfig:
+    """Copy options of the engine, with pages of 128 tokens. Graphs, asynchronous batching and memory that the user
+    leaves open are as kernels support them.
+
+    Args:
+        model: The model to serve.
+        layout: Sizes of a block.
+        requested: The options of the user.
+        dense: Full-attention layers that are not packed.
+        processes: Whether all requests have processors of logits by default.
+
+    Raises:
+        ValueError: The options have another page size or wrong numbers, or ask for CUDA graphs of steps that read
+            lengths on the host: all steps with dense full-attention layers; and steps with prompts, with sliding
+            windows, linear layers, latents or heads that torch computes.
+    """
+    decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)
-    layout, latents = packed_layout(config, decoder), holds_latents(decoder)
-    kernels = not dense and (supports_paged_latents if latents else supports_paged_decode)(states, layout)
-    if dense:
-        logger.warning_once(
-            f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
-            "these layers, request by request, and steps are not captured in CUDA graphs."
-        )
-    elif latents and not kernels:
-        logger.warning_once("No kernel reads pages of these latents (MLA): torch does, and steps are not captured.")
-    if options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
+    latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans
+    reads = dense or SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or latents
+    if (graphs[0] and (reads or (on_gpu and not supports_paged_prompts(states, layout)))) or (graphs[1] and dense):
+        what, instead = ("all steps", "") if dense else ("steps with prompts", ", or say `(False, True)`")
+        what += f" of this {type(model).__name__}"
         raise ValueError(
-            f"`use_cuda_graph` is {options.use_cuda_graph!r}, and steps with prompts of heads of {layout.key_dim} "
-            "channels cannot be captured: torch computes their attention, and reads lengths on the host. Leave it out, "
-            "or say `(False, True)`."
+            f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and {what} read lengths on the host, so they cannot be "
+            f"captured in graphs. Leave it out{instead}."
         )
+    if requested.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
+        raise ValueError(
+            f"`page_size` is {requested.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out."
+        )
+    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        if (value := getattr(requested, name)) is not None:
+            number(name, value, 1)
+    options = copy(requested)  # a new config would apply deprecated options twice
+    options.page_size = BLOCK_TOKENS
+    if requested.num_blocks is not None:
+        options.num_blocks = requested.num_blocks * requested.page_size // BLOCK_TOKENS
+    if not on_gpu:
+        return options
+    kernels = not dense and (supports_paged_latents if latents else supports_paged_decode)(states, layout)
+    if dense or (latents and not kernels):
+        what = f"dense layers ({dense} by `skip_layers`)" if dense else "these latents (MLA)"
+        logger.warning_once(f"No kernel reads pages of {what}: torch does, and steps are not captured in CUDA graphs.")
     if options.use_cuda_graph is None:
-        # Steps with prompts come in all sizes, and each size would need a graph. Without kernels, lengths are read on
-        # the host, which no graph can capture.
+        # Steps with prompts come in all sizes, and each size would need a graph.
         options.use_cuda_graph = (False, kernels)
     if options.use_async_batching is None:
         options.use_async_batching = True
     if processes and options.max_memory_percent is None:
         options.max_memory_percent = 0.8  # as transformers leaves for processors
-
-
-def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:
-    """Copy a config, with `page_size` and `num_blocks` for packed pages of 128 tokens.
-
-    Args:
-        model: The model to serve.
-        config: The options of the user.
-        dense: Full-attention layers that are not packed.
-
-    Raises:
-        ValueError: The config has another page size, or asks for CUDA graphs of steps that read lengths on the host.
-            Models with dense full-attention layers have no other steps. Models with sliding windows, linear layers or
-            latents read lengths on the host in steps with prompts.
-    """
-    if dense and any(config.cuda_graph_booleans):
-        raise ValueError(
-            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps that read dense blocks of pages (layers {dense} "
-            "by `skip_layers`) cannot be captured: torch computes them, and reads lengths on the host. Leave it out."
-        )
-    decoder = model.config.get_text_config()
-    reads = SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or holds_latents(decoder)
-    if config.cuda_graph_booleans[0] and reads:
-        raise ValueError(
-            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows, "
-            "linear layers or latents (MLA) cannot be captured: lengths are read on the host. Leave it out, or say "
-            "`(False, True)`."
-        )
-    if config.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
-        raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")
-    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
-        if (value := getattr(config, name)) is not None:
-            whole_number(name, value, 1)
-    options = copy(config)  # a new config would apply deprecated options twice
-    options.page_size = BLOCK_TOKENS
-    if config.num_blocks is not None:
-        options.num_blocks = config.num_blocks * config.page_size // BLOCK_TOKENS
     return options

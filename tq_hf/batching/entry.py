@@ -40,13 +40,9 @@ class TurboQuantBatching(ContinuousMixin):
     or the states of linear layers (dense). "Many requests at once" in `examples/README.md` has compile levels,
     schedulers, the size of the pool, and `sleep`.
 
-    Pages hold latents (MLA) packed. Kernels attend to them from single new tokens, and torch from prompts one by one.
-
-    Not supported: beams, latents beside linear or sliding layers or an indexer, presets per layer, encoder-decoders,
-    sliding windows beside linear layers. A model with sliding or linear layers shares no prefixes. A prompt longer than
-    the model's positions fails with a sentence as its `error`; an answer ends with the last position. That is the last
-    one of the training where rotary embeddings are of the kind dynamic or longrope: beyond, requests would change each
-    other's answers.
+    A model with sliding or linear layers shares no prefixes. A prompt longer than the model's positions fails with a
+    sentence as its `error`; an answer ends with the last position. That is the last one of the training where rotary
+    embeddings are of the kind dynamic or longrope: beyond, requests would change each other's answers.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT).
@@ -177,13 +173,15 @@ class TurboQuantBatching(ContinuousMixin):
             if not isinstance(value, kind | None):
                 raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
         generation_config = self._with_defaults(generation_config)
-        check_refused(generation_config)
+        check_refused(vars(generation_config))
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
             same = manager.config == self.config and manager.generates_as(generation_config)
             if same and manager.holds(workload_hints) and manager.model_is_unchanged():
+                if manager.batch_processor is None:
+                    check_model(self.model, self.config)  # an adapter may have come while the manager slept
                 manager.generation_config = generation_config  # with another `max_new_tokens`
                 manager.switch_to_cb_friendly_attn(self.model)
                 self.model.eval()
@@ -200,17 +198,11 @@ class TurboQuantBatching(ContinuousMixin):
         )
 
     def sleep(self) -> int:
-        """Free the memory of a persistent manager (`persistent_manager=True`) between sessions.
+        """Free the memory of a persistent manager (`persistent_manager=True`) between sessions, and return the number
+        of bytes freed: on a GPU as counted by the allocator, elsewhere the bytes of the pool.
 
         This drops pages, shared prefixes among them, and captured graphs. `wake()` or the next session allocates pages
-        again. A step that is being compiled in the background is waited for.
-
-        Returns:
-            Number of bytes freed: on a GPU as counted by the allocator, elsewhere the bytes of the pool. 0 without a
-            manager or if the manager sleeps already.
-
-        Raises:
-            ValueError: A session is running.
+        again. A step that is being compiled in the background is waited for. Raises `ValueError` if a session runs.
         """
         manager = getattr(self.model, CACHED_MANAGER, None)
         return manager.sleep() if isinstance(manager, TurboQuantBatchingManager) else 0
@@ -219,6 +211,7 @@ class TurboQuantBatching(ContinuousMixin):
         """Allocate the pages of a sleeping manager before its next session."""
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager) and manager.batch_processor is None:
+            check_model(self.model, self.config)
             manager.switch_to_cb_friendly_attn(self.model)
             try:
                 manager.warmup()

@@ -47,21 +47,21 @@ class TableShape(NamedTuple):
 
     @property
     def sink_pages(self) -> int:
-        """Number of sink pages, 0 or 1. They follow the ring; the number of shared blocks comes next."""
+        """Number of sink pages, 0 or 1. They follow the ring."""
         return min(1, self.sinks)
 
     @property
-    def first_block(self) -> int:
-        """Column index of block 0."""
-        return self.ring_pages + self.sink_pages + 1
+    def shared_blocks(self) -> int:
+        """Column that has no page but the number of shared blocks that a request began with. Blocks follow."""
+        return self.ring_pages + self.sink_pages
 
     def width(self, length: int) -> int:
         """Number of columns for a request of `length` tokens."""
-        return self.first_block + due_blocks(length, self.sinks, 0)
+        return self.shared_blocks + 1 + due_blocks(length, self.sinks, 0)
 
     def longest(self, width: int) -> int:
         """Number of tokens of the longest request that fits into `width` columns."""
-        blocks = width - self.first_block
+        blocks = width - self.shared_blocks - 1
         return self.sinks + BLOCK_TOKENS * (blocks + 1) - 1 if blocks >= 0 else 0
 
 
@@ -79,12 +79,8 @@ def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
 
 
 def sequences_of(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
-    """Build the sequences of a step for full-attention layers. No value is read on the host, so graphs can replay this.
-
-    Args:
-        kwargs: Arguments that the engine passes to attention functions.
-        shape: Columns of a block table.
-    """
+    """Build the sequences of a step for full-attention layers, by the arguments that the engine passes to attention
+    functions. No value is read on the host, so graphs can replay this."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
         table, max_q = kwargs["block_table"][0], 1
@@ -103,18 +99,12 @@ def sequences_of(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
         table = _picked(read, place, torch.where(in_ring, column < ring, index < after))
     past = cu_seqlens_k.diff() - cu_seqlens_q.diff()
     packed = (past - shape.sinks - shape.residual).clamp(min=0) // BLOCK_TOKENS
-    # The number of shared blocks is in the column before block 0. It is -1 in a table that does not list it.
-    return Sequences(cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.first_block - 1]), max_q)
+    # The number of shared blocks is -1 in a table that does not list it.
+    return Sequences(cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.shared_blocks]), max_q)
 
 
 def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Sequences:
-    """Build the sequences of a step for sliding-window layers.
-
-    Args:
-        kwargs: Arguments that the engine passes to attention functions.
-        index: Index of the sliding-window layers among the kinds of layers.
-        windows: Windows of any sliding-window layer.
-    """
+    """Build the sequences of a step for sliding-window layers with `windows`, which are kind `index` of the layers."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
         return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][index][:, : windows.pages], None, 1)
@@ -145,13 +135,8 @@ class StateStep(NamedTuple):
 
 
 def states_of(kwargs: dict[str, Any], index: int, trash: int) -> StateStep:
-    """Build the step of linear layers. With a block table, no value is read on the host, so graphs can replay this.
-
-    Args:
-        kwargs: Arguments that the engine passes to attention functions.
-        index: Index of the linear layers among the kinds of layers.
-        trash: Page that is never read, for rows that pad the batch.
-    """
+    """Build the step of linear layers, which are kind `index` of the layers. Rows that pad the batch have the page
+    `trash`. With a block table, no value is read on the host, so graphs can replay this."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     is_new = cu_seqlens_k.diff() == cu_seqlens_q.diff()
     if kwargs["block_table"] is not None:

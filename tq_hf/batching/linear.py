@@ -12,19 +12,28 @@ that attention has an operator of its own (`tq_hf.batching.attention`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..compat import outside_inference_mode
-from .allocators import StateName, StateSizes
-from .attention import pages_of_step, rehearsal
+from ..layers.base import Substitute
+from .allocators import StateName, StateSizes, linear_layers
+from .attention import pages_of_step, rehearsal, step_arguments
 from .cache import CACHES, TurboQuantPagedCache
-from .checks import LinearModule, linear_modules
 
 States = dict[StateName, torch.Tensor]
+
+
+class LinearModule(NamedTuple):
+    """A linear module of a model, with the index of its layer, and the name of the cache among its parameters."""
+
+    layer: int
+    module: Any
+    parameter: str
 
 
 class RequestStates:
@@ -73,7 +82,7 @@ class RequestStates:
         return recurrent_states
 
 
-class StateOffloading(OffloadingManager):
+class StateOffloading(Substitute, OffloadingManager):
     """Offloading of preempted requests for models with linear layers.
 
     A preempted request of asynchronous batching may have a token in flight. transformers discards that token and reads
@@ -95,9 +104,14 @@ class LinearLayers:
     """
 
     def __init__(self, model: Any) -> None:
-        self.modules = linear_modules(model)
+        layers, found = linear_layers(model.config.get_text_config()), {}
+        for module in model.get_decoder().modules() if layers else ():
+            layer, parameters = getattr(module, "layer_idx", None), signature(type(module).forward).parameters
+            if layer in layers and (name := next(iter({"cache", "cache_params"} & parameters.keys()), None)):
+                found[layer] = LinearModule(layer, module, name)  # the innermost module comes last
+        self.modules = [found[layer] for layer in sorted(found)]
         self.like = torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
-        self.sizes = self._measured()
+        self.sizes = StateSizes({})
         self._own: list[Any] | None = None
         """`forward` of each instance before `switch`: accelerate's hooks replace it, too."""
 
@@ -106,7 +120,7 @@ class LinearLayers:
         if self._own is None:
             self._own = [vars(each.module).get("forward") for each in self.modules]
             for each in self.modules:
-                shapes = self.sizes.shapes[each.layer].items()
+                shapes = self.sizes.shapes.get(each.layer, {}).items()
                 like = {name: self.like.new_empty(0, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
                 each.module.forward = _forward_of_rows(each, like)
 
@@ -119,22 +133,19 @@ class LinearLayers:
         self._own = None
 
     @outside_inference_mode
-    def _measured(self) -> StateSizes:
-        """Run each module on one token for its states. On a GPU, measure the memory of one of them, too."""
-        shapes, device = {}, self.like.device
-        peaks: list[int] = []
-        for layer, module, parameter in self.modules:
-            cache = RequestStates({})
-            module(self.like.new_zeros(1, 1, self.like.shape[-1]), **{parameter: cache})
-            shapes[layer] = {name: (states.shape[1:], states.dtype) for name, states in cache.states.items()}
-            for requests, tokens in ((1, 512), (16, 1)) if device.type == "cuda" and not peaks else ():
+    def measure(self, shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]) -> None:
+        """Set `sizes` for states of these shapes. On a GPU, measure the memory of one module."""
+        device, peaks = self.like.device, list[int]()
+        for layer, module, parameter in self.modules[:1] if device.type == "cuda" else ():
+            for requests, tokens in (1, 512), (16, 1):
                 before = torch.cuda.memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                states = {name: each.repeat_interleave(requests, 0) for name, each in cache.states.items()}
+                held = shapes[layer].items()
+                states = {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in held}
                 row = self.like.new_zeros(requests, tokens, self.like.shape[-1])
                 module(row, **{parameter: RequestStates(states)})
                 peaks.append(-(-(torch.cuda.max_memory_allocated(device) - before) // (requests * tokens)))
-        return StateSizes(shapes, *peaks)
+        self.sizes = StateSizes(shapes, *peaks)
 
 
 def _forward_of_rows(linear: LinearModule, like: States) -> Callable:
@@ -183,10 +194,9 @@ def read_states(step: list[torch.Tensor], like: list[torch.Tensor], cache: int, 
     """Read the states `[B, ...]` of a linear layer in a step of one new token per request.
 
     Args:
-        step: Block table, cumulative lengths of queries and of keys.
+        step: Tensors of `step_arguments`.
         like: A tensor `[0, ...]` per state, with its shape and dtype.
-        cache: Number of the cache in `CACHES`.
-        layer: Index of the layer.
+        cache, layer: Number of the cache in `CACHES`, and index of the layer.
     """
     if rehearsal.active:
         return [states.zero_() for states in _read(step, like)]
@@ -204,13 +214,8 @@ def _read(step: list[torch.Tensor], like: list[torch.Tensor], *arguments: Any) -
 def write_states(
     out: torch.Tensor, states: list[torch.Tensor], step: list[torch.Tensor], cache: int, layer: int
 ) -> torch.Tensor:
-    """Write the states that `read_states` has read before. Returns a copy of `out`, so that no compiler drops the call.
-
-    Args:
-        out: Output of the layer.
-        states: States `[B, ...]`.
-        step, cache, layer: As for `read_states`.
-    """
+    """Write the states `[B, ...]` that `read_states`, with the same arguments, has read before. Returns a copy of
+    `out`, the output of the layer, so that no compiler drops the call."""
     if not rehearsal.active:
         pages = CACHES[cache]
         assert pages.states is not None
@@ -222,8 +227,3 @@ def write_states(
 @write_states.register_fake
 def _written(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.empty_like(out)
-
-
-def step_arguments(step: list[torch.Tensor]) -> dict[str, Any]:
-    """Arguments of the engine for a step of one new token per request."""
-    return dict(block_table=step[0], cu_seq_lens_q=step[1], cu_seq_lens_k={"full_attention": step[2]})

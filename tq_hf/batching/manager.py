@@ -27,10 +27,9 @@ from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
 from .attention import NAME
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
-from .checks import check_expansion, check_model, choose_graphs, default_requests, paged_options
+from .checks import check_model, default_requests, engine_options
 from .geometry import TableShape
-from .linear import LinearLayers
-from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
+from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
 from .runner import compile_config_of
@@ -86,13 +85,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         tokenizer: Any = None,
     ) -> None:
         check_choice()
-        dense = check_model(model, config)
+        dense, probe = check_model(model, config)
+        self._linear, self._specs = probe.linear, probe.specs
+        self._layout = packed_layout(config, model.config.get_text_config(), probe.specs)
         self.model = model
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.vocabulary = model.config.get_text_config().vocab_size
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
-        options = paged_options(model, requested, dense)
+        options = engine_options(model, self._layout, requested, dense, default.do_sample or default.has_history)
         self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
         self._cancelled: set[str] = set()
         """Ids of cancelled requests, cleared when the engine is idle."""
@@ -111,8 +112,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._default_requests = default_requests(model, requested)
         self._last_model: tuple[Any, ...] | None = None
         """Identity of the model at the end of the last session. Pages kept from it depend on them."""
-        self._linear = LinearLayers(model)
-        choose_graphs(model, config, options, dense, default.do_sample or default.has_history)
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
         # Do not compile steps with prompts (as with flash attention): their graph would break at every layer.
@@ -164,7 +163,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
         longest = min(longest, hinted or longest)
-        return TableShape.of(self.config, packed_layout(self.config, decoder), self.model.dtype).width(longest)
+        return TableShape.of(self.config, self._layout, self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the model's attention to `turboquant_paged`."""
@@ -196,16 +195,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self.restore_attention()
             raise
 
-    def options_of(self, config: GenerationConfig, extra: dict[str, Any], prompt: int) -> RequestOptions:
+    def options_of(self, config: GenerationConfig, options: dict[str, Any], prompt: int) -> RequestOptions:
         """Options of a request with a prompt of `prompt` tokens. Raises `ValueError` if an option would change the
         answer and is not applied, or is outside its range."""
-        options = options_of(config, extra, prompt=prompt, vocabulary=self.vocabulary)
-        if options.stop_strings and self.detokenizer is None:
+        applied = options_of(config, options, prompt=prompt, vocabulary=self.vocabulary)
+        if applied.stop_strings and self.detokenizer is None:
             raise ValueError(
-                f"`stop_strings` is {options.stop_strings!r}, and there is no tokenizer to find them with. Say "
+                f"`stop_strings` is {applied.stop_strings!r}, and there is no tokenizer to find them with. Say "
                 "`TurboQuantBatching(model, tokenizer=tokenizer)`."
             )
-        return options
+        return applied
 
     def add_request(
         self,
@@ -252,9 +251,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         config = self.generation_config
         if generation_config is not None:
             config = with_defaults(generation_config, config)
-        config, extra = with_options(config, options)
         input_ids = prompt_ids(input_ids, self.vocabulary)
-        applied = self.options_of(config, extra, len(input_ids))
+        applied = self.options_of(config, options, len(input_ids))
         if not isinstance(request_id, str | None):
             raise ValueError(f"`request_id` is {shown(request_id)}; it must be a text.")
         if request_id is None:
@@ -307,7 +305,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is None:
             raise ValueError("There is no pool yet. Call `warmup()` first.")
         cache: Any = self.batch_processor.cache
-        return cache.num_sectors // cache._sectors_of(whole_number("tokens", tokens, 1))
+        return cache.num_sectors // cache._sectors_of(number("tokens", tokens, 1))
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel an answer that is not given yet. On a CPU, a step without other requests ends at once.
@@ -501,7 +499,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
-        check_expansion(self.model)  # an adapter may have come while the manager slept
         options, keeps = self.continuous_batching_config, getattr(self.model, "_supports_logits_to_keep", None)
         decoder = self.model.config.get_text_config()
         cache = TurboQuantPagedCache(
@@ -511,6 +508,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             continuous_batching_config=options,
             like=torch.empty(0, dtype=self.model.dtype, device=self.model.device),
             distributed_helper=self.distributed_helper,
+            specs=self._specs,
             state_sizes=self._linear.sizes,
             model_supports_logits_to_keep=callable(keeps) and keeps(),
             requests=self.requests or self._default_requests,

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
+from ..balance import POSITIONS
+
+INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 MOST_LOGPROBS = 20
 """Most likely tokens per position that a request can ask for, as in OpenAI's API."""
 MOST_BIASES = 1024
@@ -20,23 +23,19 @@ LARGEST_BIAS = 1e6
 """Largest bias or penalty that is added to a logit; larger ones overflow."""
 MOST_STOPS, LONGEST_STOP = 64, 1024
 """Stop strings of a request, and bytes of the longest. As many of the last tokens are decoded at each step."""
+MOST = 2**31 - 1
+"""Largest whole number of an option without a limit of its own."""
 MOST_PREFIX = 7
 """Tokens before the last one of a sequence with a bias."""
 ALWAYS = 2**31 - 1
 """`Bias.until` of a bias for the whole answer."""
 
 
-class Rule(NamedTuple):
-    """How a field is treated."""
-
-    kind: str
-    """"applied", "neutral" (changes no answer) or "refused"."""
-    note: str
-    """Effect of the field, or the reason why it has none or is refused."""
-    neutral: tuple[Any, ...] = ()
-    """Values of a refused field that change no answer, besides `None`."""
-
-
+EXTENDED = ("linear", "yarn")
+"""Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
+FOLLOWING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
+The requests of a step would change each other's answers there."""
 APPLIED = {
     "max_new_tokens": "most tokens of an answer; unset: until a stop, the model's last position",
     "max_length": "most tokens of prompt and answer, without `max_new_tokens`",
@@ -56,25 +55,15 @@ APPLIED = {
     "begin_suppress_tokens": "at the first token",
     "num_return_sequences": "answers that share the pages of their prompt, which is read once",
 }
-NEUTRAL = {
-    "there are no beams": "early_stopping length_penalty",
-    "changes how fast `generate()` is, never an answer": "low_memory",
-    "moves all logits by one number": "renormalize_logits",
-    "outputs are objects": "return_dict_in_generate",
-    "pages are the cache": "use_cache cache_implementation cache_config max_cache_len",
-    "`max_batch_tokens` of the engine says it": "prefill_chunk_size",
-    "the engine's options say it": "compile_config disable_compile",
-    "nothing is padded": "pad_token_id",
-    "prompts are read as they are": "bos_token_id",
-    "of encoder-decoders only": "decoder_start_token_id",
-    "no drafts of tokens are made": "use_mtp num_assistant_tokens num_assistant_tokens_schedule speculation_type "
+"""Fields of `GenerationConfig` that are applied, and how."""
+NEUTRAL = frozenset(
+    "early_stopping length_penalty low_memory renormalize_logits return_dict_in_generate use_cache max_cache_len "
+    "cache_implementation cache_config prefill_chunk_size compile_config disable_compile pad_token_id bos_token_id "
+    "decoder_start_token_id use_mtp num_assistant_tokens num_assistant_tokens_schedule speculation_type "
     "assistant_confidence_threshold assistant_early_exit assistant_lookbehind target_lookbehind "
-    "prompt_lookup_num_tokens max_matching_ngram_size",
-    "not an option": "_from_model_config transformers_version",
-}
-FIELDS = {name: Rule("applied", note) for name, note in APPLIED.items()}
-FIELDS |= {name: Rule("neutral", note) for note, names in NEUTRAL.items() for name in names.split()}
-"""Fields of `GenerationConfig` that are applied or change no answer. All others are refused."""
+    "prompt_lookup_num_tokens max_matching_ngram_size _from_model_config transformers_version".split()
+)
+"""Fields of `GenerationConfig` that change no answer here. All others are refused."""
 OF_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 """Refused fields that change sampled answers only."""
 UNCHANGED = dict.fromkeys(
@@ -86,7 +75,20 @@ UNCHANGED = dict.fromkeys(
     0,
 )
 """Value of a refused field that changes no answer, besides `None`."""
-OF_REQUESTS = {
+SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p"))
+"""Applied fields that change sampled answers only."""
+LIMITS: dict[str, tuple[Any, Any]] = {
+    "temperature": (1e-6, 1e6),
+    **dict.fromkeys(("top_p", "min_p"), (0.0, 1.0)),
+    "repetition_penalty": (0.01, 100.0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-LARGEST_BIAS, LARGEST_BIAS)),
+    **dict.fromkeys(("top_k", "min_new_tokens", "min_length"), (0, MOST)),
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"), (1, MOST)),
+    "seed": (-(2**63), 2**64 - 1),
+    "top_logprobs": (0, MOST_LOGPROBS),
+}
+"""Smallest and largest value of an option that is a number: a whole number, if the limits are."""
+REQUEST_FIELDS = {
     "seed": "no other request of the batch changes what is drawn; answer `i` of several has `seed + i`. A prompt that "
     "is read in parts, begins with a shared prefix or gets several answers has slightly other logits: part of it is "
     "read packed",
@@ -97,8 +99,7 @@ OF_REQUESTS = {
     "top_logprobs": f"0 to {MOST_LOGPROBS}: log-probabilities of the model, before other options, of the chosen token "
     "and the most likely ones, in `top_logprobs` of the output",
 }
-REQUEST_FIELDS = {name: Rule("applied", note) for name, note in OF_REQUESTS.items()}
-"""Options of a request that no generation config has."""
+"""Options of a request that no generation config has, and how they are applied."""
 
 
 class Bias(NamedTuple):
@@ -108,6 +109,27 @@ class Bias(NamedTuple):
     value: float
     until: int = ALWAYS
     """Number of generated tokens from which the bias no longer applies."""
+
+
+class Features(NamedTuple):
+    """Processors that a step runs; each combination has captured graphs of its own."""
+
+    history: bool = False
+    """Penalties and biases."""
+    sampled: bool = False
+    truncated: bool = False
+    """`top_k`, `top_p` or `min_p`."""
+    details: bool = False
+    """Seeds or log-probabilities."""
+
+    @classmethod
+    def of(cls, options: list[RequestOptions]) -> Features:
+        """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
+        found = [cls(), *(each.features for each in options)]
+        history, sampled, truncated, details = map(any, zip(*found, strict=True))
+        if details:
+            return cls(True, True, True, True)
+        return cls(history, sampled, sampled and (history or truncated))
 
 
 @dataclass(frozen=True)
@@ -144,16 +166,11 @@ class RequestOptions:
         return self.has_penalties or bool(self.biases)
 
     @cached_property
-    def needs(self) -> frozenset[str]:
-        """Processors of the request: "history", "sampled", "truncated" (`top_k`, `top_p`, `min_p`), "details" (a seed
-        or log-probabilities)."""
-        found = {
-            "history": self.has_history,
-            "sampled": self.do_sample,
-            "truncated": self.do_sample and (self.top_k, self.top_p, self.min_p) != (0, 1, 0),
-            "details": self.top_logprobs is not None or (self.do_sample and self.seed is not None),
-        }
-        return frozenset(name for name, needed in found.items() if needed)
+    def features(self) -> Features:
+        """Processors of the request alone."""
+        truncated = self.do_sample and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+        details = self.top_logprobs is not None or (self.do_sample and self.seed is not None)
+        return Features(self.has_history, self.do_sample, truncated, details)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
@@ -175,26 +192,11 @@ def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> Gener
     return merged
 
 
-def with_options(config: GenerationConfig, options: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Split options of a request into a copy of `config` with the options that it has, and the others. Raise
-    `ValueError` for an option that has no effect here, or does not exist."""
-    neutral = {name for name, rule in FIELDS.items() if rule.kind == "neutral"}
-    known = (vars(GenerationConfig()).keys() | FIELDS.keys() | UNCHANGED.keys()) - neutral
-    if unknown := sorted(options.keys() - known - REQUEST_FIELDS.keys()):
-        names = sorted((FIELDS.keys() - neutral) | REQUEST_FIELDS.keys())
-        raise ValueError(f"A request has no option {', '.join(unknown)}. Its options are {', '.join(names)}.")
-    if options.keys() & known:
-        config = deepcopy(config)
-        for name in options.keys() & known:
-            setattr(config, name, options[name])
-    return config, {name: value for name, value in options.items() if name in REQUEST_FIELDS}
-
-
-def check_refused(config: GenerationConfig) -> None:
-    """Raise `ValueError` if a generation config has a field that would change an answer and is not applied."""
-    for name in sorted((vars(GenerationConfig()).keys() | UNCHANGED.keys()) - FIELDS.keys()):
-        value, unchanged = getattr(config, name, None), UNCHANGED.get(name)
-        if value is None or (name in OF_SAMPLING and not config.do_sample):
+def check_refused(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if fields of a generation config would change an answer and are not applied."""
+    for name in sorted((vars(GenerationConfig()).keys() | UNCHANGED.keys()) - APPLIED.keys() - NEUTRAL):
+        value, unchanged = fields.get(name), UNCHANGED.get(name)
+        if value is None or (name in OF_SAMPLING and not fields.get("do_sample")):
             continue
         if unchanged is None or not isinstance(value, (int, float)) or value != unchanged:
             instead = "Leave it out" if unchanged is None else f"Set it to {unchanged}"
@@ -213,24 +215,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    """Return an option as a float. Raise `ValueError` unless it is a number within limits."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError(f"`{name}` is {shown(value)}; it must be a number between {least:g} and {most:g}.")
-    return float(value)
+def number(name: str, value: Any, least: Any, most: Any = MOST) -> Any:
+    """Return an option. Raise `ValueError` unless it is a number within limits, a whole one if the limits are."""
+    kinds = (int, float) if isinstance(least, float) else int
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        limits = f"{least} or more" if most == MOST else f"{least} to {most}"
+        limits = f"number between {least:g} and {most:g}" if isinstance(least, float) else f"whole number, {limits}"
+        raise ValueError(f"`{name}` is {shown(value)}; it must be a {limits}.")
+    return float(value) if isinstance(least, float) else value
 
 
 def _bias(name: str, value: Any) -> float:
     """Return a bias. Minus infinity bans a token. Raise `ValueError` if it is not a number or too large."""
-    return value if value == -math.inf else _number(name, value, -LARGEST_BIAS, LARGEST_BIAS)
-
-
-def whole_number(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """Return an option. Raise `ValueError` unless it is a whole number within limits."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        limits = f"{least} or more" if most == 2**31 - 1 else f"{least} to {most}"
-        raise ValueError(f"`{name}` is {shown(value)}; it must be a whole number, {limits}.")
-    return value
+    return value if value == -math.inf else number(name, value, -LARGEST_BIAS, LARGEST_BIAS)
 
 
 def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
@@ -265,21 +262,10 @@ def prompt_ids(input_ids: Any, vocabulary: int) -> list[int]:
     return ids
 
 
-def _biases(
-    config: GenerationConfig, extra: dict[str, Any], eos: tuple[int, ...], least: int, vocabulary: int
-) -> tuple[Bias, ...]:
-    """All biases of a request; -inf bans a token.
-
-    Args:
-        config: Generation config of the request.
-        extra: Options of `REQUEST_FIELDS`.
-        eos: Tokens that end the answer.
-        least: Number of tokens that the answer has at least.
-        vocabulary: Number of tokens of the model.
-
-    Raises:
-        ValueError: A bias is not a number, a token does not exist, or limits are exceeded.
-    """
+def _biases(given: dict[str, Any], eos: tuple[int, ...], least: int, vocabulary: int) -> tuple[Bias, ...]:
+    """All biases of a request; -inf bans a token. The fields of the request that are set are `given`, and its answer
+    has `least` tokens before one of `eos`. Raises `ValueError` if a bias is not a number, a token does not exist, or
+    limits are exceeded."""
 
     def listed(name: str, ids: Any) -> tuple[int, ...]:
         tokens = token_ids(name, ids, vocabulary)
@@ -287,27 +273,27 @@ def _biases(
             raise ValueError(f"`{name}` has {shown(ids)}; it must be a list of 1 to {MOST_PREFIX + 1} token ids.")
         return tokens
 
-    def banned(ids: Iterable[int], until: int = ALWAYS) -> list[Bias]:
+    def banned(ids: Iterable[int], until: int) -> list[Bias]:
         return [Bias((token,), -math.inf, until) for token in dict.fromkeys(ids)]
 
     found = []
-    sequences = getattr(config, "sequence_bias", None) or {}
+    sequences = given.get("sequence_bias") or {}
     pairs = list(sequences.items()) if isinstance(sequences, dict) else sequences
     if not isinstance(pairs, (list, tuple)) or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
         raise ValueError(f"`sequence_bias` is {shown(sequences)}; it must be a list of pairs: token ids and a number.")
     for ids, value in pairs:
         found.append(Bias(listed("sequence_bias", ids), _bias("sequence_bias", value)))
-    if not isinstance(biases := extra.get("logit_bias") or {}, dict):
+    if not isinstance(biases := given.get("logit_bias") or {}, dict):
         raise ValueError(f"`logit_bias` is {shown(biases)}; it must be a dict of token ids and numbers.")
     for token, value in biases.items():
         digits = int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
         found.append(Bias(listed("logit_bias", [digits]), _bias("logit_bias", value)))
-    if not isinstance(words := getattr(config, "bad_words_ids", None) or (), (list, tuple)):
+    if not isinstance(words := given.get("bad_words_ids") or (), (list, tuple)):
         raise ValueError(f"`bad_words_ids` is {shown(words)}; it must be a list of lists of token ids.")
     banned_words = [listed("bad_words_ids", ids) for ids in words]
     found += [Bias(ids, -math.inf) for ids in banned_words if ids not in {(token,) for token in eos}]
-    found += banned(token_ids("suppress_tokens", getattr(config, "suppress_tokens", None), vocabulary))
-    found += banned(token_ids("begin_suppress_tokens", getattr(config, "begin_suppress_tokens", None), vocabulary), 1)
+    for name, until in (("suppress_tokens", ALWAYS), ("begin_suppress_tokens", 1)):
+        found += banned(token_ids(name, given.get(name), vocabulary), until)
     found += banned(eos, least) if least > 0 else []
     if len(found) > MOST_BIASES:
         raise ValueError(
@@ -335,53 +321,83 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def options_of(
-    config: GenerationConfig, extra: dict[str, Any] | None = None, *, prompt: int, vocabulary: int
+    config: GenerationConfig, options: dict[str, Any] | None = None, *, prompt: int, vocabulary: int
 ) -> RequestOptions:
     """Return the options of a request.
 
     Args:
         config: Generation config of the request.
-        extra: Options of `REQUEST_FIELDS`.
+        options: Options that replace those of the config, or are of `REQUEST_FIELDS`.
         prompt: Number of tokens of the prompt.
         vocabulary: Number of tokens of the model.
 
     Raises:
-        ValueError: An option would change the answer and is not applied, or is outside its range.
+        ValueError: An option does not exist, would change the answer and is not applied, or is outside its range.
     """
-    check_refused(config)
-    extra = extra or {}
-
-    def given(name: str, default: Any) -> Any:
-        value = extra.get(name) if name in REQUEST_FIELDS else getattr(config, name, None)
-        return default if value is None else value
-
-    eos = token_ids("eos_token_id", given("eos_token_id", None), vocabulary)
-    eos += token_ids("stop_token_ids", given("stop_token_ids", None), vocabulary)
-    least = given("min_new_tokens", max(0, whole_number("min_length", given("min_length", 0), 0) - prompt))
-    most = given("max_new_tokens", None)
-    if most is None and (length := given("max_length", None)) is not None:
-        if (most := whole_number("max_length", length, 1) - prompt) < 1:
-            raise ValueError(
-                f"`max_length` is {length}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
-            )
-    stops = _stop_strings(given("stop_strings", ()))
-    samples, seed, logprobs = given("do_sample", False), given("seed", None), given("top_logprobs", None)
-    if not isinstance(samples, bool):
+    options = options or {}
+    known = (vars(GenerationConfig()).keys() | UNCHANGED.keys()) - NEUTRAL | REQUEST_FIELDS.keys()
+    if unknown := sorted(options.keys() - known):
+        names = ", ".join(sorted(APPLIED.keys() | REQUEST_FIELDS.keys()))
+        raise ValueError(f"A request has no option {', '.join(unknown)}. Its options are {names}.")
+    check_refused(fields := vars(config) | options)
+    given = {name: value for name, value in fields.items() if value is not None}
+    if not isinstance(samples := given.get("do_sample", False), bool):
         raise ValueError(f"`do_sample` is {shown(samples)}; it must be true or false.")
-    return RequestOptions(
-        do_sample=samples,
-        temperature=_number("temperature", given("temperature", 1.0), 1e-6, 1e6) if samples else 1.0,
-        top_k=whole_number("top_k", given("top_k", 0), 0) if samples else 0,
-        top_p=_number("top_p", given("top_p", 1.0), 0, 1) if samples else 1.0,
-        min_p=_number("min_p", given("min_p", 0.0), 0, 1) if samples else 0.0,
-        seed=None if seed is None else whole_number("seed", seed, -(2**63), 2**64 - 1),
-        repetition_penalty=_number("repetition_penalty", given("repetition_penalty", 1.0), 0.01, 100),
-        presence_penalty=_number("presence_penalty", given("presence_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
-        frequency_penalty=_number("frequency_penalty", given("frequency_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
-        biases=_biases(config, extra, eos, whole_number("min_new_tokens", least, 0), vocabulary),
-        stop_strings=stops,
-        top_logprobs=None if logprobs is None else whole_number("top_logprobs", logprobs, 0, MOST_LOGPROBS),
-        num_return_sequences=whole_number("num_return_sequences", given("num_return_sequences", 1), 1),
-        max_new_tokens=None if most is None else whole_number("max_new_tokens", most, 1),
-        eos_token_ids=eos,
+    applied = (
+        LIMITS.keys() - ({"max_length"} if "max_new_tokens" in given else set()) - (set() if samples else SAMPLING)
     )
+    numbers = {name: number(name, given[name], *LIMITS[name]) for name in LIMITS if name in applied & given.keys()}
+    if (most := numbers.pop("max_length", None)) is not None:
+        if most <= prompt:
+            raise ValueError(
+                f"`max_length` is {most}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
+            )
+        numbers["max_new_tokens"] = most - prompt
+    least = max(0, numbers.pop("min_length", 0) - prompt)
+    least = numbers.pop("min_new_tokens", least)
+    eos = [token_ids(name, given.get(name), vocabulary) for name in ("eos_token_id", "stop_token_ids")]
+    biases = _biases(given, ends := (*eos[0], *eos[1]), least, vocabulary)
+    stops = _stop_strings(given.get("stop_strings", ()))
+    return RequestOptions(do_sample=samples, biases=biases, stop_strings=stops, eos_token_ids=ends, **numbers)
+
+
+def number_of_positions(config: Any) -> int | None:
+    """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
+    named = [number for name in POSITIONS if isinstance(number := getattr(config, name, None), int) and number > 0]
+    for rope in rotary_embeddings(config):
+        kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind in EXTENDED and named:
+            named = [max(min(named), int((before or min(named)) * (rope.get("factor") or 1)))]
+        elif kind == "longrope" and before:
+            named.append(before)
+    return min(named, default=None)
+
+
+def rotary_embeddings(config: Any) -> list[dict[str, Any]]:
+    """Parameters of the rotary embeddings of a decoder: one dict, or one for each type of layer."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+
+
+def check_positions(prompt: int, config: Any) -> None:
+    """Raise `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
+    positions = number_of_positions(config)
+    if positions is not None and prompt > positions:
+        follows = any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config))
+        raise ValueError(
+            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model"
+            + (
+                f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
+                if follows
+                else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
+            )
+        )
+
+
+def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
+    """Maximum number of new tokens after a prompt of `prompt` tokens: `most`, or fewer if positions end before."""
+    positions = number_of_positions(config)
+    if positions is None:
+        return most
+    left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
+    return left if most is None else min(most, left)

@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ..ops.dispatch import truncate
-from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, RequestOptions
+from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, Features, RequestOptions
 
 OPTIONS = "options"
 """Key of the options of a request in its `logit_processor_kwargs`."""
@@ -56,14 +56,10 @@ def answer_ids(request_id: str, number: int) -> list[str]:
 
 
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise of keys and tokens, `[N, vocabulary]` float32; 0 where the key is not positive.
+    """Gumbel noise of keys `[N]` int32 and tokens, `[N, vocabulary]` float32; 0 where the key is not positive.
 
     The token with the largest sum of logit and noise is a sample of the softmax (Gumbel, 1954), and independent of the
     rest of the batch.
-
-    Args:
-        keys: `[N]` int32.
-        vocabulary: Number of tokens.
     """
     tokens, keys = torch.arange(vocabulary, device=keys.device), keys[:, None].long()
     # Take the logarithm of 1 - u: floats near 0 have more precision, and the noise is largest there.
@@ -74,27 +70,6 @@ def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
 @cache
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return torch.compile(function, dynamic=True)
-
-
-class Features(NamedTuple):
-    """Processors that a step runs; each combination has captured graphs of its own."""
-
-    history: bool = False
-    """Penalties and biases."""
-    sampled: bool = False
-    truncated: bool = False
-    """`top_k`, `top_p` or `min_p`."""
-    details: bool = False
-    """Seeds or log-probabilities."""
-
-    @classmethod
-    def of(cls, options: list[RequestOptions]) -> Features:
-        """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
-        needs = frozenset[str]().union(*(each.needs for each in options))
-        if "details" in needs:
-            return cls(True, True, True, True)
-        history, sampled = "history" in needs, "sampled" in needs
-        return cls(history, sampled, sampled and (history or "truncated" in needs))
 
 
 class Rows(NamedTuple):
@@ -122,28 +97,16 @@ class Rows(NamedTuple):
 
 
 def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Apply penalties of repetition, presence and frequency.
-
-    Args:
-        scores: `[N, vocabulary]` float32.
-        counts: Occurrences of tokens, as `History.counts`, `[N, vocabulary]` int16.
-        rows: Options, `[N]` each.
-    """
+    """Apply penalties of repetition, presence and frequency to `scores` `[N, vocabulary]` float32, by `History.counts`
+    of the same shape."""
     penalty, generated = rows.repetition[:, None], counts >> 1
     scores = torch.where(counts > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     return scores - generated * rows.frequency[:, None] - (generated > 0) * rows.presence[:, None]
 
 
 class History:
-    """Tokens and biases of requests, a slot each, and one more slot for requests without.
-
-    Bytes: 2 per token of the vocabulary, and 44 KiB, per slot.
-
-    Args:
-        slots: Number of requests.
-        vocabulary: Number of tokens of the model.
-        device: Device of the model.
-    """
+    """Tokens and biases of requests, a slot each, and one more slot for requests without. A slot has 2 bytes per token
+    of the vocabulary, and 44 KiB."""
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
 
@@ -161,14 +124,7 @@ class History:
         self.until = zeros(MOST_BIASES, dtype=torch.int32)
 
     def load(self, slot: int, tokens: list[int], prompt: int, options: RequestOptions) -> None:
-        """Fill a slot.
-
-        Args:
-            slot: Index of the slot.
-            tokens: All tokens of the request.
-            prompt: Number of them that are the prompt.
-            options: Options of the request.
-        """
+        """Fill a slot with the tokens of a request. The first `prompt` of them are its prompt."""
         device = self.counts.device
 
         def moved(values: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -195,17 +151,8 @@ class History:
             self.until[slot, :count].copy_(moved([b.until for b in options.biases], torch.int32))
 
     def process(self, scores: torch.Tensor, tokens: torch.Tensor, rows: Rows, compiled: bool = False) -> torch.Tensor:
-        """Take up the newest token of each request, then apply biases and penalties.
-
-        Args:
-            scores: `[N, vocabulary]` float32, overwritten.
-            tokens: Newest token of each request, `[N]`.
-            rows: Options, `[N]` each.
-            compiled: Whether penalties are one compiled kernel.
-
-        Returns:
-            Scores, `[N, vocabulary]` float32.
-        """
+        """Take up the newest token `[N]` of each request, then apply biases and penalties to `scores`
+        `[N, vocabulary]` float32, which are overwritten. `compiled`: whether penalties are one compiled kernel."""
         slots, tokens = rows.slots.long(), tokens.long()
         before, recent = self.counts[slots, tokens], self.recent[slots]
         grows = rows.grown.bool()
@@ -348,8 +295,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         """Choose the next tokens, in place of those that the step has chosen greedily.
 
         Args:
-            logits: `[N, vocabulary]`.
-            tokens: Newest token of each request, `[N]`.
+            logits, tokens: `[N, vocabulary]`, and the newest token of each request, `[N]`.
             features: Processors to run.
             output: Chosen tokens, `[1, ...]` int32; a second row for their log-probabilities (float32 bits).
         """

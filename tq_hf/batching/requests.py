@@ -13,9 +13,9 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 from transformers.utils import logging
 
-from .checks import new_tokens
+from ..layers.base import Substitute
 from .metrics import Metrics
-from .options import RequestOptions
+from .options import RequestOptions, new_tokens
 from .processors import OPTIONS, TokenLogprobs, answer_ids, split_answer_id
 
 logger = logging.get_logger(__name__)
@@ -169,7 +169,7 @@ class Detokenizer:
         return any(text.find(each, max(0, before - len(each) + 1)) >= 0 for each in strings)
 
 
-class TurboQuantRequest(RequestState):
+class TurboQuantRequest(Substitute, RequestState):
     """transformers' state of a request, with the stop strings and log-probabilities that its options ask for."""
 
     detokenizer: Detokenizer | None = None
@@ -177,14 +177,15 @@ class TurboQuantRequest(RequestState):
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
-    def of(cls, state: RequestState, detokenizer: Detokenizer | None) -> None:
-        """Turn a state of transformers' into one of this class, with the number of answers that its options ask for."""
-        if not isinstance(state, cls):
-            state.__class__ = cls
-            assert isinstance(state, cls)
-            state.detokenizer, state.top_logprobs = detokenizer, []
-            if state.options is not None and not state._true_initial_tokens:  # forks and preempted requests have some
-                state.num_children = state.options.num_return_sequences - 1
+    def of(cls, state: RequestState, detokenizer: Detokenizer | None) -> TurboQuantRequest:
+        """A state of transformers' as one of this class, with the number of answers that its options ask for."""
+        if isinstance(state, cls):
+            return state
+        made: TurboQuantRequest = cls.like(state)
+        made.detokenizer, made.top_logprobs = detokenizer, []
+        if made.options is not None and not state._true_initial_tokens:  # forks and preempted requests have some
+            made.num_children = made.options.num_return_sequences - 1
+        return made
 
     @property
     def options(self) -> RequestOptions | None:
@@ -230,9 +231,7 @@ class TurboQuantRequest(RequestState):
 
     def create_equivalent_initial_request(self) -> RequestState:
         """Create the request that continues after this one was preempted."""
-        state = super().create_equivalent_initial_request()
-        self.of(state, self.detokenizer)
-        assert isinstance(state, TurboQuantRequest)
+        state = self.of(super().create_equivalent_initial_request(), self.detokenizer)
         state.top_logprobs, state.first_token_time = self.top_logprobs[:], self.first_token_time
         return state
 
@@ -294,7 +293,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             return batch
 
         def add_waiting_request(self, state: RequestState) -> None:
-            TurboQuantRequest.of(state, self.detokenizer)
+            state = TurboQuantRequest.of(state, self.detokenizer)
             self.cache.check_room(state)
             limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.cache.config)
             if limit is not None:
@@ -388,12 +387,10 @@ class AnswerRouter(OutputRouter):
 
     def fail_and_deliver(self, state: RequestState, error: Exception) -> None:
         """Fail a request, and its further answers that do not exist yet: callers wait for them, too."""
-        TurboQuantRequest.of(state, None)
-        failed = [state]
-        for name in answer_ids(state.request_id, 1 + state.num_children)[1:]:
+        failed = [TurboQuantRequest.of(state, None)]
+        for name in answer_ids(state.request_id, 1 + failed[0].num_children)[1:]:
             child = RequestState(name, state.initial_tokens, logit_processor_kwargs=state.logit_processor_kwargs)
-            TurboQuantRequest.of(child, None)
-            failed.append(child)
+            failed.append(TurboQuantRequest.of(child, None))
         for each in failed:
             each.status, each.error = RequestStatus.FAILED, text_of(error)
             self.deliver(each.to_generation_output())

@@ -16,11 +16,11 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer, s
 from transformers.utils import logging
 
 from ..compat import CACHE_NAME, capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
-from ..layers.base import replaced
+from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels
 from .attention import PAGES, rehearsal
 from .cache import TurboQuantPagedCache
-from .checks import number_of_positions
+from .options import number_of_positions
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)
@@ -184,7 +184,7 @@ class BackgroundCompile(threading.Thread):
         return step
 
 
-class TurboQuantModelRunner(ModelRunner):
+class TurboQuantModelRunner(Substitute, ModelRunner):
     """transformers' model runner. Kernels are launched one by one if a decode step cannot be captured in a graph.
 
     A decode step has a graph per number of requests (1, 2, 4, ...) and pair of input buffers. Each is captured when a
@@ -217,7 +217,7 @@ class TurboQuantModelRunner(ModelRunner):
     """Function that wakes the engine once steps or kernels are compiled."""
 
     def take_over(self, graphs_are_requested: bool) -> None:
-        """Complete a runner of transformers' that was turned into one of this class."""
+        """Complete a runner that is `like` one of transformers."""
         trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
         # transformers has compiled its own step, which chooses by one set of options for all.

@@ -43,6 +43,17 @@ class Probe(NamedTuple):
     tokens: int
 
 
+class Substitute:
+    """Object that takes the place of one of transformers' own, which hard-codes its class."""
+
+    @classmethod
+    def like(cls, other: Any) -> Any:
+        """Make an object with all attributes of `other`."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(other))
+        return made
+
+
 class Copyable:
     """Object with rows that are written in place: a copy of it, shallow or deep, has rows of its own."""
 

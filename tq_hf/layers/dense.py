@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import check_room
-from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
+from .base import BatchedLayer, FullAttentionLayer, Probe, State, Substitute, check_crop, rows_like
 
 
-class _FullState:
+class _FullState(Substitute):
     """The state of a full-attention layer: all rows."""
 
     state_fields: ClassVar[dict[str, type]] = {}
@@ -59,14 +59,12 @@ def check_rows(layer: Any) -> None:
 class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
     """A preallocated full-attention layer that returns as many rows as a compressed one (`FullAttentionLayer`)."""
 
-    @outside_inference_mode
-    def __init__(self, max_cache_len: int) -> None:
-        super().__init__(max_cache_len)
-        self.num_tokens: int | None = None
-        """Number of tokens, counted in eager calls; `None` after a compiled step, which the host cannot count."""
+    num_tokens: int | None = None
+    """Number of tokens, counted in eager calls; `None` after a compiled step, which the host cannot count."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.cumulative_length = self.cumulative_length.clone()  # an inference tensor cannot be changed in place later
         super().lazy_initialization(key_states, value_states)
         if key_states.is_meta:  # see `LayerStore.allocate`
             self.cumulative_length = torch.tensor(0, device="cpu")
@@ -124,17 +122,10 @@ def _pair(function: Callable[..., torch.Tensor], *states: KeyValue) -> KeyValue:
     return keys, values
 
 
-class _WindowState:
+class _WindowState(Substitute):
     """The state of a sliding window: the rows that the next query attends to, and all recorded rows."""
 
     state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
-
-    @classmethod
-    def like(cls, layer: Any) -> Any:
-        """Make an empty layer with all attributes of `layer`, which is transformers' own."""
-        empty = cls.__new__(cls)
-        vars(empty).update(vars(layer))
-        return empty
 
     @property
     def _rows(self: Any) -> KeyValue:

@@ -23,7 +23,7 @@ from ..layers.base import Probe, State, like_held
 from ..memory import tensors_by_kind
 from ..stores.store import LayerStore
 from ..tensors.sinks import SinkOrder
-from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record, shapes
+from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
 from .safetensors_file import Header, check_fields
 
 
@@ -78,8 +78,8 @@ class Loader:
             raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Pass {tokens} or more.")
         self.cache = kind(model.config, config, max_cache_len=room)
         names = [layer.get("class") if type(layer) is dict else None for layer in state["layers"]]
-        saved_layers = kind(model.config, config, max_cache_len=saved_room).layers
-        if names != [type(layer).__name__ for layer in saved_layers] or len(names) != len(state["tokens"]):
+        self.saved = kind(model.config, config, max_cache_len=saved_room)
+        if names != [type(layer).__name__ for layer in self.saved.layers] or len(names) != len(state["tokens"]):
             raise ValueError(
                 "Its layers are not those of a cache of this model (saved with transformers "
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
@@ -100,31 +100,21 @@ class Loader:
     def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
         """Pair each layer of the cache with the results of running the model."""
         batch, room = self.state["batch"], self.state["max_cache_len"]
-        config = TurboQuantConfig(skip_layers=skip_layers)
-        rooms = ROOM if room is not None else (None, None)
-        first, second = (kind(model.config, config, max_cache_len=most) for most in rooms)
-        ids = torch.zeros(BATCH[0], TOKENS[0], dtype=torch.long, device=device_of_inputs(model))
+        first: Any = kind(model.config, TurboQuantConfig(skip_layers=skip_layers), max_cache_len=room and ROOM)
+        ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device=device_of_inputs(model))
         with torch.no_grad(), record(first) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **as_input(first))
         probed = []
-        layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, self.state["tokens"], strict=True)
+        layers: Any = zip(self.cache.layers, first.layers, self.saved.layers, calls, self.state["tokens"], strict=True)
         for index, (layer, probe, other, own, tokens) in enumerate(layers):
+            states = None
             if _has_state(layer):
                 if not own:
                     raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
-                probed.append((layer, Probe(probe, like_held(layer, *own[0].tensors(batch, 0)), tokens)))
-                continue
-            for call in own:
-                call.replay(other, BATCH[1], TOKENS[1])
-            if shapes(probe).keys() != shapes(other).keys():
-                raise ValueError(
-                    f"Layer {index} is a {type(layer).__name__} of transformers, which the model fills in an "
-                    "unknown way, so the file cannot be checked. Run the prompt again."
-                )
-            sizes = {BATCH: batch, TOKENS: tokens}
-            if room is not None:
-                sizes[ROOM] = getattr(layer, "max_cache_len", room)
-            probed.append((RecordedLayer(layer, other, sizes), Probe(probe, None, tokens)))
+                states = like_held(layer, *own[0].tensors(batch, 0))
+            else:
+                layer = RecordedLayer(layer, other, own, batch)
+            probed.append((layer, Probe(probe, states, tokens)))
         return probed
 
     def check(self, header: Header) -> None:

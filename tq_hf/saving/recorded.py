@@ -1,14 +1,14 @@
 """Saving and loading of transformers' own layers, which have no methods for it.
 
-One run of the model is recorded: all calls that each layer gets. The calls are replayed on a second layer with another
-batch and length. Sizes and numbers that differ between the two layers may differ in a file, all others may not. A file
-can thus be checked against layers of unknown classes.
+One run of the model is recorded: all calls that each layer gets. The calls are replayed on the meta device with the
+batch and the length of a file, which shows the tensors and numbers that the file must have. A file can thus be checked
+against layers of unknown classes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from ..compat import mark_static_addresses
 from ..layers.base import Probe, State, like_held
+from ..memory import leaves_of
 
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
 """Axis of tokens in the tensors that a method of the cache takes. The batch is axis 0 in all methods."""
@@ -25,8 +26,8 @@ METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
 """All recorded methods of the cache."""
 TOKEN_AXES_OF_LAYERS = {"update_index": -2}
 """Axis of tokens in the tensors of methods that a model calls on a layer (MiniMax M3, transformers 5.23)."""
-BATCH, TOKENS, ROOM = (1, 2), (2, 3), (11, 13)
-"""Batch, length and `max_cache_len` of the first and the second layer. All pairs are different."""
+BATCH, TOKENS, ROOM = 1, 2, 11
+"""Batch, length and `max_cache_len` of the run."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,19 @@ class Call:
     likes: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
     options: tuple[tuple[str, Any], ...]
 
-    def tensors(self, batch: int, tokens: int) -> list[torch.Tensor]:
-        """Zeros in the shapes of the call, for `batch` sequences of `tokens` tokens."""
+    def tensors(self, batch: int, tokens: int, device: str | None = None) -> list[torch.Tensor]:
+        """Zeros in the shapes of the call for `batch` sequences of `tokens` tokens, on `device` or that of the call."""
         zeros = []
-        for shape, dtype, device in self.likes:
+        for shape, dtype, own in self.likes:
             sizes = [batch, *shape[1:]]
             if (axis := (TOKEN_AXES | TOKEN_AXES_OF_LAYERS).get(self.method)) is not None:
                 sizes[axis] = tokens
-            zeros.append(torch.zeros(sizes, dtype=dtype, device=device))
+            zeros.append(torch.zeros(sizes, dtype=dtype, device=device or own))
         return zeros
 
-    def replay(self, layer: Any, batch: int, tokens: int) -> None:
+    def replay(self, layer: Any, batch: int, tokens: int, device: str | None = None) -> None:
         """Repeat the call on `layer`, a layer of a transformers class."""
-        tensors = self.tensors(batch, tokens)
+        tensors = self.tensors(batch, tokens, device)
         if self.method == "update":
             tensors = list(like_held(layer, *tensors))
         getattr(layer, self.method)(*tensors, **dict(self.options))
@@ -96,10 +97,13 @@ def record(cache: Cache) -> Iterator[list[list[Call]]]:
             delattr(holder, method)
 
 
-def shapes(layer: Any) -> dict[str, torch.Size]:
-    """Shapes of the tensors of a layer by path. A second layer with the replayed calls has the same paths, unless the
-    model also fills layers by other methods."""
-    return {path: value.shape for path, (_, _, value) in _leaves(layer).items() if isinstance(value, torch.Tensor)}
+def replay(calls: Iterable[Call], layer: Any, second: Any, batch: int, tokens: int) -> bool:
+    """Repeat the calls that filled `layer` on `second` on the meta device, for `batch` sequences of `tokens` tokens.
+    Returns whether both have tensors of the same names, unlike a layer that the model also fills by other methods."""
+    for call in calls:
+        call.replay(second, batch, tokens, "meta")
+    names = ({path for path, (_, _, x) in _leaves(y).items() if isinstance(x, torch.Tensor)} for y in (layer, second))
+    return len(set(map(frozenset, names))) == 1
 
 
 class RecordedLayer:
@@ -107,14 +111,14 @@ class RecordedLayer:
 
     Args:
         layer: The layer.
-        second: Layer of a second cache, filled by the replayed calls of the probe at other sizes.
-        sizes: Expected number in the file, by the pair of numbers that the probe's layer and `second` have.
+        second: The same layer of an empty cache with the room of the file.
+        calls, batch: Calls of the run, and number of sequences in the file.
     """
 
     state_fields: ClassVar[dict[str, Any]] = {"values": dict, "rows": (int, type(None))}
 
-    def __init__(self, layer: Any, second: Any = None, sizes: dict[tuple[int, int], int] | None = None) -> None:
-        self.layer, self.second, self.sizes = layer, second, sizes or {}
+    def __init__(self, layer: Any, second: Any = None, calls: Iterable[Call] = (), batch: int = 0) -> None:
+        self.layer, self.second, self.calls, self.batch = layer, second, calls, batch
 
     def state(self) -> State:
         """Describe the layer (see `tq_hf.layers.base`): numbers under `values`, and tensors, both by path."""
@@ -134,47 +138,41 @@ class RecordedLayer:
 
     def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         values, rows, window = description["values"], description["rows"], getattr(probe.layer, "sliding_window", None)
-        sizes, seconds = dict(self.sizes), _leaves(self.second)
-        if window is not None:
-            sizes[TOKENS] = min(probe.tokens, max(window - 1, 1))
-            if values.get("record_past") is True and rows is not None and sizes[TOKENS] < rows <= probe.tokens:
-                sizes[TOKENS] = rows
-        tensors: dict[str, torch.Tensor] = {}
-        numbers = set()
-        for path, (_, _, value) in _leaves(probe.layer).items():
-            second = seconds[path][2]
-            if isinstance(value, torch.Tensor):
-                shape = [sizes.get(pair, pair[0]) for pair in zip(value.shape, second.shape, strict=True)]
-                tensors[path] = value.new_empty(shape, device="meta")
-                continue
-            numbers.add(path)
-            if path not in values or (path == "record_past" and type(values[path]) is bool):
-                continue
-            number = values[path]
-            wanted = self.sizes.get((value, second), value) if type(value) is int else value
-            if type(number) is not type(wanted) or number != wanted:
+        if not replay(self.calls, probe.layer, self.second, self.batch, probe.tokens):
+            raise ValueError(
+                f"is a {type(self.layer).__name__} of transformers, which the model fills in an unknown way, so the "
+                "file cannot be checked. Run the prompt again."
+            )
+        leaves = {path: value for path, (_, _, value) in _leaves(self.second).items()}
+        tensors = {path: value.to("meta") for path, value in leaves.items() if isinstance(value, torch.Tensor)}
+        if values.get("record_past") is True and window is not None and window <= (rows or 0) <= probe.tokens:
+            for name in ("keys", "values"):
+                shape = tensors[name].shape
+                tensors[name] = tensors[name].new_empty(*shape[:-2], rows, shape[-1])
+        numbers = leaves.keys() - tensors.keys()
+        if numbers != values.keys():
+            raise ValueError(f"does not have exactly the values {', '.join(sorted(numbers))}: damaged.")
+        for path in numbers:
+            number, wanted = values[path], leaves[path]
+            if type(number) is not type(wanted) or (number != wanted and path != "record_past"):
                 raise ValueError(
                     f"has {str(number)[:32]} for `{path}` in the file, and must have {wanted} in a cache of this "
                     "model: the file is damaged."
                 )
-        if numbers != values.keys():
-            raise ValueError(f"does not have exactly the values {', '.join(sorted(numbers))}: damaged.")
         if rows != _rows(values, tensors):
             raise ValueError(f"has {rows} rows after {probe.tokens} tokens: the file is damaged.")
         return tensors
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         """Load the layer (see `tq_hf.layers.base`). All values of the probe's layer are replaced, then taken over."""
-        seconds = _leaves(self.second)
         for path, (container, key, value) in _leaves(probe.layer).items():
             if not isinstance(value, torch.Tensor):
                 container[key] = description["values"][path]
                 continue
             tensor = tensors[path].to(value.device)
             if not tensor.is_floating_point():
-                # Check lengths that are stored as tensors: constants of the layer, or at most the number of tokens.
-                constant = torch.equal(value, seconds[path][2])
-                possible = tensor == value if constant else (0 <= tensor) & (tensor <= probe.tokens)
+                # Check constants of the layer, and lengths that are stored as tensors: at most the number of tokens.
+                possible = (tensor == value) | ((0 <= tensor) & (tensor <= probe.tokens))
                 if not possible.all():
                     raise ValueError(f"has {str(tensor.tolist())[:32]} for `{path}`: the file is damaged.")
             if self.layer.is_compileable:
@@ -189,14 +187,7 @@ def _rows(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int | Non
 
 
 def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Map paths ("keys", "conv_states.0") to container, key and value, for all attributes of a transformers layer. The
-    model determines dtype and device, which are left out."""
-
-    def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
-        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(value, (dict, list)):
-                yield from walk(value, f"{prefix}{key}.")
-            elif not isinstance(value, (torch.dtype, torch.device)):
-                yield f"{prefix}{key}", (container, key, value)
-
-    return dict(walk(vars(layer), ""))
+    """`leaves_of` a layer of transformers, without dtype and device, which the model determines."""
+    return {
+        path: leaf for path, leaf in leaves_of(layer).items() if not isinstance(leaf[2], (torch.dtype, torch.device))
+    }

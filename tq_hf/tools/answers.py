@@ -17,8 +17,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.chat_parsing import ResponseParser
 
 from ..batching import TurboQuantBatchingManager
-from ..batching.checks import new_tokens
-from ..batching.options import prompt_ids, with_options
+from ..batching.options import new_tokens, prompt_ids
 from ..batching.processors import answer_ids
 from .fields import (
     DEFAULT_TOKENS,
@@ -309,8 +308,7 @@ class Engine:
                 if not chosen:
                     room = self.cache.max_request_tokens + 1 - len(tokens)
                     options["max_new_tokens"] = max(1, min(self.default_tokens, room))
-                config, extra = with_options(self.manager.generation_config, options)
-                applied = self.manager.options_of(config, extra, len(tokens))
+                applied = self.manager.options_of(self.manager.generation_config, options, len(tokens))
                 self.cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens))
                 stops = applied.stop_strings
                 if "stop_strings" in options and (len(stops) > MOST_STOPS or max(map(len, stops)) > LONGEST_STOP):

@@ -391,7 +391,7 @@ def serve_command(
             raise ValueError(missing if error.name else str(error)) from None
         server.check_access(host, port, api_key)
         loaded, tokenizer = _loaded(name, dtype, device)
-        # The option counts pages of transformers' default size. `paged_options` converts them.
+        # The option counts pages of transformers' default size. `engine_options` converts them.
         blocks = None if cache_tokens is None else -(-cache_tokens // ContinuousBatchingConfig.page_size)
         level = int(device.startswith("cuda")) if compile_level is None else compile_level
         options = ContinuousBatchingConfig(

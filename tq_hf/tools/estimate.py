@@ -135,8 +135,8 @@ class Estimator:
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            for name, size in _by_kind(measure(alike[:1], context + decoding)).items():
-                total[name] += len(alike) * size
+            sizes = vars(measure(alike[:1], context + decoding)).items()
+            total.update({name: len(alike) * size for name, size in sizes if name != "by_device"})
         return MemoryFootprint(**total)
 
     def max_context(

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ..batching.options import FIELDS, MOST_BIASES, MOST_LOGPROBS, REQUEST_FIELDS, Rule, shown
+from ..batching.options import MOST_BIASES, MOST_LOGPROBS, NEUTRAL, REQUEST_FIELDS, shown
 
 MOST_ANSWERS = 128
 """Answers that a request can ask for, as in OpenAI's API."""
@@ -25,16 +25,11 @@ MOST_MARKS = 250_000
 DEFAULT_TOKENS = 1024
 """New tokens of a request that names no limit."""
 
-NEUTRAL = {
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "service_tier"), "about the caller, not the answer"),
-    "store": "requests are never stored",
-    **dict.fromkeys(
-        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), "prompts share pages by themselves"
-    ),
-    "prediction": "changes how fast an answer is, never the answer",
-    "stream_options": "`include_usage` is applied by completions",
-}
-"""Fields that change no answer, and why."""
+WITHOUT_EFFECT = frozenset(
+    "user metadata safety_identifier service_tier store prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "prediction stream_options".split()
+)
+"""Fields that change no answer."""
 UNCHANGED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "text": ({}, {"format": {"type": "text"}}),
@@ -50,7 +45,6 @@ UNCHANGED: dict[str, tuple[Any, ...]] = {
 """Values of refused fields that change no answer, besides `null`. All fields that are not listed here are refused."""
 _ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
 """Names that are no variables of a chat template: arguments of the call, a template among them."""
-_WITHOUT_EFFECT = {name for name, rule in FIELDS.items() if rule.kind == "neutral"}
 
 
 def _text(content: Any) -> Any:
@@ -108,11 +102,8 @@ class Message(BaseModel):
 
 
 def _prompts(given: Any) -> list[Any]:
-    """Prompts of a request: a text, token ids, or a list of them."""
+    """Prompts of a request: a text, token ids, or a list of them, which the engine checks."""
     prompts = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
-    for each in prompts:
-        if not isinstance(each, str) and not (isinstance(each, list) and all(type(token) is int for token in each)):
-            raise ValueError(f"`prompt` has {shown(each)}; it must be text or token ids, or a list of them.")
     if len(prompts) > MOST_ANSWERS:
         raise ValueError(f"`prompt` has {len(prompts):,} prompts; at most {MOST_ANSWERS} are answered at once.")
     return prompts
@@ -155,7 +146,7 @@ class Body(BaseModel):
     def _check_others(self) -> Body:
         for name, value in (self.model_extra or {}).items():
             neutral = any(type(value) is type(each) and value == each for each in (None, *UNCHANGED.get(name, ())))
-            if name not in NEUTRAL and not neutral:
+            if name not in WITHOUT_EFFECT and not neutral:
                 raise ValueError(
                     f"`{name:.60}` is {shown(value)}, and this server does not apply it here. Leave it out."
                 )
@@ -167,12 +158,10 @@ class Body(BaseModel):
         A temperature above 0, top_p or a seed turn sampling on, even if the model's generation config is greedy.
 
         Raises:
-            ValueError: Fields contradict each other, or `generation_config` has a field that does not exist.
+            ValueError: Fields contradict each other.
         """
         config = _object("generation_config", self.generation_config or {})
-        if unknown := sorted(config.keys() - vars(GenerationConfig()).keys() - REQUEST_FIELDS.keys()):
-            raise ValueError(f"`generation_config` has {shown(unknown[0])}, which does not exist.")
-        options = {name: value for name, value in config.items() if value is not None and name not in _WITHOUT_EFFECT}
+        options = {name: value for name, value in config.items() if value is not None and name not in NEUTRAL}
         asked, top = getattr(self, "logprobs", None), getattr(self, "top_logprobs", None)
         if top and asked is not True:
             raise ValueError(f"`top_logprobs` is {top} without `logprobs`. Set `logprobs` to true.")
@@ -327,15 +316,6 @@ def _of_item(item: dict[str, Any], name: str) -> Any:
 
 BODIES: dict[str, type[Body]] = {"chat/completions": ChatBody, "completions": CompletionBody, "responses": ResponseBody}
 """Bodies of requests by endpoint."""
-
-
-def rules() -> dict[str, dict[str, Rule]]:
-    """Return the fields that are applied or change no answer, by endpoint."""
-    return {
-        endpoint: {name: Rule("applied", each.description or "") for name, each in body.model_fields.items()}
-        | {name: Rule("neutral", note) for name, note in NEUTRAL.items() if name not in body.model_fields}
-        for endpoint, body in BODIES.items()
-    }
 
 
 def read_body(kind: type[Body], data: bytes) -> Any:

@@ -22,10 +22,9 @@ from transformers import (
 
 from ..cache import TurboQuantCache
 from ..compat import as_input, has_attention_heads
-from ..saving.recorded import Call, record, shapes
+from ..saving.recorded import TOKENS, Call, record, replay
 
 META = torch.device("meta")
-TOKENS = 2
 WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 """Auto classes that build a whole multimodal or encoder-decoder model."""
 
@@ -71,9 +70,7 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
         )
     again = DynamicCache(config=result.config)
     for layer, other, calls in zip(result.cache.layers, again.layers, result.calls, strict=True):
-        for call in calls:
-            call.replay(other, 1, TOKENS)
-        if shapes(layer) != shapes(other):
+        if not replay(calls, layer, other, 1, TOKENS):
             raise ValueError(
                 f"The cache of a {name} cannot be estimated from its config: the model fills a {type(layer).__name__} "
                 "in an unknown way. Load the model, and call `cache.memory_footprint()`."

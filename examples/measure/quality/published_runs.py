@@ -58,7 +58,7 @@ from examples.measure.quality.family_configs import (
     tiny_config,
 )
 from tq_hf import TurboQuantBatching, TurboQuantCache, graph_decoding
-from tq_hf.batching.checks import INSTEAD
+from tq_hf.batching.options import INSTEAD
 from tq_hf.compat import as_input, layer_config, takes_attention_functions
 from tq_hf.ops import backend
 from tq_hf.tools.traced import trace

@@ -24,7 +24,8 @@ from transformers import CONFIG_MAPPING
 from examples.measure.quality.family_configs import model_types
 from examples.provenance import RESULTS
 from tq_hf import TurboQuantCache, TurboQuantConfig
-from tq_hf.batching.checks import INSTEAD, check_model, pages_config
+from tq_hf.batching.checks import check_model, pages_config
+from tq_hf.batching.options import INSTEAD
 from tq_hf.config import holds_latents
 from tq_hf.layers.compressed import TurboQuantLayer
 from tq_hf.ops.backend import MAX_FLASH_DIM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
@@ -186,37 +186,43 @@ def quality() -> str:
 
 def options() -> str:
     """Fields of a generation config, and options of a request that it lacks: applied, neutral or refused."""
-    from tq_hf.batching.options import FIELDS, REQUEST_FIELDS, UNCHANGED  # needs a newer transformers than other tables
+    from tq_hf.batching.options import (  # needs a newer transformers than other tables
+        APPLIED,
+        NEUTRAL,
+        REQUEST_FIELDS,
+        UNCHANGED,
+    )
 
-    shown = {name: rule for name, rule in FIELDS.items() if rule.note != "not an option"}
     rows = []
-    for rules in (REQUEST_FIELDS, shown):
-        for (kind, note), group in groupby(rules.items(), key=lambda item: (item[1].kind, item[1].note)):
-            names = ", ".join(f"`{name}`" for name, _ in group)
-            rows.append([names, kind, note])
-    neutral = ", ".join(f"`{name}`" for name in UNCHANGED)
-    rows.append(["all others", "refused", f"unless unset, or at the value that changes nothing ({neutral})"])
-    order = ("applied", "refused", "neutral")
-    return table(["field", "is", ""], sorted(rows, key=lambda row: order.index(row[1])), "---")
+    for fields in (REQUEST_FIELDS, APPLIED):
+        for note, group in groupby(fields, key=fields.__getitem__):
+            rows.append([quoted(group), "applied", note])
+    rows.append(["all others", "refused", f"unless unset, or at the value that changes nothing ({quoted(UNCHANGED)})"])
+    rows.append([quoted(sorted(NEUTRAL - {"_from_model_config", "transformers_version"})), "neutral", NO_EFFECT])
+    return table(["field", "is", ""], rows, "---")
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def request_fields() -> str:
     """Fields of requests to the server, by endpoint: applied or neutral."""
-    from tq_hf.tools.fields import rules
+    from tq_hf.tools.fields import BODIES, WITHOUT_EFFECT
 
-    places: dict[tuple[str, str, str], list[str]] = {}
-    endpoints = rules()
-    for endpoint, fields in endpoints.items():
-        for name, rule in fields.items():
-            places.setdefault((name, rule.kind, rule.note), []).append(endpoint)
-    order = ("applied", "neutral")
+    places: dict[tuple[str, str], list[str]] = {}
+    for endpoint, body in BODIES.items():
+        for name, field in body.model_fields.items():
+            places.setdefault((name, field.description or ""), []).append(endpoint)
     rows = [
-        [f"`{name}`", kind, "all" if len(where) == len(endpoints) else ", ".join(where), note]
-        for (name, kind, note), where in sorted(places.items(), key=lambda item: order.index(item[0][1]))
+        [f"`{name}`", "applied", "all" if len(where) == len(BODIES) else ", ".join(where), note]
+        for (name, note), where in places.items()
     ]
+    rows.append([quoted(sorted(WITHOUT_EFFECT)), "neutral", "all, if not applied", NO_EFFECT])
     return table(["field", "is", "of", ""], rows, "---")
 
 
+NO_EFFECT = "changes no answer"
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "quantized": quantized,
