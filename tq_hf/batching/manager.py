@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,7 @@ from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
 from .checks import check_expansion, check_model, choose_graphs, default_requests, paged_options
 from .geometry import TableShape
+from .grammars import Grammars
 from .linear import LinearLayers
 from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
 from .processors import OPTIONS, BatchOptions, split_answer_id
@@ -89,6 +91,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         dense = check_model(model, config)
         self.model = model
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self.tokenizer, self.grammars = tokenizer, None
         self.vocabulary = model.config.get_text_config().vocab_size
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
@@ -200,11 +203,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Options of a request with a prompt of `prompt` tokens. Raises `ValueError` if an option would change the
         answer and is not applied, or is outside its range."""
         options = options_of(config, extra, prompt=prompt, vocabulary=self.vocabulary)
-        if options.stop_strings and self.detokenizer is None:
+        if (options.stop_strings or options.grammar) and self.tokenizer is None:
+            needs = f"`stop_strings` is {options.stop_strings!r}" if options.stop_strings else "The answer has a form"
             raise ValueError(
-                f"`stop_strings` is {options.stop_strings!r}, and there is no tokenizer to find them with. Say "
+                f"{needs}, and there is no tokenizer to find them with. Say "
                 "`TurboQuantBatching(model, tokenizer=tokenizer)`."
             )
+        if options.grammar is not None:
+            if self.distributed_helper.tp_size > 1:  # ranks would have to agree about masks that take too long
+                raise ValueError("Answers in a form are generated on one GPU, and this model is shared by several.")
+            self.grammars = self.grammars or Grammars(self.tokenizer, self.vocabulary)
+            compiled = self.grammars.compile(options.grammar)
+            options = replace(options, grammar=replace(options.grammar, compiled=compiled))
         return options
 
     def add_request(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
+from .grammars import Grammar, grammar_of
+
 MOST_LOGPROBS = 20
 """Most likely tokens per position that a request can ask for, as in OpenAI's API."""
 MOST_BIASES = 1024
@@ -96,6 +98,8 @@ OF_REQUESTS = {
     "stop_token_ids": "tokens that end an answer besides `eos_token_id`",
     "top_logprobs": f"0 to {MOST_LOGPROBS}: log-probabilities of the model, before other options, of the chosen token "
     "and the most likely ones, in `top_logprobs` of the output",
+    "response_format": "as in OpenAI's API: `json_object`, or `json_schema`; needs `tokenizer` and `tq-hf[grammar]`",
+    "structured_outputs": "as in vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`; likewise",
 }
 REQUEST_FIELDS = {name: Rule("applied", note) for name, note in OF_REQUESTS.items()}
 """Options of a request that no generation config has."""
@@ -130,6 +134,7 @@ class RequestOptions:
     num_return_sequences: int = 1
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     def __deepcopy__(self, memo: Any) -> RequestOptions:
         return self  # forks and preempted requests copy their options
@@ -146,12 +151,13 @@ class RequestOptions:
     @cached_property
     def needs(self) -> frozenset[str]:
         """Processors of the request: "history", "sampled", "truncated" (`top_k`, `top_p`, `min_p`), "details" (a seed
-        or log-probabilities)."""
+        or log-probabilities), "grammar"."""
         found = {
             "history": self.has_history,
             "sampled": self.do_sample,
             "truncated": self.do_sample and (self.top_k, self.top_p, self.min_p) != (0, 1, 0),
             "details": self.top_logprobs is not None or (self.do_sample and self.seed is not None),
+            "grammar": self.grammar is not None,
         }
         return frozenset(name for name, needed in found.items() if needed)
 
@@ -368,6 +374,9 @@ def options_of(
     samples, seed, logprobs = given("do_sample", False), given("seed", None), given("top_logprobs", None)
     if not isinstance(samples, bool):
         raise ValueError(f"`do_sample` is {shown(samples)}; it must be true or false.")
+    grammar = grammar_of(given("response_format", None), given("structured_outputs", None))
+    if grammar is not None and not eos:
+        raise ValueError("An answer in a form needs a token that ends it. Set `eos_token_id`.")
     return RequestOptions(
         do_sample=samples,
         temperature=_number("temperature", given("temperature", 1.0), 1e-6, 1e6) if samples else 1.0,
@@ -384,4 +393,5 @@ def options_of(
         num_return_sequences=whole_number("num_return_sequences", given("num_return_sequences", 1), 1),
         max_new_tokens=None if most is None else whole_number("max_new_tokens", most, 1),
         eos_token_ids=eos,
+        grammar=grammar,
     )

@@ -28,6 +28,8 @@ SAMPLED, GREEDY = 0, -1
 are the keys of seeded requests."""
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 """Constants of a 32-bit hash (Chris Wellons, "Prospecting for hash functions", `lowbias32`)."""
+LEAST = -1e30
+"""Least logit of a token that a grammar allows."""
 MOST_COUNTED = 2**14 - 2
 """Number up to which the occurrences of a token in an answer are counted."""
 
@@ -86,15 +88,23 @@ class Features(NamedTuple):
     """`top_k`, `top_p` or `min_p`."""
     details: bool = False
     """Seeds or log-probabilities."""
+    grammar: bool = False
+    """Masks of grammars. The graph then ends with the logits: masks are written while the device computes them."""
 
     @classmethod
     def of(cls, options: list[RequestOptions]) -> Features:
         """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
         needs = frozenset[str]().union(*(each.needs for each in options))
+        grammar = "grammar" in needs
         if "details" in needs:
-            return cls(True, True, True, True)
+            return cls(True, True, True, True, grammar)
         history, sampled = "history" in needs, "sampled" in needs
-        return cls(history, sampled, sampled and (history or "truncated" in needs))
+        return cls(history, sampled, sampled and (history or "truncated" in needs), False, grammar)
+
+    @property
+    def captured(self) -> Features:
+        """Features of the graph that a step replays."""
+        return Features(grammar=True) if self.grammar else self
 
 
 class Rows(NamedTuple):
@@ -132,6 +142,18 @@ def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Te
     penalty, generated = rows.repetition[:, None], counts >> 1
     scores = torch.where(counts > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     return scores - generated * rows.frequency[:, None] - (generated > 0) * rows.presence[:, None]
+
+
+def masked(scores: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Scores of the tokens whose bit is set. A token that a bias bans is chosen if no other is allowed.
+
+    Args:
+        scores: `[N, vocabulary]` float32.
+        masks: A bit per token, `[N, ceil(vocabulary / 32)]` int32.
+    """
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
+    return torch.where(allowed, scores.clamp(min=LEAST), -torch.inf)
 
 
 class History:
@@ -271,6 +293,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         self._neutral = torch.cat((neutral, floats.view(torch.int32)))[:, None].repeat(1, requests)
         self.packed = self._neutral.to(device, copy=True)
         """Rows of the running step, `[len(Rows._fields), requests]`: one address, for graphs."""
+        self.logits, self.masks = torch.empty(0), torch.empty(0)
+        """Logits `[requests, vocabulary]` float32 of a step with grammars, and its masks, allocated at the first one."""
         self.details = torch.zeros(requests, 1 + 2 * MOST_LOGPROBS, dtype=torch.int32, device=device)
         """Log-probabilities of the running step: of the chosen token, then the most likely tokens, then theirs."""
 
@@ -334,6 +358,11 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             self.packed.copy_(self.step.packed, non_blocking=True)
         if self.step.features.history and self.history is None:
             self.history = History(self.size, self.vocabulary, self.device)
+        if self.step.features.grammar and not len(self.logits):
+            self.logits = torch.empty(self.size, self.vocabulary, device=self.device)
+            shape = self.size, (self.vocabulary + 31) // 32
+            self.masks = torch.empty(shape, dtype=torch.int32, device=self.device)
+            self._masks = torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for state, load in self.step.loads:
             assert self.history is not None
             try:
@@ -343,6 +372,23 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
                     raise  # the device is broken
                 cast(Any, state).fail(error)
         return self.step.features
+
+    def write_masks(self, newest: dict[int, int]) -> None:
+        """Write the masks of the running step, and copy them to the device, on the current stream, without waiting.
+
+        Args:
+            newest: Token by the id of a request's state that the step before has chosen, if requests lack it yet.
+        """
+        assert self.step is not None
+        masks = self._masks[: len(self.step.requests)].fill_(-1)
+        for row, (state, options) in enumerate(zip(self.step.requests, self.step.options, strict=True)):
+            if options.grammar is not None:
+                try:
+                    cast(Any, state).write_mask(newest.get(id(state)), masks, row)
+                except Exception as error:
+                    cast(Any, state).fail(error)
+                    masks[row] = -1
+        self.masks[: len(masks)].copy_(masks, non_blocking=True)
 
     def choose(self, logits: torch.Tensor, tokens: torch.Tensor, features: Features, output: torch.Tensor) -> None:
         """Choose the next tokens, in place of those that the step has chosen greedily.
@@ -359,6 +405,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         if features.history:
             assert self.history is not None
             scores = self.history.process(scores, tokens, rows, self.compiled)
+        if features.grammar:
+            scores = masked(scores, self.masks[:number])
         if features.sampled:
             scores = scores / rows.temperature[:, None]
         if features.truncated:
