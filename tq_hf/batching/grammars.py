@@ -1,4 +1,4 @@
-"""Grammars of answers, by xgrammar: a JSON schema, a regular expression, choices or EBNF becomes masks of tokens.
+"""Grammars of answers, by xgrammar: a JSON schema, choices, a regular expression or EBNF becomes masks of tokens.
 
 `grammar_of` reads what a request asks for. `Grammars` compiles it, in a thread and within limits. A `Matching` follows
 an answer on the host and writes which tokens may come next. `BatchOptions` applies these masks on the device.
@@ -8,59 +8,53 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-LARGEST, DEEPEST = 65_536, 64
-"""Characters of a grammar, and levels of a schema. A schema of 2,000 optional fields takes 20 s to compile."""
-COMPILE_SECONDS = 10.0
-"""Seconds that a request waits for its grammar to be compiled."""
+LARGEST, DEEPEST, COMPILE_SECONDS = 65_536, 64, 10.0
+"""Characters of a grammar, levels of a schema, and seconds to compile. 2,000 optional properties would take 20 s."""
 MASK_SECONDS = 0.1
-"""CPU time of a mask. Most take 0.05 ms, and those of `root ::= root root | "a"` more with each token."""
+"""CPU time of a mask. Most take 0.05 ms; those of `root ::= root root | "a"` take longer with each token."""
 KEPT_BYTES = 2**28
-"""Bytes of compiled grammars that are kept. The one that was not used for longest goes first."""
+"""Bytes of compiled grammars that are kept. The least recently used one goes first."""
 WHITESPACE = 20
 """Most characters of whitespace between two parts of JSON. Without a limit, some answers never end."""
-SCHEMAS = frozenset("properties patternProperties $defs definitions".split())
+BY_NAME = frozenset("properties patternProperties $defs definitions".split())
 """Keywords of a schema that hold schemas by name."""
-REFUSED = frozenset(
+IGNORED = frozenset(
     "not if then else dependentRequired dependentSchemas dependencies uniqueItems contains minContains maxContains "
     "unevaluatedItems unevaluatedProperties propertyNames $dynamicRef $recursiveRef".split()
 )
 """Keywords that xgrammar ignores, or applies in part."""
-CHOICES = ("$ref", "anyOf", "oneOf", "allOf")
-"""Keywords that xgrammar applies alone: it ignores those of `LIMITS` beside them."""
-LIMITS = frozenset(
-    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength pattern format".split()
-)
-"""Keywords that xgrammar ignores without a `type`."""
-OF_CONTAINERS = frozenset("properties required additionalProperties patternProperties items prefixItems".split())
-FORMATS = frozenset(
-    "email date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference uri-template json-pointer "
-    "relative-json-pointer".split()
-)
-"""Formats of texts that xgrammar applies."""
+ALONE = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
+LENGTHS = frozenset(("minLength", "maxLength"))
+TYPED = LENGTHS | set("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf pattern format".split())
+"""Keywords that xgrammar ignores without a `type`, or beside one of `ALONE`."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Form of an answer: `kind` is a method of xgrammar's compiler, and `text` is its argument."""
+    """Form of an answer: `kind` is a method of xgrammar's compiler, and `text` is its argument. Objects have only the
+    properties that a JSON schema names if `strict`."""
 
     kind: str
     text: str
     strict: bool = True
-    """Whether objects have no properties but those that a JSON schema names."""
     compiled: Any = field(default=None, compare=False, repr=False)
 
 
-def check_schema(schema: Any) -> None:
-    """Raise `ValueError` if a JSON schema is too deep, or has a keyword that xgrammar would ignore."""
+def checked_schema(schema: Any) -> Any:
+    """Copy a JSON schema (an object, or its text), with limits of lengths as patterns: xgrammar lets control characters
+    into limited texts. Raise `ValueError` if the schema is too deep or has a keyword that xgrammar would ignore."""
+    try:
+        schema = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"The JSON schema cannot be read: {error!s:.200}.") from None
     left = [(schema, 1)]
     while left:
         each, depth = left.pop()
@@ -70,59 +64,42 @@ def check_schema(schema: Any) -> None:
             left += [(one, depth + 1) for one in each]
         if not isinstance(each, dict):
             continue
-        names, kind = each.keys(), each.get("type")
-        wrong, why = names & REFUSED, "which is not applied"
-        if (alone := names & set(CHOICES)) and not wrong:
-            wrong, why = names & (LIMITS | OF_CONTAINERS), f"which is not applied beside `{min(alone)}`"
-        if not wrong and kind is None and not {"enum", "const"} & names:
-            wrong, why = names & LIMITS, "which is not applied without `type`"
-        if not wrong and {"pattern", "format"} & names:
-            wrong, why = names & {"minLength", "maxLength"}, "which is not applied beside `pattern` or `format`"
-        if not wrong and (each.get("format") or "date") not in FORMATS:
-            wrong, why = {"format"}, f"which must be one of {', '.join(sorted(FORMATS))}"
-        if not wrong and "multipleOf" in names and kind != "integer":
-            wrong, why = {"multipleOf"}, "which is applied to integers only"
-        if not wrong and isinstance(all_of := each.get("allOf"), list) and len(all_of) > 1:
-            wrong, why = {"allOf"}, "of which one part only is applied"
-        if not wrong and not str(each.get("$ref", "#")).startswith("#"):
-            wrong, why = {"$ref"}, "which must begin with `#`"
-        if not wrong and isinstance(required := each.get("required"), list):
-            if absent := [name for name in required if name not in (each.get("properties") or {})]:
-                wrong, why = {"required"}, f"and its `properties` lack {str(absent[0])!r:.60}"
-        if wrong:
-            raise ValueError(f"The JSON schema has `{min(wrong)}`, {why}. Change it, or leave it out.")
+        names, kind, parts, required = each.keys(), each.get("type"), each.get("allOf"), each.get("required")
+        known = each["properties"] if isinstance(each.get("properties"), dict) else {}
+        absent = set(map(str, required)) - known.keys() if isinstance(required, list) else ()
+        faults: list[tuple[Any, str]] = [
+            (names & IGNORED, "is not applied"),
+            (names & ALONE and names & (TYPED | {"properties", "required", "items"}), f"stands beside {names & ALONE}"),
+            (kind is None and not {"enum", "const"} & names and names & TYPED, "has no `type` beside it"),
+            ({"pattern", "format"} & names and names & LENGTHS, "stands beside a pattern or format"),
+            (kind != "integer" and {"multipleOf"} & names, "is applied to integers only"),
+            (isinstance(parts, list) and len(parts) > 1 and {"allOf"}, "has several parts"),
+            (not str(each.get("$ref", "#")).startswith("#") and {"$ref"}, "does not begin with `#`"),
+            (absent and {"required"}, "names what `properties` lack"),
+        ]
+        for wrong, why in faults:
+            if wrong:
+                raise ValueError(f"`{min(wrong)}` of the JSON schema {why}, and cannot be applied. Leave it out.")
+        if names & LENGTHS:
+            each["pattern"] = f"^[\\s\\S]{{{each.pop('minLength', 0)},{each.pop('maxLength', '')}}}$"
         for name, value in each.items():
-            if name in SCHEMAS and isinstance(value, dict):
+            if name in BY_NAME and isinstance(value, dict):
                 left += [(one, depth + 1) for one in value.values()]
-            elif name not in ("enum", "const", "default", "examples", *SCHEMAS):
+            elif name not in ("enum", "const", "default", "examples"):
                 left.append((value, depth + 1))
+    return schema
 
 
-def schema_grammar(schema: Any, strict: Any = None) -> Grammar:
-    """Grammar of a JSON schema, an object or a text. Raise `ValueError` if it cannot be applied."""
-    try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        check_schema(schema)
-        return Grammar("json_schema", json.dumps(schema), strict is not False)
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"The JSON schema cannot be read: {error!s:.200}.") from None
-
-
-def calls_grammar(functions: list[dict[str, Any]], around: tuple[str, str] | None = None) -> dict[str, Any]:
-    """`structured_outputs` of a call of one of `functions`, with arguments by their schemas. With `around`, the answer
-    is text that may have calls between these marks."""
-    marks = around or ("", "")
-    tags = []
+def calls_grammar(functions: list[dict[str, Any]]) -> dict[str, Any]:
+    """`structured_outputs` of a call of one of `functions`, with arguments by its JSON schema."""
+    calls = []
     for each in functions:
-        schema = {"type": "object", "properties": {}} if each.get("parameters") is None else each["parameters"]
-        check_schema(schema)
-        begin = f'{marks[0]}{{"name": {json.dumps(each["name"])}, "arguments": '
-        content = {"type": "json_schema", "json_schema": schema}
-        tags.append({"type": "tag", "begin": begin, "content": content, "end": "}" + marks[1]})
-    form: dict[str, Any] = {"type": "or", "elements": tags}
-    if around:
-        form = {"type": "triggered_tags", "triggers": [marks[0].strip()], "tags": tags}
-    return {"structural_tag": {"type": "structural_tag", "format": form}}
+        schema = checked_schema(each.get("parameters") or {"type": "object", "properties": {}})
+        begin = f'{{"name": {json.dumps(each["name"])}, "arguments": '
+        calls.append(
+            {"type": "tag", "begin": begin, "end": "}", "content": {"type": "json_schema", "json_schema": schema}}
+        )
+    return {"structural_tag": {"type": "structural_tag", "format": {"type": "or", "elements": calls}}}
 
 
 def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
@@ -131,45 +108,41 @@ def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
     Args:
         response_format: As in OpenAI's API: `{"type": "json_schema", "json_schema": {"schema": ..., "strict": ...}}`,
             also without the inner level, `{"type": "json_object"}`, or `{"type": "text"}`.
-        structured_outputs: As in vLLM: one of `json`, `regex`, `choice`, `grammar` (EBNF), `json_object`,
+        structured_outputs: As in vLLM, one of `json`, `json_object`, `choice`, `regex`, `grammar` (EBNF), or
             `structural_tag` (xgrammar's).
 
     Raises:
         ValueError: The form does not exist, is too large, or cannot be applied.
     """
-    form = {"type": "text"} if response_format is None else response_format
+    form: Any = {"type": "text"} if response_format is None else response_format
     kind = form.get("type") if isinstance(form, dict) else None
-    if kind == "json_schema" and isinstance(inner := form.get("json_schema", form), dict) and "schema" in inner:
-        structured = {"json": inner["schema"]}
-    elif kind in ("json_object", "text"):
-        structured = {"json_object": True} if kind == "json_object" else {}
-    else:
-        raise ValueError(
-            f"`response_format` is {form!r:.80}; its `type` must be text, json_object, or json_schema with a `schema`."
-        )
+    inner = form.get("json_schema", form) if kind == "json_schema" else {}
+    inner = inner if isinstance(inner, dict) else {}
+    forms: Any = {"json_object": {"json_object": True}, "json_schema": {"json": inner.get("schema")}, "text": {}}
+    asked = forms.get(str(kind))
+    if asked is None:
+        raise ValueError(f"`response_format` is {form!r:.80}; its `type` must be text, json_object or json_schema.")
     if structured_outputs is not None:
-        if structured or not isinstance(structured_outputs, dict) or len(structured_outputs) != 1:
+        if asked or not isinstance(structured_outputs, dict) or len(structured_outputs) != 1:
             raise ValueError(
-                f"`structured_outputs` is {structured_outputs!r:.80}; it must be an object with one field, and without "
-                "`response_format`."
+                f"`structured_outputs` is {structured_outputs!r:.80}; it must have one field, and no `response_format` "
+                "or forced call beside it."
             )
-        structured, inner = structured_outputs, {}
-    if not structured:
+        asked = structured_outputs
+    if not asked:
         return None
-    ((name, value),) = structured.items()
-    if name == "json" and isinstance(value, (dict, str, bool)):
-        grammar = schema_grammar(value, inner.get("strict"))
+    ((name, value),) = asked.items()
+    if name == "json" and isinstance(value, dict | str):
+        grammar = Grammar("json_schema", json.dumps(checked_schema(value)), inner.get("strict") is not False)
     elif name == "json_object" and value is True:
-        grammar = schema_grammar({"type": "object"}, False)
-    elif name in ("regex", "grammar") and isinstance(value, str):
-        grammar = Grammar(name, value)
+        grammar = Grammar("json_schema", '{"type": "object"}', strict=False)
     elif name == "choice" and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         grammar = Grammar("grammar", "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
-    elif name == "structural_tag" and isinstance(value, dict):
-        grammar = Grammar(name, json.dumps(value))
+    elif isinstance(value, str if name in ("regex", "grammar") else dict if name == "structural_tag" else ()):
+        grammar = Grammar(name, value if isinstance(value, str) else json.dumps(value))
     else:
         raise ValueError(
-            f"`structured_outputs` has `{name!s:.60}`: {value!r:.80}; it must be `json` with a schema, `json_object` "
+            f"The form of an answer has `{name!s:.60}`: {value!r:.80}; it must be `json` with a schema, `json_object` "
             "with true, `choice` with a list of texts, or `regex` or `grammar` with a text."
         )
     if len(grammar.text) > LARGEST:
@@ -178,73 +151,42 @@ def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
 
 
 class Grammars:
-    """Compiler of the grammars of an engine.
-
-    Args:
-        tokenizer: Tokenizer of the model, or a processor with one.
-        vocabulary: Number of tokens of the model.
-
-    Raises:
-        ValueError: xgrammar is not installed, or does not know the tokenizer.
-    """
+    """Compiler of the grammars of an engine. Raises `ValueError` if xgrammar is not installed, or does not know the
+    tokenizer (or processor) of a model of `vocabulary` tokens."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         try:
             import xgrammar
         except ImportError:
-            raise ValueError("Grammars need xgrammar, which is not installed: `pip install tq-hf[grammar]`.") from None
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        try:
-            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=[0])
-        except Exception as error:
-            raise ValueError(f"xgrammar cannot read this tokenizer: {reason(error)}") from error
-        texts = [bytes(each) for each in info.decoded_vocab]
-        for token in tokenizer.all_special_ids:  # no text of an answer
-            texts[token : token + 1] = [b""][: token < len(texts)]
-        more: Any = dict(vocab_size=vocabulary, stop_token_ids=[0], add_prefix_space=info.add_prefix_space)
-        info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, **more)
+            raise ValueError("Answers in a form need xgrammar: `pip install tq-hf[grammar]`.") from None
+        # Masks may allow a token that ends other answers: here it is one that does not exist.
+        tokenizer, own = getattr(tokenizer, "tokenizer", tokenizer), dict[str, Any](vocab_size=vocabulary + 1)
+        own["stop_token_ids"] = [vocabulary]
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, **own)
+        special = frozenset(tokenizer.all_special_ids)  # a token without text is never allowed, but for ends
+        texts = [b"" if token in special else bytes(text) for token, text in enumerate(info.decoded_vocab)]
+        info = xgrammar.TokenizerInfo(texts, add_prefix_space=info.add_prefix_space, **own)
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=KEPT_BYTES)
-        self._turns = threading.BoundedSemaphore(2)
+        self.threads = ThreadPoolExecutor(2, "grammars")
 
     def compile(self, grammar: Grammar) -> Any:
-        """Compile a grammar, or return it from those that are kept. Raise `ValueError` if it is wrong or too large."""
-        late = f"The grammar is not compiled within {COMPILE_SECONDS:g} s. Make it smaller."
-        if not self._turns.acquire(timeout=COMPILE_SECONDS):
-            raise ValueError(late)
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                more: dict[str, Any] = {}
-                if grammar.kind == "json_schema":
-                    more = {"strict_mode": grammar.strict, "max_whitespace_cnt": WHITESPACE}
-                done.set_result(getattr(self.compiler, f"compile_{grammar.kind}")(grammar.text, **more))
-            except BaseException as error:
-                done.set_exception(error)
-            finally:
-                self._turns.release()
-
-        threading.Thread(target=run, name="tq_hf grammar", daemon=True).start()
+        """Compile a grammar, or return it from those that are kept. Raise `ValueError` if that fails or takes long."""
+        more: Any = {"strict_mode": grammar.strict, "max_whitespace_cnt": WHITESPACE}
+        compile = getattr(self.compiler, f"compile_{grammar.kind}")
+        done = self.threads.submit(compile, grammar.text, **(more if grammar.kind == "json_schema" else {}))
         try:
             return done.result(COMPILE_SECONDS)
         except Late:
-            raise ValueError(late) from None
+            done.cancel()
+            raise ValueError(f"The grammar is not compiled within {COMPILE_SECONDS:g} s. Make it smaller.") from None
         except Exception as error:
-            raise ValueError(f"xgrammar refuses the grammar: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """Text of an error of xgrammar, without its place in the source, shortened."""
-    return re.sub(r"^\[.*?\] \S+: |Check failed: \(.*?\) is false: ", "", str(error).strip())[:200]
+            why = re.sub(r"^\[.*?\] \S+: |Check failed: \(.*?\) is false: ", "", str(error).strip())
+            raise ValueError(f"xgrammar refuses the form of the answer: {why[:200]}") from error
 
 
 class Matching:
-    """Place of an answer in its grammar. Requests hold it, and forks of a request begin anew.
-
-    Args:
-        compiled: The grammar, as `Grammars.compile` returns it.
-        ends: Tokens that end the answer: allowed where the grammar accepts, and nowhere else.
-    """
+    """Place of an answer in its grammar, on the host. Forks of a request begin anew. `ends` are the tokens that end the
+    answer, which are allowed only where the grammar accepts."""
 
     def __init__(self, compiled: Any, ends: tuple[int, ...]) -> None:
         import xgrammar
@@ -256,20 +198,17 @@ class Matching:
         return None
 
     def write(self, tokens: list[int], masks: torch.Tensor, row: int) -> None:
-        """Write the mask of the token after `tokens` to a row of `masks`, `[N, ceil(vocabulary / 32)]` int32.
+        """Write the mask of the token after `tokens` to a row of `masks`, `[N, 1 + vocabulary // 32]` int32.
 
         Raises:
             ValueError: A token does not fit the grammar, no token can follow, or the mask takes too long.
         """
         began = time.thread_time()
-        if tokens[: len(self.tokens)] != self.tokens:  # a preempted request lost its last token
-            self.matcher.reset()
-            self.tokens = []
+        assert tokens[: len(self.tokens)] == self.tokens
         new = tokens[len(self.tokens) :]
-        for token in new:
-            if not self.matcher.accept_token(token):
-                raise ValueError(f"The token {token} of the answer does not fit its grammar.")
-        self.tokens += new
+        if not all(map(self.matcher.accept_token, new)):
+            raise ValueError("A token of the answer does not fit its grammar.")
+        self.tokens = tokens[:]
         if self.matcher.is_terminated():
             return  # an asynchronous step for an answer that has ended
         self.matcher.fill_next_token_bitmask(masks, row)

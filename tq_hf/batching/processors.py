@@ -89,22 +89,16 @@ class Features(NamedTuple):
     details: bool = False
     """Seeds or log-probabilities."""
     grammar: bool = False
-    """Masks of grammars. The graph then ends with the logits: masks are written while the device computes them."""
+    """Masks of grammars, written while the device computes logits: the only feature of the graph then."""
 
     @classmethod
     def of(cls, options: list[RequestOptions]) -> Features:
         """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
         needs = frozenset[str]().union(*(each.needs for each in options))
-        grammar = "grammar" in needs
+        history, sampled, grammar = "history" in needs, "sampled" in needs, "grammar" in needs
         if "details" in needs:
             return cls(True, True, True, True, grammar)
-        history, sampled = "history" in needs, "sampled" in needs
         return cls(history, sampled, sampled and (history or "truncated" in needs), False, grammar)
-
-    @property
-    def captured(self) -> Features:
-        """Features of the graph that a step replays."""
-        return Features(grammar=True) if self.grammar else self
 
 
 class Rows(NamedTuple):
@@ -145,12 +139,8 @@ def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Te
 
 
 def masked(scores: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Scores of the tokens whose bit is set. A token that a bias bans is chosen if no other is allowed.
-
-    Args:
-        scores: `[N, vocabulary]` float32.
-        masks: A bit per token, `[N, ceil(vocabulary / 32)]` int32.
-    """
+    """Scores `[N, vocabulary]` of the tokens whose bit is set in `masks`, `[N, 1 + vocabulary // 32]` int32. A token
+    that a bias bans is chosen if no other is allowed."""
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
     return torch.where(allowed, scores.clamp(min=LEAST), -torch.inf)
@@ -294,7 +284,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         self.packed = self._neutral.to(device, copy=True)
         """Rows of the running step, `[len(Rows._fields), requests]`: one address, for graphs."""
         self.logits, self.masks = torch.empty(0), torch.empty(0)
-        """Logits `[requests, vocabulary]` float32 of a step with grammars, and its masks, allocated at the first one."""
+        """Logits `[requests, vocabulary]` float32 of steps with grammars, and their masks; empty before the first."""
         self.details = torch.zeros(requests, 1 + 2 * MOST_LOGPROBS, dtype=torch.int32, device=device)
         """Log-probabilities of the running step: of the chosen token, then the most likely tokens, then theirs."""
 
@@ -360,7 +350,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             self.history = History(self.size, self.vocabulary, self.device)
         if self.step.features.grammar and not len(self.logits):
             self.logits = torch.empty(self.size, self.vocabulary, device=self.device)
-            shape = self.size, (self.vocabulary + 31) // 32
+            shape = self.size, 1 + self.vocabulary // 32
             self.masks = torch.empty(shape, dtype=torch.int32, device=self.device)
             self._masks = torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for state, load in self.step.loads:
@@ -375,10 +365,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
 
     def write_masks(self, newest: dict[int, int]) -> None:
         """Write the masks of the running step, and copy them to the device, on the current stream, without waiting.
-
-        Args:
-            newest: Token by the id of a request's state that the step before has chosen, if requests lack it yet.
-        """
+        `newest` has the token that the step before has chosen, by the id of a request's state."""
         assert self.step is not None
         masks = self._masks[: len(self.step.requests)].fill_(-1)
         for row, (state, options) in enumerate(zip(self.step.requests, self.step.options, strict=True)):

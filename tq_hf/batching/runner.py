@@ -394,7 +394,8 @@ class TurboQuantModelRunner(ModelRunner):
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
             self.features = self.logit_processor.begin()
         graphs = vars(device).setdefault("graphs_by_features", {})  # freed together with the buffers that they read
-        kind = self.features.captured, self._compiled_decode is None
+        captured = Features(grammar=True) if self.features.grammar else self.features
+        kind = captured, self._compiled_decode is None
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
         if self.features.grammar:

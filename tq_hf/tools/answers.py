@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -145,11 +146,13 @@ class Part(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """A prompt, with the maximum number of new tokens after it, and the tokens that end an answer."""
+    """A prompt, with the maximum number of new tokens after it, the tokens that end an answer, and whether a grammar
+    gives its form."""
 
     tokens: list[int]
     most: int | None
     ends: frozenset[int]
+    in_form: bool
 
 
 class Choice:
@@ -160,6 +163,7 @@ class Choice:
     ) -> None:
         self.engine, self.index, self.prompt, self.top, self.body = engine, index, prompt, top, body
         self.stops, self.parser = Stops(stops), engine.parser(prompt, body)
+        self.forced = isinstance(body, ToolBody) and bool(body.forced())
         self.text = Detokenized(lambda ids: engine.decode(ids, skip_special_tokens=self.parser is None))
         self.newest: Any = None
         """Newest output of the engine that was not read yet. It has all tokens."""
@@ -189,6 +193,15 @@ class Choice:
 
     def _parsed(self, text: str, last: bool) -> list[Any]:
         """Content, reasoning and tool calls of a text. A call that is no call stays text."""
+        if self.forced:
+            self.unsent += text
+            try:
+                text = self.unsent if last else ""
+                found = [ToolCall(call["name"], json.dumps(call["arguments"])) for call in [json.loads(text)]]
+                self.calls = len(found)
+                return found
+            except ValueError:  # it is not complete
+                pass
         if self.parser is None:
             return [text] if text else []
         try:
@@ -286,7 +299,11 @@ class Engine:
         if self.template is None or not isinstance(body, ToolBody):
             return None
         tools = {"tools": body.template_options()["tools"]} if "tools" in signature(ResponseParser).parameters else {}
-        return ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
+        parser = ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
+        events = parser.initial_events[-1:] if prompt.in_form else []
+        if events and events[0]["field"] == "reasoning_content" and events[0]["type"] != "region_close":
+            raise ValueError("The chat template begins with thoughts, which have no form. Turn them off.")
+        return None if prompt.in_form else parser
 
     def read(self, kind: type[Body], data: bytes) -> Exchange:
         """Read a request: its fields, its prompts, and the options of the engine. Nothing is asked yet.
@@ -318,7 +335,9 @@ class Engine:
                 if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
                     raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")
                 most = new_tokens(len(tokens), applied.max_new_tokens, self.cache.config)
-                prompts.append(prompt := PromptTokens(tokens, most, frozenset(applied.eos_token_ids)))
+                prompts.append(
+                    prompt := PromptTokens(tokens, most, frozenset(applied.eos_token_ids), applied.grammar is not None)
+                )
                 for _ in range(applied.num_return_sequences):
                     answers.append(Choice(self, len(answers), prompt, stops, applied.top_logprobs, body))
             return Exchange(self, body, prompts, options, answers)

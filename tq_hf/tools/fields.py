@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic_core import from_json
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ..batching.grammars import calls_grammar
 from ..batching.options import FIELDS, MOST_BIASES, MOST_LOGPROBS, REQUEST_FIELDS, Rule, shown
 
 MOST_ANSWERS = 128
@@ -25,6 +26,7 @@ MOST_MARKS = 250_000
 DEFAULT_TOKENS = 1024
 """New tokens of a request that names no limit."""
 
+GRAMMARS = "needs `tq-hf[grammar]`"
 NEUTRAL = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "service_tier"), "about the caller, not the answer"),
     "store": "requests are never stored",
@@ -36,8 +38,6 @@ NEUTRAL = {
 }
 """Fields that change no answer, and why."""
 UNCHANGED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "text": ({}, {"format": {"type": "text"}}),
     "modalities": (["text"],),
     "best_of": (1,),
     "truncation": ("disabled",),
@@ -207,6 +207,8 @@ class GeneratingBody(Body):
         f"up to {MOST_ANSWERS}; the prompt is read once; the seed of answer `i` is `seed + i`", ge=1, le=MOST_ANSWERS
     )
     stream_options: dict[str, Any] | None = _field("`include_usage`: a last part has the usage")
+    response_format: dict[str, Any] | None = _field("`text`, `json_object` or `json_schema`; " + GRAMMARS)
+    structured_outputs: dict[str, Any] | None = _field("as in a batch, above")
 
 
 class CompletionBody(GeneratingBody):
@@ -222,12 +224,35 @@ class ToolBody(Body):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = _field(
         "if the chat template has them"
     )
-    tool_choice: Literal["auto", "none"] | None = _field("`none`: the template gets no tools")
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = _field(
+        "`none`: the template gets no tools; `required`, or a function: one call, by its schema; " + GRAMMARS
+    )
     parallel_tool_calls: bool | None = _field("false: an answer has one call")
 
     def chat(self) -> list[Message]:
         """Return the messages for the chat template."""
         raise NotImplementedError
+
+    def forced(self) -> list[dict[str, Any]]:
+        """Functions of which the answer must call one; none if the model chooses."""
+        choice = self.tool_choice
+        if choice in (None, "auto", "none"):
+            return []
+        functions = [tool.get("function", tool) for tool in self.tools or ()]
+        if isinstance(choice, dict):
+            chosen = choice.get("function", choice)
+            functions = [
+                each for each in functions if isinstance(chosen, dict) and each.get("name") == chosen.get("name")
+            ]
+        if not functions or not all(isinstance(each.get("name"), str) for each in functions):
+            raise ValueError(f"`tool_choice` is {shown(choice)}, which is no function of `tools`.")
+        return functions
+
+    def options(self) -> dict[str, Any]:
+        options = super().options()
+        if functions := self.forced():
+            options.setdefault("structured_outputs", calls_grammar(functions))
+        return options
 
     def template_options(self) -> dict[str, Any]:
         """Arguments of the chat template besides the messages."""
@@ -275,9 +300,12 @@ class ResponseBody(ToolBody):
     input: Annotated[list[dict[str, Any]], BeforeValidator(_items)] = Field(description="text only")
     instructions: str | None = _field("before a system message of `input`")
     max_output_tokens: Tokens | None = _field("default: as `max_tokens`")
+    text: dict[Literal["format"], dict[str, Any]] | None = _field("its `format` as `response_format`")
 
     def options(self) -> dict[str, Any]:
         options = super().options()
+        if self.text:
+            options["response_format"] = self.text["format"]
         if options.get("num_return_sequences", 1) != 1 or "top_logprobs" in options:
             raise ValueError(
                 "`generation_config` asks for several answers or log-probabilities, and this endpoint gives one answer "
