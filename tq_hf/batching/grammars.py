@@ -1,8 +1,5 @@
-"""Grammars of answers, by xgrammar: a JSON schema, choices, a regular expression or EBNF becomes masks of tokens.
-
-`grammar_of` reads what a request asks for. `Grammars` compiles it, in a thread and within limits. A `Matching` follows
-an answer on the host and writes which tokens may come next. `BatchOptions` applies these masks on the device.
-"""
+"""Grammars of answers, by xgrammar: `grammar_of` reads what a request asks for, and `Grammars` compiles it. On the host
+a `Matching` follows an answer and writes masks of the tokens that may come next, which `BatchOptions` applies."""
 
 from __future__ import annotations
 
@@ -11,36 +8,30 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 LARGEST, DEEPEST, COMPILE_SECONDS = 65_536, 64, 10.0
 """Characters of a grammar, levels of a schema, and seconds to compile. 2,000 optional properties would take 20 s."""
-MASK_SECONDS = 0.1
-"""CPU time of a mask. Most take 0.05 ms; those of `root ::= root root | "a"` take longer with each token."""
-KEPT_BYTES = 2**28
-"""Bytes of compiled grammars that are kept. The least recently used one goes first."""
-WHITESPACE = 20
-"""Most characters of whitespace between two parts of JSON. Without a limit, some answers never end."""
+MASK_SECONDS, KEPT_BYTES, WHITESPACE = 0.1, 2**28, 20
+"""CPU time of a mask (most take 0.05 ms), bytes of compiled grammars that are kept, and most characters of whitespace
+between two parts of JSON: without a limit, some answers never end."""
 BY_NAME = frozenset("properties patternProperties $defs definitions".split())
-"""Keywords of a schema that hold schemas by name."""
 IGNORED = frozenset(
     "not if then else dependentRequired dependentSchemas dependencies uniqueItems contains minContains maxContains "
     "unevaluatedItems unevaluatedProperties propertyNames $dynamicRef $recursiveRef".split()
 )
-"""Keywords that xgrammar ignores, or applies in part."""
-ALONE = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
-LENGTHS = frozenset(("minLength", "maxLength"))
+"""Keywords of a JSON schema that xgrammar ignores, or applies in part."""
+ALONE, LENGTHS = {"$ref", "anyOf", "oneOf", "allOf"}, {"minLength", "maxLength"}
 TYPED = LENGTHS | set("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf pattern format".split())
 """Keywords that xgrammar ignores without a `type`, or beside one of `ALONE`."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Form of an answer: `kind` is a method of xgrammar's compiler, and `text` is its argument. Objects have only the
-    properties that a JSON schema names if `strict`."""
+    """Form of an answer: `kind` names a method of xgrammar's compiler, and `text` is its argument."""
 
     kind: str
     text: str
@@ -64,9 +55,8 @@ def checked_schema(schema: Any) -> Any:
             left += [(one, depth + 1) for one in each]
         if not isinstance(each, dict):
             continue
-        names, kind, parts, required = each.keys(), each.get("type"), each.get("allOf"), each.get("required")
-        known = each["properties"] if isinstance(each.get("properties"), dict) else {}
-        absent = set(map(str, required)) - known.keys() if isinstance(required, list) else ()
+        names, kind, parts, known = each.keys(), each.get("type"), each.get("allOf"), each.get("properties", {})
+        required = each.get("required", []) if isinstance(known, dict) else []
         faults: list[tuple[Any, str]] = [
             (names & IGNORED, "is not applied"),
             (names & ALONE and names & (TYPED | {"properties", "required", "items"}), f"stands beside {names & ALONE}"),
@@ -75,7 +65,10 @@ def checked_schema(schema: Any) -> Any:
             (kind != "integer" and {"multipleOf"} & names, "is applied to integers only"),
             (isinstance(parts, list) and len(parts) > 1 and {"allOf"}, "has several parts"),
             (not str(each.get("$ref", "#")).startswith("#") and {"$ref"}, "does not begin with `#`"),
-            (absent and {"required"}, "names what `properties` lack"),
+            (
+                isinstance(required, list) and not {*map(str, required)} <= {*known} and {"required"},
+                "needs `properties`",
+            ),
         ]
         for wrong, why in faults:
             if wrong:
@@ -95,55 +88,38 @@ def calls_grammar(functions: list[dict[str, Any]]) -> dict[str, Any]:
     calls = []
     for each in functions:
         schema = checked_schema(each.get("parameters") or {"type": "object", "properties": {}})
+        content = {"type": "json_schema", "json_schema": schema}
         begin = f'{{"name": {json.dumps(each["name"])}, "arguments": '
-        calls.append(
-            {"type": "tag", "begin": begin, "end": "}", "content": {"type": "json_schema", "json_schema": schema}}
-        )
+        calls.append({"type": "tag", "begin": begin, "content": content, "end": "}"})
     return {"structural_tag": {"type": "structural_tag", "format": {"type": "or", "elements": calls}}}
 
 
 def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """Grammar of a request; `None` if it asks for text.
-
-    Args:
-        response_format: As in OpenAI's API: `{"type": "json_schema", "json_schema": {"schema": ..., "strict": ...}}`,
-            also without the inner level, `{"type": "json_object"}`, or `{"type": "text"}`.
-        structured_outputs: As in vLLM, one of `json`, `json_object`, `choice`, `regex`, `grammar` (EBNF), or
-            `structural_tag` (xgrammar's).
-
-    Raises:
-        ValueError: The form does not exist, is too large, or cannot be applied.
-    """
+    """Grammar of a request, `None` for text. Raise `ValueError` unless `response_format` is as in OpenAI's API, or
+    `structured_outputs` is as in vLLM's, and can be applied."""
     form: Any = {"type": "text"} if response_format is None else response_format
-    kind = form.get("type") if isinstance(form, dict) else None
-    inner = form.get("json_schema", form) if kind == "json_schema" else {}
-    inner = inner if isinstance(inner, dict) else {}
-    forms: Any = {"json_object": {"json_object": True}, "json_schema": {"json": inner.get("schema")}, "text": {}}
-    asked = forms.get(str(kind))
-    if asked is None:
-        raise ValueError(f"`response_format` is {form!r:.80}; its `type` must be text, json_object or json_schema.")
-    if structured_outputs is not None:
-        if asked or not isinstance(structured_outputs, dict) or len(structured_outputs) != 1:
-            raise ValueError(
-                f"`structured_outputs` is {structured_outputs!r:.80}; it must have one field, and no `response_format` "
-                "or forced call beside it."
-            )
-        asked = structured_outputs
-    if not asked:
+    kind: Any = form.get("type") if isinstance(form, dict) else None
+    inner = nested if kind == "json_schema" and isinstance(nested := form.get(kind), dict) else form  # of responses
+    if kind == "text" and structured_outputs is None:
         return None
-    ((name, value),) = asked.items()
+    one = kind == "text" and isinstance(structured_outputs, dict) and len(structured_outputs) == 1
+    name, value = next(iter(structured_outputs.items())) if one else (kind, None)
+    if structured_outputs is None and kind in ("json_schema", "json_object"):
+        name, value = ("json", inner.get("schema")) if kind == "json_schema" else (kind, True)
     if name == "json" and isinstance(value, dict | str):
         grammar = Grammar("json_schema", json.dumps(checked_schema(value)), inner.get("strict") is not False)
     elif name == "json_object" and value is True:
         grammar = Grammar("json_schema", '{"type": "object"}', strict=False)
-    elif name == "choice" and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
-        grammar = Grammar("grammar", "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
+    elif name == "choice" and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        grammar = Grammar("grammar", "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value))
     elif isinstance(value, str if name in ("regex", "grammar") else dict if name == "structural_tag" else ()):
         grammar = Grammar(name, value if isinstance(value, str) else json.dumps(value))
     else:
         raise ValueError(
-            f"The form of an answer has `{name!s:.60}`: {value!r:.80}; it must be `json` with a schema, `json_object` "
-            "with true, `choice` with a list of texts, or `regex` or `grammar` with a text."
+            f"The form of the answer is {form if structured_outputs is None else structured_outputs!r:.99}. "
+            "`response_format` must have the `type` text, json_object or json_schema with a `schema`. Or "
+            "`structured_outputs` must have one of `json` with a schema, `json_object` with true, `choice` with a list "
+            "of texts, and `regex` or `grammar` with a text, without another form or a forced call beside it."
         )
     if len(grammar.text) > LARGEST:
         raise ValueError(f"The grammar has {len(grammar.text):,} characters; at most {LARGEST:,} are read.")
@@ -151,17 +127,17 @@ def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
 
 
 class Grammars:
-    """Compiler of the grammars of an engine. Raises `ValueError` if xgrammar is not installed, or does not know the
-    tokenizer (or processor) of a model of `vocabulary` tokens."""
+    """Compiler of the grammars of an engine; `vocabulary` is the number of tokens of the model. Raises `ValueError` if
+    xgrammar is not installed, or does not know the tokenizer."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         try:
             import xgrammar
         except ImportError:
             raise ValueError("Answers in a form need xgrammar: `pip install tq-hf[grammar]`.") from None
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         # Masks may allow a token that ends other answers: here it is one that does not exist.
-        tokenizer, own = getattr(tokenizer, "tokenizer", tokenizer), dict[str, Any](vocab_size=vocabulary + 1)
-        own["stop_token_ids"] = [vocabulary]
+        own: Any = dict(vocab_size=vocabulary + 1, stop_token_ids=[vocabulary])
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, **own)
         special = frozenset(tokenizer.all_special_ids)  # a token without text is never allowed, but for ends
         texts = [b"" if token in special else bytes(text) for token, text in enumerate(info.decoded_vocab)]
@@ -169,13 +145,13 @@ class Grammars:
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=KEPT_BYTES)
         self.threads = ThreadPoolExecutor(2, "grammars")
 
-    def compile(self, grammar: Grammar) -> Any:
-        """Compile a grammar, or return it from those that are kept. Raise `ValueError` if that fails or takes long."""
+    def compiled(self, grammar: Grammar) -> Grammar:
+        """Copy a grammar, compiled now or before. Raise `ValueError` if that fails or takes long."""
         more: Any = {"strict_mode": grammar.strict, "max_whitespace_cnt": WHITESPACE}
         compile = getattr(self.compiler, f"compile_{grammar.kind}")
         done = self.threads.submit(compile, grammar.text, **(more if grammar.kind == "json_schema" else {}))
         try:
-            return done.result(COMPILE_SECONDS)
+            return replace(grammar, compiled=done.result(COMPILE_SECONDS))
         except Late:
             done.cancel()
             raise ValueError(f"The grammar is not compiled within {COMPILE_SECONDS:g} s. Make it smaller.") from None
@@ -185,28 +161,21 @@ class Grammars:
 
 
 class Matching:
-    """Place of an answer in its grammar, on the host. Forks of a request begin anew. `ends` are the tokens that end the
-    answer, which are allowed only where the grammar accepts."""
+    """Place of an answer in its grammar. `ends` are allowed only where the grammar accepts. Forks begin anew."""
 
     def __init__(self, compiled: Any, ends: tuple[int, ...]) -> None:
         import xgrammar
 
-        self.matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(ends))
-        self.tokens: list[int] = []
+        self.matcher, self.tokens = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(ends)), list[int]()
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
 
     def write(self, tokens: list[int], masks: torch.Tensor, row: int) -> None:
-        """Write the mask of the token after `tokens` to a row of `masks`, `[N, 1 + vocabulary // 32]` int32.
-
-        Raises:
-            ValueError: A token does not fit the grammar, no token can follow, or the mask takes too long.
-        """
-        began = time.thread_time()
-        assert tokens[: len(self.tokens)] == self.tokens
-        new = tokens[len(self.tokens) :]
-        if not all(map(self.matcher.accept_token, new)):
+        """Write the mask of the token after `tokens` to a row of `masks`, `[N, 1 + vocabulary // 32]` int32. Raise
+        `ValueError` if a token does not fit the grammar, no token can follow, or the mask takes too long."""
+        began, new = time.thread_time(), tokens[len(self.tokens) :]
+        if tokens[: len(self.tokens)] != self.tokens or not all(map(self.matcher.accept_token, new)):
             raise ValueError("A token of the answer does not fit its grammar.")
         self.tokens = tokens[:]
         if self.matcher.is_terminated():

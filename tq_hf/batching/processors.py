@@ -283,8 +283,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         self._neutral = torch.cat((neutral, floats.view(torch.int32)))[:, None].repeat(1, requests)
         self.packed = self._neutral.to(device, copy=True)
         """Rows of the running step, `[len(Rows._fields), requests]`: one address, for graphs."""
-        self.logits, self.masks = torch.empty(0), torch.empty(0)
-        """Logits `[requests, vocabulary]` float32 of steps with grammars, and their masks; empty before the first."""
+        self.logits = torch.empty(0)
+        """Logits `[requests, vocabulary]` float32 of steps with grammars; empty before the first."""
         self.details = torch.zeros(requests, 1 + 2 * MOST_LOGPROBS, dtype=torch.int32, device=device)
         """Log-probabilities of the running step: of the chosen token, then the most likely tokens, then theirs."""
 
@@ -350,9 +350,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             self.history = History(self.size, self.vocabulary, self.device)
         if self.step.features.grammar and not len(self.logits):
             self.logits = torch.empty(self.size, self.vocabulary, device=self.device)
-            shape = self.size, 1 + self.vocabulary // 32
-            self.masks = torch.empty(shape, dtype=torch.int32, device=self.device)
-            self._masks = torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            host = torch.empty(self.size, 1 + self.vocabulary // 32, dtype=torch.int32)
+            self.masks, self._masks = host.to(self.device), host.pin_memory() if self.device.type == "cuda" else host
         for state, load in self.step.loads:
             assert self.history is not None
             try:

@@ -218,15 +218,12 @@ class TurboQuantRequest(RequestState):
 
     def write_mask(self, newest: int | None, masks: torch.Tensor, row: int) -> None:
         """Write which tokens the grammar allows next; `newest` is the last one if the host has not read it yet."""
-        answer, prompt = self.generated_tokens, self._true_initial_tokens
-        if prompt:  # it was preempted
-            answer = self.initial_tokens[prompt:] + answer
-        if self.position_offset > (prompt or len(self.initial_tokens)) + len(answer):
-            assert newest is not None
-            answer = [*answer, newest]
-        assert self.options is not None and self.options.grammar is not None
+        options: Any = self.options
+        prompt = self._true_initial_tokens or len(self.initial_tokens)
+        answer: list[Any] = self.initial_tokens[prompt:] + self.generated_tokens
+        answer += [newest] * (self.position_offset - prompt - len(answer))
         if self.matching is None:
-            self.matching = Matching(self.options.grammar.compiled, self.options.eos_token_ids)
+            self.matching = Matching(options.grammar.compiled, options.eos_token_ids)
         self.matching.write(answer, masks, row)
 
     def fail(self, error: Exception) -> None:

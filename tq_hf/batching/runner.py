@@ -394,8 +394,7 @@ class TurboQuantModelRunner(ModelRunner):
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
             self.features = self.logit_processor.begin()
         graphs = vars(device).setdefault("graphs_by_features", {})  # freed together with the buffers that they read
-        captured = Features(grammar=True) if self.features.grammar else self.features
-        kind = captured, self._compiled_decode is None
+        kind = Features(grammar=True) if self.features.grammar else self.features, self._compiled_decode is None
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
         if self.features.grammar:
@@ -419,8 +418,7 @@ class TurboQuantModelRunner(ModelRunner):
             before = io.io_pairs[1 - io.current_pair]
             before.d2h_over.synchronize()
             requests, tokens, _ = before.host_io.prepare_batch_update()
-            states = [id(each.state) for each in requests if each.has_new_token]
-            newest = dict(zip(states, tokens, strict=False))
+            newest = dict(zip([id(each.state) for each in requests if each.has_new_token], tokens, strict=False))
         with stream_context(io.compute_stream):
             processor.write_masks(newest)
             tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]

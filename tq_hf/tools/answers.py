@@ -195,13 +195,12 @@ class Choice:
         """Content, reasoning and tool calls of a text. A call that is no call stays text."""
         if self.forced:
             self.unsent += text
+            text = self.unsent if last else ""
             try:
-                text = self.unsent if last else ""
-                found = [ToolCall(call["name"], json.dumps(call["arguments"])) for call in [json.loads(text)]]
-                self.calls = len(found)
-                return found
-            except ValueError:  # it is not complete
-                pass
+                call, self.calls = json.loads(text), 1
+                return [ToolCall(call["name"], json.dumps(call["arguments"]))]
+            except ValueError:
+                pass  # a call that is cut stays text
         if self.parser is None:
             return [text] if text else []
         try:

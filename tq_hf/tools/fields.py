@@ -235,23 +235,21 @@ class ToolBody(Body):
 
     def forced(self) -> list[dict[str, Any]]:
         """Functions of which the answer must call one; none if the model chooses."""
-        choice = self.tool_choice
-        if choice in (None, "auto", "none"):
+        if self.tool_choice in (None, "auto", "none"):
             return []
-        functions = [tool.get("function", tool) for tool in self.tools or ()]
-        if isinstance(choice, dict):
-            chosen = choice.get("function", choice)
-            functions = [
-                each for each in functions if isinstance(chosen, dict) and each.get("name") == chosen.get("name")
-            ]
-        if not functions or not all(isinstance(each.get("name"), str) for each in functions):
-            raise ValueError(f"`tool_choice` is {shown(choice)}, which is no function of `tools`.")
+        functions: Any = [tool.get("function", tool) for tool in self.tools or ()]
+        functions = [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        if isinstance(self.tool_choice, dict):
+            chosen: Any = self.tool_choice.get("function", self.tool_choice)
+            functions = [each for each in functions if isinstance(chosen, dict) and each["name"] == chosen.get("name")]
+        if not functions:
+            raise ValueError(f"`tool_choice` is {shown(self.tool_choice)}, which is no function of `tools`.")
         return functions
 
     def options(self) -> dict[str, Any]:
         options = super().options()
         if functions := self.forced():
-            options.setdefault("structured_outputs", calls_grammar(functions))
+            options["structured_outputs"] = options.get("structured_outputs", {}) | calls_grammar(functions)
         return options
 
     def template_options(self) -> dict[str, Any]:
