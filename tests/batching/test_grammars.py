@@ -20,6 +20,7 @@ from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import grammars
 from tq_hf.batching.grammars import Grammars, grammar_of
+from tq_hf.batching.options import RequestOptions
 from tq_hf.batching.processors import answer_ids, masked
 from tq_hf.compat import as_input
 
@@ -100,7 +101,13 @@ def alone(model: Any, prompt: Tokens, form: dict[str, Any], oracle: Oracle | Non
     """Tokens of `generate()` on a cache of the same recipe, by a matcher of its own."""
     grammar = grammar_of(form.get("response_format"), form.get("structured_outputs"))
     assert grammar is not None
-    masks = LogitsProcessorList([ByGrammar(len(prompt), Grammars(characters(), VOCAB).compiled(grammar).compiled)])
+    masks = LogitsProcessorList(
+        [
+            ByGrammar(
+                len(prompt), Grammars(characters(), VOCAB).compiled(RequestOptions(grammar=grammar)).grammar.compiled
+            )
+        ]
+    )
     before, ids, config = model.config._attn_implementation, torch.tensor([prompt]), greedy(NEW)
     model.set_attn_implementation("turboquant")
     config.eos_token_id, config.pad_token_id = EOS, 0
@@ -148,14 +155,15 @@ def test_requests_have_the_answers_of_generate_with_and_without_a_form(
     assert sum(tokens[-1] == EOS for tokens in found) > 3
 
 
-def test_200_answers_of_a_schema_parse_and_validate(batching: TurboQuantBatching) -> None:
+@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_answers_of_a_schema_parse_and_validate(number: int, batching: TurboQuantBatching) -> None:
     """A random model samples from all that is allowed, with little whitespace, so that answers are short."""
     fields = FORMS["schema"] | ENDS | {"do_sample": True, "temperature": 3.0, "max_new_tokens": 400}
     fields["logit_bias"] = dict.fromkeys(map(ord, " \n\r\t"), -9)
-    found = ask(batching, [(prompt, fields) for prompt in prompts([20] * 200, seed=6)])
+    found = ask(batching, [(prompt, fields) for prompt in prompts([20] * number, seed=6)])
     texts = [text_of(tokens) for tokens in found]
     assert all(tokens[-1] == EOS for tokens in found) and all(matches("schema", text) for text in texts)
-    assert len(set(texts)) > 150 and len({json.loads(text)["more"] is None for text in texts}) == 2
+    assert len(set(texts)) > 0.75 * number and len({json.loads(text)["more"] is None for text in texts}) == 2
 
 
 @pytest.mark.parametrize("way", ["plain", "asynchronous"])
@@ -227,10 +235,12 @@ SCHEMAS: list[tuple[Any, str]] = [
     ({"properties": {"a": {"minimum": 5}}}, "`minimum` of the JSON schema has no `type`"),
     ({"anyOf": [{"$ref": "#/$defs/a"}], "minimum": 5}, "`minimum` of the JSON schema stands beside"),
     ({"type": "string", "pattern": "a*", "maxLength": 3}, "`maxLength` of the JSON schema stands beside a pattern"),
-    ({"type": "number", "multipleOf": 0.5}, "`multipleOf` of the JSON schema is applied to integers only"),
-    ({"allOf": [{"type": "null"}] * 2}, "`allOf` of the JSON schema has several parts"),
+    ({"type": "number", "multipleOf": 0.5}, "`multipleOf` of the JSON schema is not applied"),
     ({"$ref": "http://x/y"}, "`.ref` of the JSON schema does not begin with `#`"),
-    ({"type": "object", "properties": {}, "required": ["b"]}, "`required` of the JSON schema needs `properties`"),
+    (
+        {"type": "object", "properties": {}, "required": ["b"]},
+        "`required` of the JSON schema names what `properties` lack",
+    ),
     ({"$ref": "#"}, "Circular .ref chain"),
     (deep(100), "more than 64 levels"),
     ({"enum": ["x" * 40] * 2000}, "characters; at most 65,536 are read"),
@@ -239,7 +249,7 @@ SCHEMAS: list[tuple[Any, str]] = [
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"response_format": {"type": "json_schema", "schema": schema}}, words) for schema, words in SCHEMAS),
-    ({"response_format": {"type": "xml"}}, "The form of the answer is {'type': 'xml'}. `response_format` must have"),
+    ({"response_format": {"type": "xml"}}, "The form of the answer is {'type': 'xml'}. It must be"),
     ({"response_format": {"type": ["text"]}}, "The form of the answer is"),
     ({"response_format": "json"}, "The form of the answer is 'json'"),
     ({"response_format": {"type": "json_schema", "json_schema": 5}}, "The form of the answer is"),
@@ -248,8 +258,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "(" * 5000 + ")" * 5000}}, "refuses the form of the answer"),
     ({"structured_outputs": {"grammar": "a"}}, "root rule"),
     ({"structured_outputs": {"choice": []}}, "The form of the answer is"),
-    ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "must have one of `json`"),
-    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "without another form"),
+    ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "with one of json"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "without that"),
     ({"structured_outputs": {"regex": "a"}, "eos_token_id": -1}, "needs a token that ends it"),
 ]
 
@@ -266,7 +276,7 @@ def test_forms_that_cannot_be_applied_are_refused(
 
 def test_what_a_form_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     form = FORMS["object"] | ENDS
-    for tokenizer, words in ((None, "no tokenizer"), (characters(), r"pip install tq-hf\[grammar\]")):
+    for tokenizer, words in ((None, "need a tokenizer"), (characters(), r"pip install tq-hf\[grammar\]")):
         monkeypatch.setitem(sys.modules, "xgrammar", None)
         manager = TurboQuantBatching(model_of(), tokenizer=tokenizer).init_continuous_batching(greedy(NEW), options())
         manager.restore_attention()
@@ -278,9 +288,9 @@ def test_a_grammar_that_compiles_too_long_is_refused(monkeypatch: pytest.MonkeyP
     compiler, ends = Grammars(characters(), VOCAB), threading.Event()
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.01)
     compiler.compiler = SimpleNamespace(compile_regex=lambda text: ends.wait())
-    for _ in range(3):  # the third waits for a thread
-        with pytest.raises(ValueError, match="not compiled within 0.01 s"):
-            compiler.compiled(grammars.Grammar("regex", "a"))
+    for words in ["not compiled within 0.01 s"] * 2 + ["Other requests have large grammars"]:
+        with pytest.raises(ValueError, match=words):
+            compiler.compiled(RequestOptions(grammar=grammars.Grammar("regex", "a")))
     ends.set()
 
 

@@ -20,8 +20,6 @@ pytest.importorskip("xgrammar", reason="answers in a form need tq-hf[grammar]")
 
 from test_serve import chat, events_of, managers, served  # noqa: E402, F401 - fixtures
 
-from tq_hf.tools import answers  # noqa: E402
-
 POINT = {
     "type": "object",
     "properties": {"x": {"$ref": "#/$defs/Digit"}},
@@ -48,11 +46,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "tools": ("chat/completions", chat(**END, tools=[{"function": 5}], tool_choice="required"), "no function of"),
     "none": ("chat/completions", chat(**END, tool_choice="required"), "no function of `tools`"),
     "word": ("chat/completions", chat(**END, tools=TOOLS, tool_choice="any"), "`tool_choice"),
-    "both": ("chat/completions", chat(**END, tools=TOOLS, tool_choice=MOVE, response_format=FORM), "a forced call"),
+    "both": (
+        "chat/completions",
+        chat(**END, tools=TOOLS, tool_choice=MOVE, response_format=FORM),
+        "without a forced call",
+    ),
     "two": (
         "chat/completions",
         chat(**END, tools=TOOLS, tool_choice=MOVE, structured_outputs={"regex": "a"}),
-        "a forced call",
+        "without a forced call",
     ),
     "regex": ("completions", {"prompt": "x", **END, "structured_outputs": {"regex": "(a"}}, "not closed"),
     "text": ("responses", {"input": "x", **END, "text": {"verbosity": "low"}}, "`text.verbosity"),
@@ -123,24 +125,10 @@ def test_a_forced_call_has_arguments_by_its_schema(served: Callable[..., str], t
     served(ask, tools_folder)
 
 
-def test_forms_that_cannot_be_applied_are_refused(
-    served: Callable[..., str], tools_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    qwen = {"fields": {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-                       "content": {"content": "text"}}, "start_anchor": "<assistant>"}  # fmt: skip
-
+def test_forms_that_cannot_be_applied_are_refused(served: Callable[..., str], tools_folder: Path) -> None:
     def ask(client: Any) -> None:
         for name, (path, body, words) in REFUSED.items():
             answer = client.post(f"/v1/{path}", json=body)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"], (name, answer.text)
-        thoughts = {"role": "user", "content": "x<assistant><think>"}
-        own = answers.Engine.parser
-        monkeypatch.setattr(
-            answers.Engine, "parser", lambda engine, *given: (setattr(engine, "template", qwen), own(engine, *given))[1]
-        )
-        rendered = lambda engine, body: "<assistant><think>"  # noqa: E731
-        monkeypatch.setattr(answers.Engine, "_rendered", rendered)
-        answer = client.post("/v1/chat/completions", json=chat(**END, response_format=FORM, messages=[thoughts]))
-        assert answer.status_code == 400 and "begins with thoughts" in answer.json()["error"]["message"], answer.text
 
     served(ask, tools_folder)

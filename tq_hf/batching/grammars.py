@@ -6,26 +6,26 @@ from __future__ import annotations
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from threading import BoundedSemaphore
 from typing import Any
 
 import torch
 
-LARGEST, DEEPEST, COMPILE_SECONDS = 65_536, 64, 10.0
-"""Characters of a grammar, levels of a schema, and seconds to compile. 2,000 optional properties would take 20 s."""
-MASK_SECONDS, KEPT_BYTES, WHITESPACE = 0.1, 2**28, 20
-"""CPU time of a mask (most take 0.05 ms), bytes of compiled grammars that are kept, and most characters of whitespace
-between two parts of JSON: without a limit, some answers never end."""
+LARGEST, DEEPEST, COMPILE_SECONDS, MASK_SECONDS, KEPT_BYTES, WHITESPACE = 65_536, 64, 10.0, 0.1, 2**28, 20
+"""Characters of a grammar, levels of a schema, seconds to compile (2,000 optional properties take 20), CPU time of a
+mask (most take 0.05 ms), bytes of compiled grammars that are kept, and most characters of whitespace between two parts
+of JSON: without a limit, some answers never end."""
 BY_NAME = frozenset("properties patternProperties $defs definitions".split())
 IGNORED = frozenset(
     "not if then else dependentRequired dependentSchemas dependencies uniqueItems contains minContains maxContains "
-    "unevaluatedItems unevaluatedProperties propertyNames $dynamicRef $recursiveRef".split()
+    "unevaluatedItems unevaluatedProperties propertyNames multipleOf allOf $dynamicRef $recursiveRef".split()
 )
 """Keywords of a JSON schema that xgrammar ignores, or applies in part."""
-ALONE, LENGTHS = {"$ref", "anyOf", "oneOf", "allOf"}, {"minLength", "maxLength"}
-TYPED = LENGTHS | set("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf pattern format".split())
+ALONE, LENGTHS = {"$ref", "anyOf", "oneOf"}, {"minLength", "maxLength"}
+TYPED = LENGTHS | set("minimum maximum exclusiveMinimum exclusiveMaximum pattern format".split())
 """Keywords that xgrammar ignores without a `type`, or beside one of `ALONE`."""
 
 
@@ -55,20 +55,16 @@ def checked_schema(schema: Any) -> Any:
             left += [(one, depth + 1) for one in each]
         if not isinstance(each, dict):
             continue
-        names, kind, parts, known = each.keys(), each.get("type"), each.get("allOf"), each.get("properties", {})
-        required = each.get("required", []) if isinstance(known, dict) else []
+        names, known, required = each.keys(), each.get("properties", {}), each.get("required", [])
+        lacks = isinstance(known, dict) and isinstance(required, list) and {*map(str, required)} - known.keys()
+        beside = TYPED | {"properties", "required", "items"}
         faults: list[tuple[Any, str]] = [
             (names & IGNORED, "is not applied"),
-            (names & ALONE and names & (TYPED | {"properties", "required", "items"}), f"stands beside {names & ALONE}"),
-            (kind is None and not {"enum", "const"} & names and names & TYPED, "has no `type` beside it"),
+            (names & ALONE and names & beside, "stands beside `$ref`, `anyOf` or `oneOf`"),
+            (not {"type", "enum", "const"} & names and names & TYPED, "has no `type` beside it"),
             ({"pattern", "format"} & names and names & LENGTHS, "stands beside a pattern or format"),
-            (kind != "integer" and {"multipleOf"} & names, "is applied to integers only"),
-            (isinstance(parts, list) and len(parts) > 1 and {"allOf"}, "has several parts"),
             (not str(each.get("$ref", "#")).startswith("#") and {"$ref"}, "does not begin with `#`"),
-            (
-                isinstance(required, list) and not {*map(str, required)} <= {*known} and {"required"},
-                "needs `properties`",
-            ),
+            (lacks and {"required"}, "names what `properties` lack"),
         ]
         for wrong, why in faults:
             if wrong:
@@ -87,7 +83,7 @@ def calls_grammar(functions: list[dict[str, Any]]) -> dict[str, Any]:
     """`structured_outputs` of a call of one of `functions`, with arguments by its JSON schema."""
     calls = []
     for each in functions:
-        schema = checked_schema(each.get("parameters") or {"type": "object", "properties": {}})
+        schema = each.get("parameters") or {"type": "object", "properties": {}}
         content = {"type": "json_schema", "json_schema": schema}
         begin = f'{{"name": {json.dumps(each["name"])}, "arguments": '
         calls.append({"type": "tag", "begin": begin, "content": content, "end": "}"})
@@ -99,27 +95,28 @@ def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
     `structured_outputs` is as in vLLM's, and can be applied."""
     form: Any = {"type": "text"} if response_format is None else response_format
     kind: Any = form.get("type") if isinstance(form, dict) else None
-    inner = nested if kind == "json_schema" and isinstance(nested := form.get(kind), dict) else form  # of responses
     if kind == "text" and structured_outputs is None:
         return None
-    one = kind == "text" and isinstance(structured_outputs, dict) and len(structured_outputs) == 1
-    name, value = next(iter(structured_outputs.items())) if one else (kind, None)
-    if structured_outputs is None and kind in ("json_schema", "json_object"):
-        name, value = ("json", inner.get("schema")) if kind == "json_schema" else (kind, True)
+    inner = nested if kind == "json_schema" and isinstance(nested := form.get(kind), dict) else form  # of responses
+    asked: Any = {"json": inner.get("schema")} if kind == "json_schema" else {"json_object": kind == "json_object"}
+    if structured_outputs is not None:
+        asked = structured_outputs if kind == "text" else None
+    name, value = next(iter(asked.items())) if isinstance(asked, dict) and len(asked) == 1 else (None, None)
     if name == "json" and isinstance(value, dict | str):
         grammar = Grammar("json_schema", json.dumps(checked_schema(value)), inner.get("strict") is not False)
     elif name == "json_object" and value is True:
         grammar = Grammar("json_schema", '{"type": "object"}', strict=False)
     elif name == "choice" and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         grammar = Grammar("grammar", "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value))
-    elif isinstance(value, str if name in ("regex", "grammar") else dict if name == "structural_tag" else ()):
-        grammar = Grammar(name, value if isinstance(value, str) else json.dumps(value))
+    elif name == "structural_tag":
+        grammar = Grammar(name, json.dumps(checked_schema(value)))
+    elif name in ("regex", "grammar") and isinstance(value, str):
+        grammar = Grammar(name, value)
     else:
         raise ValueError(
-            f"The form of the answer is {form if structured_outputs is None else structured_outputs!r:.99}. "
-            "`response_format` must have the `type` text, json_object or json_schema with a `schema`. Or "
-            "`structured_outputs` must have one of `json` with a schema, `json_object` with true, `choice` with a list "
-            "of texts, and `regex` or `grammar` with a text, without another form or a forced call beside it."
+            f"The form of the answer is {form if structured_outputs is None else structured_outputs!r:.99}. It must be "
+            "a `response_format` with the `type` text, json_object or json_schema (with a `schema`); or, without that "
+            "and without a forced call, `structured_outputs` with one of json, json_object, choice, regex, grammar."
         )
     if len(grammar.text) > LARGEST:
         raise ValueError(f"The grammar has {len(grammar.text):,} characters; at most {LARGEST:,} are read.")
@@ -127,37 +124,54 @@ def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
 
 
 class Grammars:
-    """Compiler of the grammars of an engine; `vocabulary` is the number of tokens of the model. Raises `ValueError` if
-    xgrammar is not installed, or does not know the tokenizer."""
+    """Compiler of the grammars of an engine, for a tokenizer or processor (or `None`), the number of tokens of the
+    model, and the number of processes that share it."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: int, processes: int = 1) -> None:
+        self.tokenizer, self.vocabulary, self.processes = (
+            getattr(tokenizer, "tokenizer", tokenizer),
+            vocabulary,
+            processes,
+        )
+        self.threads, self._turns = ThreadPoolExecutor(2, "grammars"), BoundedSemaphore(2)
+
+    @cached_property
+    def compiler(self) -> Any:
+        """xgrammar's compiler for the tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "Answers in a form need a tokenizer. Say `TurboQuantBatching(model, tokenizer=tokenizer)`."
+            )
         try:
             import xgrammar
         except ImportError:
             raise ValueError("Answers in a form need xgrammar: `pip install tq-hf[grammar]`.") from None
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         # Masks may allow a token that ends other answers: here it is one that does not exist.
-        own: Any = dict(vocab_size=vocabulary + 1, stop_token_ids=[vocabulary])
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, **own)
-        special = frozenset(tokenizer.all_special_ids)  # a token without text is never allowed, but for ends
+        own: Any = dict(vocab_size=self.vocabulary + 1, stop_token_ids=[self.vocabulary])
+        info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, **own)
+        special = frozenset(self.tokenizer.all_special_ids)  # a token without text is never allowed, but for ends
         texts = [b"" if token in special else bytes(text) for token, text in enumerate(info.decoded_vocab)]
         info = xgrammar.TokenizerInfo(texts, add_prefix_space=info.add_prefix_space, **own)
-        self.compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=KEPT_BYTES)
-        self.threads = ThreadPoolExecutor(2, "grammars")
+        return xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=KEPT_BYTES)
 
-    def compiled(self, grammar: Grammar) -> Grammar:
-        """Copy a grammar, compiled now or before. Raise `ValueError` if that fails or takes long."""
+    def compiled(self, options: Any) -> Any:
+        """Copy the options of a request, with the grammar compiled now or before. Raise `ValueError` if that fails or
+        takes long. Callers do not wait long for one another: other requests are read in their threads."""
+        grammar, compiler = options.grammar, self.compiler
+        if self.processes > 1:  # they would have to agree about masks that take too long
+            raise ValueError("Answers in a form are generated by one process, and several share this model.")
+        if not self._turns.acquire(timeout=COMPILE_SECONDS / 10):
+            raise ValueError("Other requests have large grammars compiled. Try again later.")
         more: Any = {"strict_mode": grammar.strict, "max_whitespace_cnt": WHITESPACE}
-        compile = getattr(self.compiler, f"compile_{grammar.kind}")
-        done = self.threads.submit(compile, grammar.text, **(more if grammar.kind == "json_schema" else {}))
-        try:
-            return replace(grammar, compiled=done.result(COMPILE_SECONDS))
-        except Late:
-            done.cancel()
-            raise ValueError(f"The grammar is not compiled within {COMPILE_SECONDS:g} s. Make it smaller.") from None
-        except Exception as error:
+        more, compile = more if grammar.kind == "json_schema" else {}, getattr(compiler, f"compile_{grammar.kind}")
+        done = self.threads.submit(compile, grammar.text, **more)
+        done.add_done_callback(lambda _: self._turns.release())
+        if not wait([done], COMPILE_SECONDS).done:
+            raise ValueError(f"The grammar is not compiled within {COMPILE_SECONDS:g} s. Make it smaller.")
+        if error := done.exception():
             why = re.sub(r"^\[.*?\] \S+: |Check failed: \(.*?\) is false: ", "", str(error).strip())
             raise ValueError(f"xgrammar refuses the form of the answer: {why[:200]}") from error
+        return replace(options, grammar=replace(grammar, compiled=done.result()))
 
 
 class Matching:

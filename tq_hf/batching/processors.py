@@ -28,8 +28,6 @@ SAMPLED, GREEDY = 0, -1
 are the keys of seeded requests."""
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 """Constants of a 32-bit hash (Chris Wellons, "Prospecting for hash functions", `lowbias32`)."""
-LEAST = -1e30
-"""Least logit of a token that a grammar allows."""
 MOST_COUNTED = 2**14 - 2
 """Number up to which the occurrences of a token in an answer are counted."""
 
@@ -143,7 +141,7 @@ def masked(scores: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     that a bias bans is chosen if no other is allowed."""
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
-    return torch.where(allowed, scores.clamp(min=LEAST), -torch.inf)
+    return torch.where(allowed, scores.clamp(min=-1e30), -torch.inf)
 
 
 class History:

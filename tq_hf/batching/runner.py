@@ -415,10 +415,11 @@ class TurboQuantModelRunner(ModelRunner):
         device computes the logits of this one."""
         io, newest, processor = self.inputs_and_outputs, dict[int, int](), self.logit_processor
         if not isinstance(io, ContinuousBatchingIOs):
-            before = io.io_pairs[1 - io.current_pair]
-            before.d2h_over.synchronize()
-            requests, tokens, _ = before.host_io.prepare_batch_update()
-            newest = dict(zip([id(each.state) for each in requests if each.has_new_token], tokens, strict=False))
+            pair = io.io_pairs[1 - io.current_pair]
+            pair.d2h_over.synchronize()
+            host = pair.host_io
+            requests, tokens, _ = host.prepare_batch_update()
+            newest = dict(zip([id(future.state) for future in requests if future.has_new_token], tokens, strict=False))
         with stream_context(io.compute_stream):
             processor.write_masks(newest)
             tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]

@@ -146,13 +146,12 @@ class Part(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """A prompt, with the maximum number of new tokens after it, the tokens that end an answer, and whether a grammar
-    gives its form."""
+    """A prompt, with the maximum number of new tokens after it, tokens that end an answer, whether it has a form."""
 
     tokens: list[int]
     most: int | None
     ends: frozenset[int]
-    in_form: bool
+    in_form: bool = False
 
 
 class Choice:
@@ -294,15 +293,11 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)
 
     def parser(self, prompt: PromptTokens, body: Body) -> Any:
-        """transformers' parser of reasoning and tool calls; `None` if the model has none, or the request is no chat."""
-        if self.template is None or not isinstance(body, ToolBody):
+        """transformers' parser of reasoning and tool calls; `None` for a model without one, a form, or no chat."""
+        if self.template is None or prompt.in_form or not isinstance(body, ToolBody):
             return None
         tools = {"tools": body.template_options()["tools"]} if "tools" in signature(ResponseParser).parameters else {}
-        parser = ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
-        events = parser.initial_events[-1:] if prompt.in_form else []
-        if events and events[0]["field"] == "reasoning_content" and events[0]["type"] != "region_close":
-            raise ValueError("The chat template begins with thoughts, which have no form. Turn them off.")
-        return None if prompt.in_form else parser
+        return ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
 
     def read(self, kind: type[Body], data: bytes) -> Exchange:
         """Read a request: its fields, its prompts, and the options of the engine. Nothing is asked yet.
@@ -334,9 +329,8 @@ class Engine:
                 if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
                     raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")
                 most = new_tokens(len(tokens), applied.max_new_tokens, self.cache.config)
-                prompts.append(
-                    prompt := PromptTokens(tokens, most, frozenset(applied.eos_token_ids), applied.grammar is not None)
-                )
+                ends, in_form = frozenset(applied.eos_token_ids), applied.grammar is not None
+                prompts.append(prompt := PromptTokens(tokens, most, ends, in_form))
                 for _ in range(applied.num_return_sequences):
                     answers.append(Choice(self, len(answers), prompt, stops, applied.top_logprobs, body))
             return Exchange(self, body, prompts, options, answers)

@@ -26,7 +26,6 @@ MOST_MARKS = 250_000
 DEFAULT_TOKENS = 1024
 """New tokens of a request that names no limit."""
 
-GRAMMARS = "needs `tq-hf[grammar]`"
 NEUTRAL = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "service_tier"), "about the caller, not the answer"),
     "store": "requests are never stored",
@@ -207,7 +206,7 @@ class GeneratingBody(Body):
         f"up to {MOST_ANSWERS}; the prompt is read once; the seed of answer `i` is `seed + i`", ge=1, le=MOST_ANSWERS
     )
     stream_options: dict[str, Any] | None = _field("`include_usage`: a last part has the usage")
-    response_format: dict[str, Any] | None = _field("`text`, `json_object` or `json_schema`; " + GRAMMARS)
+    response_format: dict[str, Any] | None = _field("as in a batch, above")
     structured_outputs: dict[str, Any] | None = _field("as in a batch, above")
 
 
@@ -225,7 +224,7 @@ class ToolBody(Body):
         "if the chat template has them"
     )
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = _field(
-        "`none`: the template gets no tools; `required`, or a function: one call, by its schema; " + GRAMMARS
+        "`none`: the template gets no tools; `required`, or a function: one call, by its schema"
     )
     parallel_tool_calls: bool | None = _field("false: an answer has one call")
 
@@ -234,7 +233,7 @@ class ToolBody(Body):
         raise NotImplementedError
 
     def forced(self) -> list[dict[str, Any]]:
-        """Functions of which the answer must call one; none if the model chooses."""
+        """Functions to choose a call from; none if the answer needs no call."""
         if self.tool_choice in (None, "auto", "none"):
             return []
         functions: Any = [tool.get("function", tool) for tool in self.tools or ()]
