@@ -87,7 +87,7 @@ class Features(NamedTuple):
     details: bool = False
     """Seeds or log-probabilities."""
     grammar: bool = False
-    """Masks of grammars, written while the device computes logits: the only feature of the graph then."""
+    """Masks, written while the device computes logits: the only feature of the graph then."""
 
     @classmethod
     def of(cls, options: list[RequestOptions]) -> Features:
@@ -137,11 +137,12 @@ def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Te
 
 
 def masked(scores: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Scores `[N, vocabulary]` of the tokens whose bit is set in `masks`, `[N, 1 + vocabulary // 32]` int32. A token
-    that a bias bans is chosen if no other is allowed."""
+    """Scores `[N, vocabulary]` of the tokens whose bit is set in `masks`, `[N, 1 + vocabulary // 32]` int32. Tokens
+    that biases ban are allowed if no others are."""
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
-    return torch.where(allowed, scores.clamp(min=-1e30), -torch.inf)
+    scores = torch.where(allowed, scores, -torch.inf)
+    return torch.where(allowed & (scores.amax(1, keepdim=True) == -torch.inf), 0.0, scores)
 
 
 class History:
