@@ -49,6 +49,7 @@ GIVEN: dict[str, Any] = {
     "repetition_penalty": 1.5, "sequence_bias": [[[1, 2], 2.0]], "bad_words_ids": [[1], [2, 3]], "suppress_tokens": [9],
     "begin_suppress_tokens": [8], "num_return_sequences": 3, "seed": 5, "presence_penalty": 0.5,
     "frequency_penalty": 0.5, "logit_bias": {"7": 3}, "stop_token_ids": [2], "top_logprobs": 3,
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
 }  # fmt: skip
 """A value of each applied field, for a prompt of 100 tokens."""
 

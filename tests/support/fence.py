@@ -103,6 +103,7 @@ NEWER = (
 """Names, or their parameters, that the oldest supported version lacks."""
 OTHERS = {
     *("_fields", "_replace", "_getframe", "_states", "_abc_impl", "_backward_cls", "acquire", "release", "close"),
+    "submit",
     *("_C", "_dynamo", "_inductor"),  # modules of torch, whose names are noted
     "_cuda_getCurrentRawStream",  # only in builds with CUDA
 }

@@ -50,7 +50,7 @@ class TurboQuantBatching(ContinuousMixin):
             torch, request by request, without CUDA graphs: no kernel reads their pages yet.
         balance: Per-channel scales: `True` finds them by a short run of the model before the first request; `False`
             uses none; a `Balance` brings its own; `None` does as the preset says.
-        tokenizer: Tokenizer of the model, for `stop_strings`.
+        tokenizer: Tokenizer of the model, for `stop_strings`, `response_format` and `structured_outputs`.
         **overrides: Fields of `TurboQuantConfig` that replace the preset's.
 
     Raises:

@@ -29,6 +29,7 @@ from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
 from .checks import check_model, default_requests, engine_options
 from .geometry import TableShape
+from .grammars import Grammars
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
@@ -122,6 +123,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.generation_config = generation_config
         self.default_options, self.num_return_sequences = default, default.num_return_sequences
         self.output_router = AnswerRouter()
+        self.grammars = Grammars(tokenizer, self.vocabulary, self.distributed_helper.tp_size)
         self._wake_up_loop = WakeUp(self._work_ahead)
         resolved = self.continuous_batching_config
         resolved.decode_compile_config = requested.decode_compile_config or compile_config_of(
@@ -204,7 +206,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 f"`stop_strings` is {applied.stop_strings!r}, and there is no tokenizer to find them with. Say "
                 "`TurboQuantBatching(model, tokenizer=tokenizer)`."
             )
-        return applied
+        return applied if applied.grammar is None else self.grammars.compiled(applied)
 
     def add_request(
         self,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig
 
 from ..balance import POSITIONS
+from .grammars import Grammar, grammar_of
 
 INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 MOST_LOGPROBS = 20
@@ -98,6 +99,8 @@ REQUEST_FIELDS = {
     "stop_token_ids": "tokens that end an answer besides `eos_token_id`",
     "top_logprobs": f"0 to {MOST_LOGPROBS}: log-probabilities of the model, before other options, of the chosen token "
     "and the most likely ones, in `top_logprobs` of the output",
+    "response_format": "as in OpenAI's API: `json_object`, or `json_schema`; needs `tokenizer` and `tq-hf[grammar]`",
+    "structured_outputs": "as in vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`; likewise",
 }
 """Options of a request that no generation config has, and how they are applied."""
 
@@ -121,15 +124,17 @@ class Features(NamedTuple):
     """`top_k`, `top_p` or `min_p`."""
     details: bool = False
     """Seeds or log-probabilities."""
+    grammar: bool = False
+    """Masks, written while the device computes logits: the only feature of the graph then."""
 
     @classmethod
     def of(cls, options: list[RequestOptions]) -> Features:
         """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
         found = [cls(), *(each.features for each in options)]
-        history, sampled, truncated, details = map(any, zip(*found, strict=True))
+        history, sampled, truncated, details, grammar = map(any, zip(*found, strict=True))
         if details:
-            return cls(True, True, True, True)
-        return cls(history, sampled, sampled and (history or truncated))
+            return cls(True, True, True, True, grammar)
+        return cls(history, sampled, sampled and (history or truncated), False, grammar)
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,7 @@ class RequestOptions:
     num_return_sequences: int = 1
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     def __deepcopy__(self, memo: Any) -> RequestOptions:
         return self  # forks and preempted requests copy their options
@@ -170,7 +176,7 @@ class RequestOptions:
         """Processors of the request alone."""
         truncated = self.do_sample and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
         details = self.top_logprobs is not None or (self.do_sample and self.seed is not None)
-        return Features(self.has_history, self.do_sample, truncated, details)
+        return Features(self.has_history, self.do_sample, truncated, details, self.grammar is not None)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
@@ -358,7 +364,12 @@ def options_of(
     eos = [token_ids(name, given.get(name), vocabulary) for name in ("eos_token_id", "stop_token_ids")]
     biases = _biases(given, ends := (*eos[0], *eos[1]), least, vocabulary)
     stops = _stop_strings(given.get("stop_strings", ()))
-    return RequestOptions(do_sample=samples, biases=biases, stop_strings=stops, eos_token_ids=ends, **numbers)
+    grammar = grammar_of(given.get("response_format"), given.get("structured_outputs"))
+    if grammar is not None and not ends:
+        raise ValueError("An answer in a form needs a token that ends it. Set `eos_token_id`.")
+    return RequestOptions(
+        do_sample=samples, biases=biases, stop_strings=stops, eos_token_ids=ends, grammar=grammar, **numbers
+    )
 
 
 def number_of_positions(config: Any) -> int | None:

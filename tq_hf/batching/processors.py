@@ -104,6 +104,15 @@ def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Te
     return scores - generated * rows.frequency[:, None] - (generated > 0) * rows.presence[:, None]
 
 
+def masked(scores: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Scores `[N, vocabulary]` of the tokens whose bit is set in `masks`, `[N, 1 + vocabulary // 32]` int32. Tokens
+    that biases ban are allowed if no others are."""
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
+    scores = torch.where(allowed, scores, -torch.inf)
+    return torch.where(allowed & (scores.amax(1, keepdim=True) == -torch.inf), 0.0, scores)
+
+
 class History:
     """Tokens and biases of requests, a slot each, and one more slot for requests without. A slot has 2 bytes per token
     of the vocabulary, and 44 KiB."""
@@ -218,6 +227,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         self._neutral = torch.cat((neutral, floats.view(torch.int32)))[:, None].repeat(1, requests)
         self.packed = self._neutral.to(device, copy=True)
         """Rows of the running step, `[len(Rows._fields), requests]`: one address, for graphs."""
+        self.logits = torch.empty(0)
+        """Logits `[requests, vocabulary]` float32 of steps with grammars; empty before the first."""
         self.details = torch.zeros(requests, 1 + 2 * MOST_LOGPROBS, dtype=torch.int32, device=device)
         """Log-probabilities of the running step: of the chosen token, then the most likely tokens, then theirs."""
 
@@ -281,6 +292,10 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             self.packed.copy_(self.step.packed, non_blocking=True)
         if self.step.features.history and self.history is None:
             self.history = History(self.size, self.vocabulary, self.device)
+        if self.step.features.grammar and not len(self.logits):
+            self.logits = torch.empty(self.size, self.vocabulary, device=self.device)
+            host = torch.empty(self.size, 1 + self.vocabulary // 32, dtype=torch.int32)
+            self.masks, self._masks = host.to(self.device), host.pin_memory() if self.device.type == "cuda" else host
         for state, load in self.step.loads:
             assert self.history is not None
             try:
@@ -290,6 +305,20 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
                     raise  # the device is broken
                 cast(Any, state).fail(error)
         return self.step.features
+
+    def write_masks(self, newest: dict[int, int]) -> None:
+        """Write the masks of the running step, and copy them to the device, on the current stream, without waiting.
+        `newest` has the token that the step before has chosen, by the id of a request's state."""
+        assert self.step is not None
+        masks = self._masks[: len(self.step.requests)].fill_(-1)
+        for row, (state, options) in enumerate(zip(self.step.requests, self.step.options, strict=True)):
+            if options.grammar is not None:
+                try:
+                    cast(Any, state).write_mask(newest.get(id(state)), masks, row)
+                except Exception as error:
+                    cast(Any, state).fail(error)
+                    masks[row] = -1
+        self.masks[: len(masks)].copy_(masks, non_blocking=True)
 
     def choose(self, logits: torch.Tensor, tokens: torch.Tensor, features: Features, output: torch.Tensor) -> None:
         """Choose the next tokens, in place of those that the step has chosen greedily.
@@ -305,6 +334,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         if features.history:
             assert self.history is not None
             scores = self.history.process(scores, tokens, rows, self.compiled)
+        if features.grammar:
+            scores = masked(scores, self.masks[:number])
         if features.sampled:
             scores = scores / rows.temperature[:, None]
         if features.truncated:

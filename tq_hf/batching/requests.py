@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 from transformers.utils import logging
 
 from ..layers.base import Substitute
+from .grammars import Matching
 from .metrics import Metrics
 from .options import RequestOptions, new_tokens
 from .processors import OPTIONS, TokenLogprobs, answer_ids, split_answer_id
@@ -174,6 +176,7 @@ class TurboQuantRequest(Substitute, RequestState):
 
     detokenizer: Detokenizer | None = None
     first_token_time: float | None = None
+    matching: Matching | None = None
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
@@ -213,6 +216,16 @@ class TurboQuantRequest(Substitute, RequestState):
         size = self.detokenizer.number_of_tokens(self.options.stop_strings)
         last = (self.initial_tokens[-size:] + self.generated_tokens[-size:])[-size:]
         return self.detokenizer.completes(last, self.options.stop_strings)
+
+    def write_mask(self, newest: int | None, masks: torch.Tensor, row: int) -> None:
+        """Write which tokens the grammar allows next; `newest` is the last one if the host has not read it yet."""
+        options: Any = self.options
+        prompt = self._true_initial_tokens or len(self.initial_tokens)
+        answer: list[Any] = self.initial_tokens[prompt:] + self.generated_tokens
+        answer += [newest] * (self.position_offset - prompt - len(answer))
+        if self.matching is None:
+            self.matching = Matching(options.grammar.compiled, options.eos_token_ids)
+        self.matching.write(answer, masks, row)
 
     def fail(self, error: Exception) -> None:
         """End this request alone, with what is generated, after the step that runs."""

@@ -394,9 +394,11 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
             self.features = self.logit_processor.begin()
         graphs = vars(device).setdefault("graphs_by_features", {})  # freed together with the buffers that they read
-        kind = self.features, self._compiled_decode is None
+        kind = Features(grammar=True) if self.features.grammar else self.features, self._compiled_decode is None
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
+        if self.features.grammar:
+            self._choose_allowed(batch_data)
         if self.calls is not None and self.inputs_and_outputs.use_block_table and not self.only_compiles:
             if (size := batch_data["input_ids"].shape[1]) not in self.calls:
                 self.calls[size] = (model, *self._copied_arguments(batch_data))
@@ -407,6 +409,21 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
                 self._begin_compiling()
         with stream_context(self.inputs_and_outputs.compute_stream):
             self.steps[id(host)] = self.logit_processor.end()
+
+    def _choose_allowed(self, batch_data: dict[str, Any]) -> None:
+        """Choose tokens that grammars allow. In asynchronous batches, wait for the tokens of the step before, while the
+        device computes the logits of this one."""
+        io, newest, processor = self.inputs_and_outputs, dict[int, int](), self.logit_processor
+        if not isinstance(io, ContinuousBatchingIOs):
+            pair = io.io_pairs[1 - io.current_pair]
+            pair.d2h_over.synchronize()
+            host = pair.host_io
+            requests, tokens, _ = host.prepare_batch_update()
+            newest = dict(zip([id(future.state) for future in requests if future.has_new_token], tokens, strict=False))
+        with stream_context(io.compute_stream):
+            processor.write_masks(newest)
+            tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]
+            processor.choose(processor.logits[: len(tokens)], tokens, self.features, io.get_cb_kwargs()[-1])
 
     @outside_inference_mode
     def _copied_arguments(self, batch_data: dict[str, Any]) -> tuple[Any, ...]:
@@ -438,6 +455,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
 
         def with_processors(model: Any, batch_data: dict[str, Any], *outputs: torch.Tensor) -> None:
             logits = forward(model, batch_data, *outputs)
+            if features.grammar:
+                self.logit_processor.logits[: len(logits)].copy_(logits)
+                return
             tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]
             self.logit_processor.choose(logits, tokens, features, outputs[-1])
 

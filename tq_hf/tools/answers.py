@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -144,11 +145,12 @@ class Part(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """A prompt, with the maximum number of new tokens after it, and the tokens that end an answer."""
+    """A prompt, with the maximum number of new tokens after it, tokens that end an answer, whether it has a form."""
 
     tokens: list[int]
     most: int | None
     ends: frozenset[int]
+    in_form: bool = False
 
 
 class Choice:
@@ -159,6 +161,7 @@ class Choice:
     ) -> None:
         self.engine, self.index, self.prompt, self.top, self.body = engine, index, prompt, top, body
         self.stops, self.parser = Stops(stops), engine.parser(prompt, body)
+        self.forced = isinstance(body, ToolBody) and bool(body.forced())
         self.text = Detokenized(lambda ids: engine.decode(ids, skip_special_tokens=self.parser is None))
         self.newest: Any = None
         """Newest output of the engine that was not read yet. It has all tokens."""
@@ -188,6 +191,14 @@ class Choice:
 
     def _parsed(self, text: str, last: bool) -> list[Any]:
         """Content, reasoning and tool calls of a text. A call that is no call stays text."""
+        if self.forced:
+            self.unsent += text
+            text = self.unsent if last else ""
+            try:
+                call, self.calls = json.loads(text), 1
+                return [ToolCall(call["name"], json.dumps(call["arguments"]))]
+            except ValueError:
+                pass  # a call that is cut stays text
         if self.parser is None:
             return [text] if text else []
         try:
@@ -281,8 +292,8 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)
 
     def parser(self, prompt: PromptTokens, body: Body) -> Any:
-        """transformers' parser of reasoning and tool calls; `None` if the model has none, or the request is no chat."""
-        if self.template is None or not isinstance(body, ToolBody):
+        """transformers' parser of reasoning and tool calls; `None` for a model without one, a form, or no chat."""
+        if self.template is None or prompt.in_form or not isinstance(body, ToolBody):
             return None
         tools = {"tools": body.template_options()["tools"]} if "tools" in signature(ResponseParser).parameters else {}
         return ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
@@ -316,7 +327,8 @@ class Engine:
                 if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
                     raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")
                 most = new_tokens(len(tokens), applied.max_new_tokens, self.cache.config)
-                prompts.append(prompt := PromptTokens(tokens, most, frozenset(applied.eos_token_ids)))
+                ends, in_form = frozenset(applied.eos_token_ids), applied.grammar is not None
+                prompts.append(prompt := PromptTokens(tokens, most, ends, in_form))
                 for _ in range(applied.num_return_sequences):
                     answers.append(Choice(self, len(answers), prompt, stops, applied.top_logprobs, body))
             return Exchange(self, body, prompts, options, answers)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
+from ..batching.grammars import calls_grammar
 from ..batching.options import MOST_BIASES, MOST_LOGPROBS, NEUTRAL, REQUEST_FIELDS, shown
 
 MOST_ANSWERS = 128
@@ -31,8 +32,6 @@ WITHOUT_EFFECT = frozenset(
 )
 """Fields that change no answer."""
 UNCHANGED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "text": ({}, {"format": {"type": "text"}}),
     "modalities": (["text"],),
     "best_of": (1,),
     "truncation": ("disabled",),
@@ -196,6 +195,8 @@ class GeneratingBody(Body):
         f"up to {MOST_ANSWERS}; the prompt is read once; the seed of answer `i` is `seed + i`", ge=1, le=MOST_ANSWERS
     )
     stream_options: dict[str, Any] | None = _field("`include_usage`: a last part has the usage")
+    response_format: dict[str, Any] | None = _field("as in a batch, above")
+    structured_outputs: dict[str, Any] | None = _field("as in a batch, above")
 
 
 class CompletionBody(GeneratingBody):
@@ -211,12 +212,33 @@ class ToolBody(Body):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = _field(
         "if the chat template has them"
     )
-    tool_choice: Literal["auto", "none"] | None = _field("`none`: the template gets no tools")
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = _field(
+        "`none`: the template gets no tools; `required`, or a function: one call, by its schema"
+    )
     parallel_tool_calls: bool | None = _field("false: an answer has one call")
 
     def chat(self) -> list[Message]:
         """Return the messages for the chat template."""
         raise NotImplementedError
+
+    def forced(self) -> list[dict[str, Any]]:
+        """Functions to choose a call from; none if the answer needs no call."""
+        if self.tool_choice in (None, "auto", "none"):
+            return []
+        functions: Any = [tool.get("function", tool) for tool in self.tools or ()]
+        functions = [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        if isinstance(self.tool_choice, dict):
+            chosen: Any = self.tool_choice.get("function", self.tool_choice)
+            functions = [each for each in functions if isinstance(chosen, dict) and each["name"] == chosen.get("name")]
+        if not functions:
+            raise ValueError(f"`tool_choice` is {shown(self.tool_choice)}, which is no function of `tools`.")
+        return functions
+
+    def options(self) -> dict[str, Any]:
+        options = super().options()
+        if functions := self.forced():
+            options["structured_outputs"] = options.get("structured_outputs", {}) | calls_grammar(functions)
+        return options
 
     def template_options(self) -> dict[str, Any]:
         """Arguments of the chat template besides the messages."""
@@ -264,9 +286,12 @@ class ResponseBody(ToolBody):
     input: Annotated[list[dict[str, Any]], BeforeValidator(_items)] = Field(description="text only")
     instructions: str | None = _field("before a system message of `input`")
     max_output_tokens: Tokens | None = _field("default: as `max_tokens`")
+    text: dict[Literal["format"], dict[str, Any]] | None = _field("its `format` as `response_format`")
 
     def options(self) -> dict[str, Any]:
         options = super().options()
+        if self.text:
+            options["response_format"] = self.text["format"]
         if options.get("num_return_sequences", 1) != 1 or "top_logprobs" in options:
             raise ValueError(
                 "`generation_config` asks for several answers or log-probabilities, and this endpoint gives one answer "

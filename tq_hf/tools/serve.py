@@ -170,7 +170,7 @@ class ResponseForm:
             **{"metadata": (body.model_extra or {}).get("metadata") or {}, "store": False, "usage": None},
             **{"tools": body.tools or [], "tool_choice": body.tool_choice or "auto"},
             **{"parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None},
-            **{"text": {"format": {"type": "text"}}, "truncation": "disabled"},
+            **{"text": body.text or {"format": {"type": "text"}}, "truncation": "disabled"},
         }
 
     def _event(self, kind: str, **content: Any) -> dict[str, Any]:

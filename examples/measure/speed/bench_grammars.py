@@ -1,0 +1,112 @@
+"""Measure a step of requests whose answers follow a grammar over a step of the same requests without one.
+
+Requests with and without a grammar take turns in one engine. All are in flight for the steps that count; times are of
+the fastest round. The grammar is a JSON schema of objects with texts, numbers and choices, of which there are more than
+an answer has room for. The vocabulary is random text, of a real one's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
+
+from examples.measure.speed.bench_serve import Request, decode_requests, loaded, step_of
+from examples.provenance import provenance
+from tq_hf import TurboQuantBatching
+
+GATE = 1.10
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "price": {"type": "number"},
+        "kind": {"enum": ["fruit", "vegetable", "bread"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "price", "kind", "tags"],
+}
+FORM = {"type": "json_schema", "schema": {"type": "array", "items": ITEM, "minItems": 1000}}
+
+
+def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of all characters that can be printed and of random texts of up to 8 of them."""
+    generator, texts = random.Random(0), ["<end>", *string.printable]
+    texts += [" " * length for length in range(2, 20)]
+    known = set(texts)
+    while len(texts) < vocabulary:
+        part = "".join(generator.choices(string.ascii_letters + ' _.,:;-"{}[]0123456789', k=generator.randint(2, 8)))
+        if part not in known:
+            known.add(part)
+            texts.append(part)
+    backend = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts[:vocabulary])}, unk_token="<end>"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<end>", eos_token="<end>")
+
+
+def milliseconds(manager: Any, requests: list[Request], options: dict[str, Any]) -> float:
+    """Time of a step while all requests are in flight."""
+    names = [
+        manager.add_request(each.prompt, max_new_tokens=each.new, record_timestamps=True, **options)
+        for each in requests
+    ]
+    results = [manager.get_result(timeout=60) for _ in names]
+    if failed := [each and each.error for each in results if each is None or each.error]:
+        raise RuntimeError(f"{len(failed)} of {len(names)} requests failed: {failed[0]}")
+    return step_of(results, sum(len(each.prompt) for each in requests))["ms_per_step"]
+
+
+def measure(model: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for greedy answers, and one for sampled ones."""
+    vocabulary = model.config.vocab_size
+    batching = TurboQuantBatching(model, "4bit_nc", balance=False, tokenizer=tokenizer_of(vocabulary))
+    requests = decode_requests(arguments.requests, arguments.context, vocabulary, arguments)
+    pages = 2 * len(requests) * -(-(arguments.context + requests[0].new) // 128)
+    options = ContinuousBatchingConfig(num_blocks=pages + 64, max_requests_per_batch=len(requests))
+    rows = []
+    with batching.continuous_batching_context_manager(
+        GenerationConfig(eos_token_id=0), continuous_batching_config=options
+    ) as manager:
+        for samples in (False, True):
+            without, times = {"do_sample": samples, "eos_token_id": -1}, {"without": [], "with": []}
+            with_form = without | {"response_format": FORM, "eos_token_id": 0}
+            for _ in range(1 + arguments.rounds):
+                times["without"].append(milliseconds(manager, requests, without))
+                times["with"].append(milliseconds(manager, requests, with_form))
+            row = {f"ms_{name}": min(found[1:]) for name, found in times.items()}
+            rows.append({"sampled": samples, **row, "over": row["ms_with"] / row["ms_without"]})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32, help="layers of the model")
+    parser.add_argument("--requests", type=int, default=32, help="requests at once")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--steps", type=int, default=96, help="steps that are measured")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of which the fastest counts, after one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file; by default none")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, name = loaded(None, arguments.layers, device)
+    with torch.no_grad():
+        rows = measure(model, arguments)
+    record = provenance(device, "") | {"model": name, "requests": arguments.requests, "rows": rows}
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    worst = max(row["over"] for row in rows)
+    print(f"A step with grammars takes {worst:.3f} times as long as one without; the gate is {GATE}.")
+    raise SystemExit(worst > GATE)
+
+
+if __name__ == "__main__":
+    main()
