@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from .cache import TurboQuantPagedCache
 from .linear import StateOffloading
+from .prefixes import PrefixStore
 from .requests import named, one_line
 from .runner import TurboQuantModelRunner
 
@@ -25,9 +26,17 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' batch processor, able to continue after a failed step.
 
     `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which torch keeps.
+    `prefixes`: creates the store of prefixes for a cache and a stream.
     """
 
-    def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        graphs_are_requested: bool,
+        streams: dict[torch.device, Any],
+        prefixes: Any = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         runner: Any = self.model_runner
         runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
@@ -36,14 +45,30 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
         if cast(TurboQuantPagedCache, self.cache).states is not None:
             offloading.__class__ = StateOffloading  # likewise
+        if prefixes is not None:
+            cast(Any, self.cache).prefixes = prefixes(cache=self.cache, stream=io.compute_stream)
         self._wait_for_device()
 
+    @property
+    def prefixes(self) -> PrefixStore | None:
+        """Store of prefixes."""
+        return cast(TurboQuantPagedCache, self.cache).prefixes
+
+    def save_prefixes(self) -> None:
+        """Save the prefixes of a session that ends."""
+        if self.prefixes is not None:
+            self.prefixes.flush()
+
     def reset(self) -> None:
+        if self.prefixes is not None:
+            self.prefixes.reset()
         super().reset()
         self._wait_for_device()
 
     def work_ahead(self, model: torch.nn.Module) -> bool:
         """Capture a graph or begin to compile if there is no request. Returns whether there may be more to do."""
+        if self.prefixes is not None and self.prefixes.pump():
+            return True
         runner: Any = self.model_runner
         if not runner.ahead or self.has_pending_requests():
             return False
@@ -70,6 +95,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def prepare_next_batch(self) -> bool:
         """Choose the requests of the next step and write its inputs."""
         self._inputs.logits_indices.zero_()
+        if self.prefixes is not None:
+            self.prefixes.pump(bool(self.scheduler.active_requests), self.scheduler.safety_margin)
         return super().prepare_next_batch()
 
     def _generation_step(self, model: torch.nn.Module) -> None:
@@ -110,7 +137,12 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def forget_prefixes(self) -> None:
         """Share no page of a request that has begun with later requests: the weights have changed."""
         offloaded = [name for name, state in self.scheduler.waiting_requests.items() if state.is_cpu_offloaded]
-        cast(TurboQuantPagedCache, self.cache).allocator.forget_prefixes(offloaded)
+        cache = cast(TurboQuantPagedCache, self.cache)
+        cache.allocator.forget_prefixes(offloaded)
+        if cache.prefixes is not None:
+            logger.warning("The model has changed: this engine reads and saves no further prefixes in files.")
+            cache.prefixes.reset()
+            cache.prefixes = None
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         if isinstance(error, ValueError):

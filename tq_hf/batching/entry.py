@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -18,6 +19,8 @@ from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
 from .options import check_refused, options_of, prompt_ids, shown, with_defaults
+from .prefixes import checked
+from .prefixes_folder import PrefixFolder
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
@@ -55,6 +58,8 @@ class TurboQuantBatching(ContinuousMixin):
         balance: Per-channel scales: `True` finds them by a short run of the model before the first request; `False`
             uses none; a `Balance` brings its own; `None` does as the preset says.
         tokenizer: Tokenizer of the model, for `stop_strings`.
+        prefix_cache: A folder in which pages of prefixes outlive the process, or a `PrefixFolder` with its limits. A
+            prompt that begins with tokens of a page there is not read again up to its end. None for none.
         **overrides: Fields of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -68,6 +73,7 @@ class TurboQuantBatching(ContinuousMixin):
         *,
         balance: bool | Balance | None = None,
         tokenizer: Any = None,
+        prefix_cache: str | os.PathLike[str] | PrefixFolder | None = None,
         **overrides: Any,
     ) -> None:
         check_required_names("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
@@ -82,6 +88,7 @@ class TurboQuantBatching(ContinuousMixin):
         if self._balance and not self.config.balance:
             raise ValueError("`balance` has channel scales, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
+        self.prefix_cache = checked(prefix_cache, self.model)
         warn_about_graph_mixing(self.model)
 
     def __repr__(self) -> str:
@@ -197,6 +204,7 @@ class TurboQuantBatching(ContinuousMixin):
             config=self.config,
             balance=self.balance,
             tokenizer=self.tokenizer,
+            prefix_cache=self.prefix_cache,
         )
 
     def sleep(self) -> int:
@@ -240,6 +248,7 @@ def continuous_batching(
     *,
     balance: bool | Balance | None = None,
     tokenizer: Any = None,
+    prefix_cache: str | os.PathLike[str] | PrefixFolder | None = None,
     **overrides: Any,
 ) -> Iterator[TurboQuantBatching]:
     """Context in which `model.generate_batch` uses packed pages, for code that calls `generate_batch` itself (TRL).
@@ -252,7 +261,7 @@ def continuous_batching(
     Within the context, one method of this model object is replaced.
 
     Args:
-        model, preset, balance, tokenizer, **overrides: Arguments of `TurboQuantBatching`.
+        model, preset, balance, tokenizer, prefix_cache, **overrides: Arguments of `TurboQuantBatching`.
 
     Yields:
         The `TurboQuantBatching` of the model.
@@ -260,7 +269,8 @@ def continuous_batching(
     Raises:
         ValueError: As for `TurboQuantBatching`. The model is in this context already, or has a persistent manager.
     """
-    batching = TurboQuantBatching(model, preset, balance=balance, tokenizer=tokenizer, **overrides)
+    own: dict[str, Any] = {"balance": balance, "tokenizer": tokenizer, "prefix_cache": prefix_cache}
+    batching = TurboQuantBatching(model, preset, **own, **overrides)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,8 @@ from .checks import check_expansion, check_model, choose_graphs, default_request
 from .geometry import TableShape
 from .linear import LinearLayers
 from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
+from .prefixes import PrefixStore
+from .prefixes_folder import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
 from .runner import compile_config_of
@@ -64,6 +67,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         config: Encoding of pages (see `tq_hf.batching.checks.pages_config`).
         balance: Channel scales. Without them, channels are not balanced.
         tokenizer: Tokenizer of the model, for stop strings.
+        prefix_cache: Folder for pages of prefixes.
 
     Raises:
         ValueError: Packed pages do not support the model, an option or the generation config.
@@ -84,6 +88,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         config: TurboQuantConfig,
         balance: Balance | None = None,
         tokenizer: Any = None,
+        prefix_cache: PrefixFolder | None = None,
     ) -> None:
         check_choice()
         dense = check_model(model, config)
@@ -94,6 +99,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
         self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
+        self.prefix_cache = prefix_cache
         self._cancelled: set[str] = set()
         """Ids of cancelled requests, cleared when the engine is idle."""
         self._computing, self._keeps_pages = False, False
@@ -442,6 +448,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             at_end.callback(setattr, self, "_processor", None)
             at_end.callback(self._end_session)
             at_end.callback(lambda: runner is None or self._keeps_pages or runner.cancel(0))
+            at_end.callback(lambda: self._processor is None or self._processor.save_prefixes())
             at_end.callback(self._fail_unread)
             try:
                 super()._run_generation_loop(*args, **options)
@@ -553,6 +560,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             distributed_helper=self.distributed_helper,
             graphs_are_requested=self._graphs_are_requested,
             streams=self._streams,
+            prefixes=self.prefix_cache and partial(PrefixStore, self.prefix_cache, self.model, self._wake_up_loop.set),
         )
 
     def _generation_step(self) -> None:

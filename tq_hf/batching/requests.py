@@ -174,6 +174,8 @@ class TurboQuantRequest(RequestState):
 
     detokenizer: Detokenizer | None = None
     first_token_time: float | None = None
+    cached_tokens: int | None = None
+    """Number of tokens of the prompt that were found in pages; `None` before the request begins."""
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
@@ -222,7 +224,7 @@ class TurboQuantRequest(RequestState):
         """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
-        output.first_token_time = self.first_token_time
+        output.first_token_time, output.cached_tokens = self.first_token_time, self.cached_tokens or 0
         if self.error is not None:
             output.status = RequestStatus.FAILED
         output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None
@@ -234,6 +236,7 @@ class TurboQuantRequest(RequestState):
         self.of(state, self.detokenizer)
         assert isinstance(state, TurboQuantRequest)
         state.top_logprobs, state.first_token_time = self.top_logprobs[:], self.first_token_time
+        state.cached_tokens = self.cached_tokens
         return state
 
 
@@ -256,9 +259,16 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
         """Id of a waiting request that a later one has passed."""
 
         def _get_waiting_candidates(self) -> list[RequestState]:
-            if (state := self.waiting_requests.get(self.passed)) is not None:
-                return [state]
-            return super()._get_waiting_candidates()
+            passed, prefixes = self.waiting_requests.get(self.passed), self.cache.prefixes
+            found = super()._get_waiting_candidates() if passed is None else [passed]
+            return found if prefixes is None else [x for x in found if not prefixes.is_loading(x.request_id)]
+
+        def _infer_request_tokens(self, state: Any, *others: Any) -> list[int]:
+            before, is_new = state.position_offset, state.status == RequestStatus.PENDING
+            tokens = super()._infer_request_tokens(state, *others)
+            if is_new and state.cached_tokens is None and not state.is_cpu_offloaded:
+                state.cached_tokens = state.position_offset - before
+            return tokens
 
         def clear_cancelled_requests(self) -> list[RequestState]:
             asked = set(self._requests_to_cancel)
@@ -302,6 +312,8 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             if state.max_new_tokens is not None:  # forks copy it; a request without a limit may outgrow the pool
                 state.max_new_tokens = limit
             super().add_waiting_request(state)
+            if self.cache.prefixes is not None and not state.is_cpu_offloaded:
+                self.cache.prefixes.begin(state.request_id, state.remaining_prefill_tokens)
 
     return CheckedScheduler
 
