@@ -54,14 +54,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         """Store of prefixes."""
         return cast(TurboQuantPagedCache, self.cache).prefixes
 
-    def save_prefixes(self) -> None:
-        """Save the prefixes of a session that ends."""
-        if self.prefixes is not None:
-            self.prefixes.flush()
-
     def reset(self) -> None:
-        if self.prefixes is not None:
-            self.prefixes.reset()
         super().reset()
         self._wait_for_device()
 
@@ -141,7 +134,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         cache.allocator.forget_prefixes(offloaded)
         if cache.prefixes is not None:
             logger.warning("The model has changed: this engine reads and saves no further prefixes in files.")
-            cache.prefixes.reset()
+            cache.prefixes.yield_pages()
             cache.prefixes = None
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
