@@ -26,17 +26,11 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' batch processor, able to continue after a failed step.
 
     `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which torch keeps.
-    `prefixes`: creates the store of prefixes for a cache and a stream.
+    `prefixes`: first arguments of `PrefixStore`, or `None`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        graphs_are_requested: bool,
-        streams: dict[torch.device, Any],
-        prefixes: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
+        prefixes = kwargs.pop("prefixes", None)
         super().__init__(*args, **kwargs)
         runner: Any = self.model_runner
         runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
@@ -46,7 +40,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         if cast(TurboQuantPagedCache, self.cache).states is not None:
             offloading.__class__ = StateOffloading  # likewise
         if prefixes is not None:
-            cast(Any, self.cache).prefixes = prefixes(cache=self.cache, stream=io.compute_stream)
+            cast(Any, self.cache).prefixes = PrefixStore(*prefixes, cache=self.cache, stream=io.compute_stream)
         self._wait_for_device()
 
     @property

@@ -19,8 +19,7 @@ from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
 from .options import check_refused, options_of, prompt_ids, shown, with_defaults
-from .prefixes import checked
-from .prefixes_folder import PrefixFolder
+from .prefixes import PrefixFolder, checked
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
@@ -88,7 +87,7 @@ class TurboQuantBatching(ContinuousMixin):
         if self._balance and not self.config.balance:
             raise ValueError("`balance` has channel scales, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
-        self.prefix_cache = checked(prefix_cache, self.model)
+        self.prefix_cache = None if prefix_cache is None else checked(prefix_cache, self.model)
         warn_about_graph_mixing(self.model)
 
     def __repr__(self) -> str:

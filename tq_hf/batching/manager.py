@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,8 +31,7 @@ from .checks import check_expansion, check_model, choose_graphs, default_request
 from .geometry import TableShape
 from .linear import LinearLayers
 from .options import RequestOptions, options_of, prompt_ids, shown, whole_number, with_defaults, with_options
-from .prefixes import PrefixStore
-from .prefixes_folder import PrefixFolder
+from .prefixes import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
 from .runner import compile_config_of
@@ -98,9 +96,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
-        self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
-        self.prefix_cache = prefix_cache
-        self._cancelled: set[str] = set()
+        self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
+        self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
         self._computing, self._keeps_pages = False, False
         self._graphs_are_requested = requested.use_cuda_graph is not None
@@ -560,7 +557,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             distributed_helper=self.distributed_helper,
             graphs_are_requested=self._graphs_are_requested,
             streams=self._streams,
-            prefixes=self.prefix_cache and partial(PrefixStore, self.prefix_cache, self.model, self._wake_up_loop.set),
+            prefixes=self.prefix_cache and (self.prefix_cache, self.model, self._wake_up_loop.set),
         )
 
     def _generation_step(self) -> None:

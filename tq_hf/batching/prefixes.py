@@ -3,27 +3,28 @@
 A page with a hash is never written again. When a request ends, its pages are copied to host memory and from there to
 files. A request whose prompt begins with tokens of such pages waits until they are back in the pool, and finds them
 there as it finds those of other requests. They are the same bytes, so answers are those of a process that never ended.
+Stored are blocks, and the rows of sinks before them: a request that begins with shared blocks needs no other state.
 
-The engine's thread calls `PrefixStore.pump` before each step. Only that thread changes the store: threads that read and
-write files put what they have done into a queue. On a GPU, copies run on a stream of their own. They begin after the
-work that was queued before them, and what reads a page waits for them on the device; the host never does.
-
-Stored are blocks, and the rows of sinks before them. A request that begins with shared blocks needs no other state: its
-ring has rows of its own tokens only.
+The engine's thread calls `PrefixStore.pump` before each step, and only that thread changes the store. On a GPU, copies
+run on a stream of their own. They begin after the work that was queued before them, and what reads a page waits for
+them on the device; the host never does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict
 from hashlib import sha256
 from itertools import chain
-from queue import Empty, SimpleQueue
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -33,27 +34,127 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..saving import fingerprint
-from ..saving.safetensors_file import digest
+from ..saving.safetensors_file import digest, opened, parse_json, replacing
 from .allocators import linear_layers, paged_layers
-from .prefixes_folder import FORMAT, PrefixFolder
+from .options import whole_number
 
 logger = logging.get_logger(__name__)
 
+FORMAT = "tq_hf.prefix 1"
+OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors|\.[0-9a-f]{32}-[0-9a-f]{31}.*\.tmp")
+"""Names of files that may be deleted. All others are left alone."""
+STALE, KEPT = 3600, 0.95
+"""Seconds until a file that a process began to write is abandoned; share of the limit that is left by deletion."""
 STEP_BYTES = 32 << 20
 """Bytes that are copied in each direction before a step while there are answers: 0.6 ms of a bus of 50 GB/s."""
-READERS = 12
-"""Maximum number of threads that read files. A checksum takes a second for 1.5 GB."""
-PATIENCE = 5.0
-"""Seconds that the end of a session waits for a file to be written."""
-
-Copy = tuple[int, int | None, int]
-"""Hash, page (`None` of a copy to the pool) and slot."""
+READERS, PATIENCE = 12, 5.0
+"""Most threads that read files (a checksum takes a second for 1.5 GB); seconds that a session waits at its end."""
 
 
-def checked(prefix_cache: str | os.PathLike[str] | PrefixFolder | None, model: Any) -> PrefixFolder | None:
+class PrefixFolder:
+    """A folder for pages of prefixes: one safetensors file per block. Several processes may use the folder.
+
+    The name of a file is a hash of all tokens up to the end of its block, and of all else that its bytes depend on. The
+    header repeats the name, and has a checksum of the bytes, which finds damage and is no signature: those who can
+    write to the folder can change answers.
+
+    Args:
+        folder: Path of the folder, which is created if there is none.
+        size: Bytes of all files. Beyond, the files that were used least recently are deleted.
+        memory: Bytes of host memory in front of the files, pinned for a GPU. By default 2 GiB for a GPU, else 256 MiB.
+
+    Raises:
+        ValueError: The folder cannot be made or listed, or a number of bytes is not a whole number above 0.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], size: int = 20 * 10**9, memory: int | None = None) -> None:
+        self.path, self.size = Path(folder), whole_number("size", size, 1, 2**62)
+        self.memory = None if memory is None else whole_number("memory", memory, 1, 2**62)
+        self.known: set[str] = set()
+        """Names of files that were there when this process looked last."""
+        self.bytes = self._listed = self.number_deleted = 0
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._trim()
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be a folder for prefixes ({error}). Pass another one.") from None
+
+    def read(self, name: str, part: str, into: torch.Tensor) -> bool:
+        """Read the bytes of a page from tensor `part` of file `name` to a CPU tensor `[n]` uint8. Returns whether the
+        file fits. If there is one that does not, a line of the log says why."""
+        data: Any = into.numpy()
+        try:
+            with opened(self.path / name) as path, open(path, "rb", buffering=0) as file:
+                described = parse_json(file.read(min(4096, int.from_bytes(file.read(8), "little"))).decode())
+                checksum = described["__metadata__"]["checksum"]
+                if described != _header(name, part, len(data), checksum):
+                    raise ValueError("it is of another model, preset or version")
+                if file.readinto(data) != len(data) or file.read(1) or sha256(data).hexdigest() != checksum:
+                    raise ValueError("its checksum or its length is wrong")
+            return True
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.known.discard(name)
+            if not isinstance(error, FileNotFoundError):
+                logger.warning(f"{self.path / name} is passed over, its tokens are read again: {str(error)[:200]}")
+            return False
+
+    def write(self, name: str, part: str, data: torch.Tensor) -> bool:
+        """Write the bytes of a page, CPU `[n]` uint8, in one step. Returns whether the file is there."""
+        content: Any = memoryview(data.numpy())  # type: ignore[arg-type]
+        header = json.dumps(_header(name, part, len(data), sha256(content).hexdigest())).encode()
+        header += b" " * (-len(header) % 8)
+        try:
+            with replacing(self.path / name) as temporary, open(temporary, "wb") as file:
+                file.write(len(header).to_bytes(8, "little") + header)
+                file.write(content)
+            self.known.add(name)
+            self.bytes += len(data)
+            # Others write, too: look again after a part of the limit.
+            if self.bytes > min(self.size, self._listed + (1 - KEPT) * self.size):
+                self._trim()
+            return True
+        except (OSError, ValueError) as error:
+            logger.warning_once(f"Prefixes cannot be saved in {self.path}: {getattr(error, 'strerror', None) or error}")
+            return False
+
+    def touch(self, names: Iterable[str]) -> None:
+        """Note that files are used, each a millisecond before the one in front: ends of prefixes are deleted first."""
+        for i, name in enumerate(names):
+            try:
+                os.utime(self.path / name, (time.time() - i / 1000,) * 2)
+            except OSError:
+                self.known.discard(name)
+
+    def _trim(self) -> None:
+        """List the files. If they have more bytes than the limit, delete the files that were used least recently."""
+        files = []
+        for path in filter(lambda path: OURS.fullmatch(path.name), self.path.iterdir()):
+            with suppress(OSError):  # another process has deleted it
+                found = path.lstat()
+                if path.suffix != ".tmp":
+                    files.append((found.st_mtime, found.st_size, path))
+                elif time.time() - found.st_mtime > STALE:
+                    path.unlink()
+        files.sort(reverse=True)
+        self.bytes = sum(size for _, size, _ in files)
+        most = self.size if self.bytes <= self.size else KEPT * self.size
+        while self.bytes > most:
+            _, size, path = files.pop()
+            self.bytes -= size
+            with suppress(OSError):
+                path.unlink()
+                self.number_deleted += 1
+        self.known, self._listed = {path.name for _, _, path in files}, self.bytes
+
+
+def _header(name: str, part: str, size: int, checksum: str) -> dict[str, Any]:
+    """What the header of a file must say."""
+    about = {"format": FORMAT, "name": name, "checksum": checksum}
+    return {"__metadata__": about, part: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+
+
+def checked(prefix_cache: str | os.PathLike[str] | PrefixFolder, model: Any) -> PrefixFolder:
     """The folder for prefixes of a model. Raises `ValueError` if the model shares none, or is divided among GPUs."""
-    if prefix_cache is None:
-        return None
     decoder = model.config.get_text_config()
     if linear_layers(decoder) or len(paged_layers(decoder)) > 1 or fingerprint.identify(model)["shard"] is not None:
         raise ValueError(
@@ -66,9 +167,8 @@ def checked(prefix_cache: str | os.PathLike[str] | PrefixFolder | None, model: A
 def key_of(cache: Any, model: Any) -> str:
     """Hash of all that the bytes of pages depend on besides tokens."""
     allocator, on_gpu = cache.allocator, cache.device.type == "cuda"
-    scales = {
-        f"{i}.{j}": x.cpu().contiguous() for i, each in allocator.channel_scales.items() for j, x in enumerate(each)
-    }
+    by_layer = allocator.channel_scales.items()
+    scales = {f"{layer}.{i}": x.cpu().contiguous() for layer, each in by_layer for i, x in enumerate(each)}
     about = [
         *(FORMAT, __version__, torch.__version__, transformers.__version__),
         *(torch.cuda.get_device_name(cache.device) if on_gpu else cache.device.type, fingerprint.identify(model)),
@@ -77,14 +177,13 @@ def key_of(cache: Any, model: Any) -> str:
     return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-@dataclass(eq=False)
-class Loading:
-    """A request whose prefix comes back: hashes of the pages that are not in the pool yet, the number of these that
-    were asked for, and the pages that are held for the request."""
+class Loading(NamedTuple):
+    """A request whose prefix comes back: hashes of pages that are not in the pool yet, those of pages before them that
+    are in host memory or being read, and pages that are held for the request."""
 
     names: deque[int]
-    asked: int = 0
-    pages: list[int] = field(default_factory=list)
+    asked: deque[int]
+    pages: list[int]
 
 
 class PrefixStore:
@@ -101,13 +200,15 @@ class PrefixStore:
         ValueError: Requests of this cache share no pages.
     """
 
-    def __init__(self, folder: PrefixFolder, model: Any, wake_up: Callable[[], None], cache: Any, stream: Any) -> None:
+    def __init__(
+        self, folder: PrefixFolder, model: Any, wake_up: Callable[[], None], cache: Any, stream: Any = None
+    ) -> None:
         if not cache.use_prefix_sharing:
             raise ValueError("`prefix_cache` needs requests that share pages. Leave out `allow_block_sharing=False`.")
         self.folder, self.wake_up, self.cache, self.stream = folder, wake_up, cache, stream
         self.allocator, self.ledger, self.pool = cache.allocator, cache.allocator.ledger, cache.pool
-        self.key = key_of(cache, model)
-        self.allocator.salt, on_gpu = int(self.key, 16), cache.device.type == "cuda"
+        self.key, on_gpu = key_of(cache, model), cache.device.type == "cuda"
+        self.allocator.salt = int(self.key, 16)
         self.copies = torch.cuda.Stream(cache.device) if on_gpu else None
         """Stream of the copies."""
         rows = [each.tensors.rows[0, :, :, : self.allocator.shape.sinks] for each in self.allocator.pages.values()]
@@ -115,18 +216,16 @@ class PrefixStore:
         """Bytes of a block, and of the rows of sinks, whose hashes are odd."""
         number = max(8, (folder.memory or (2 << 30 if on_gpu else 256 << 20)) // self.sizes[0])
         self.slots = torch.empty(number, self.sizes[0], dtype=torch.uint8, pin_memory=on_gpu)
-        self.free, self.host = list(range(number)), OrderedDict[int, int]()
-        """Slots without a page; and those with one by its hash, the least recently used first."""
-        self.reading, self.writing = dict[int, int](), set[int]()
-        """Slots that files are read to, by hash; and hashes of pages that are written to files."""
+        self.host = OrderedDict[int, int]((~slot, slot) for slot in range(number))
+        """Slots by the hash of their page, the least recently used first; by a negative number without a page."""
+        self.reading, self.writing = dict[int, tuple[int, Future[bool]]](), dict[int, Future[bool]]()
+        """Files that are read, each to a slot, and files that are written, by hash."""
         self.loading, self.to_store = dict[str, Loading](), dict[int, int]()
         """Requests whose prefix comes back; and pages to be stored, by hash, which may be evicted before."""
-        self.copying, self.flights = list[Copy](), deque[tuple[Any, list[Copy]]]()
-        """Copies of this step; and those that may not be over, with an event behind them."""
+        self.copying, self.flights = list[tuple[int, int | None, int]](), deque[tuple[Any, list[Any]]]()
+        """Copies of this step (hash, page unless it goes to the pool, slot); copies that may not be over, by event."""
         self.readers = ThreadPoolExecutor(max(1, min(READERS, (os.cpu_count() or 2) - 1)), "prefixes")
         self.writer = ThreadPoolExecutor(1, "prefixes")
-        self.done: SimpleQueue[tuple[int, str, bool]] = SimpleQueue()
-        """Hashes of files, what was done to them, and whether that worked."""
         self.blocks: Counter[str] = Counter()
         """Numbers of pages by what was done with them."""
 
@@ -139,32 +238,34 @@ class PrefixStore:
     def metrics(self) -> tuple[tuple[str, str, str, str, dict[str, int]], ...]:
         """Metrics: name, kind, label, sentence, and numbers by label."""
         blocks = {name: self.blocks[name] for name in ("loaded", "read", "refused", "written")}
-        blocks["deleted"], sizes = self.folder.number_deleted, {"host": len(self.host) * self.sizes[0]}
+        blocks["deleted"], host = self.folder.number_deleted, sum(name >= 0 for name in tuple(self.host))
+        sizes = {"host": host * self.sizes[0], "disk": self.folder.bytes}
         return (
             ("prefix_blocks_total", "counter", "event", "Blocks loaded into the pool, and files of blocks.", blocks),
-            ("prefix_bytes", "gauge", "tier", "Bytes of prefixes.", sizes | {"disk": self.folder.bytes}),
+            ("prefix_bytes", "gauge", "tier", "Bytes of prefixes outside of the pool.", sizes),
         )
 
     def begin(self, request_id: str, tokens: list[int]) -> None:
         """Bring back the pages of a prompt that are not in the pool. Until they are, `is_loading`."""
-        names, ledger = deque[int](), self.ledger.hash_to_block
+        names = deque[int]()
         for name in self.allocator.names(tokens):
-            if not (self._is_near(name) or self.folder.has(self._file(name))):
+            file = self._content(name)[0]
+            if not (self._is_near(name) or file in self.folder.known or (self.folder.path / file).exists()):
                 break
             names.append(name)
-        if any(name not in ledger for name in names):
-            self.loading[request_id] = Loading(names)
+        if any(name not in self.ledger.hash_to_block for name in names):
+            self.loading[request_id] = Loading(names, deque(), [])
             self.wake_up()
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a request waits for pages."""
-        return request_id in self.loading and bool(self.loading[request_id].names)
+        return request_id in self.loading and any(self.loading[request_id][:2])
 
     def end(self, request_id: str, table: list[int]) -> None:
         """Let go of a request, and store the pages of its table that have a hash."""
         self.release(request_id)
         hashes = self.ledger.block_to_hash
-        files = {self._file(hashes[page]): page for page in table if page in hashes}
+        files = {self._content(hashes[page])[0]: page for page in table if page in hashes}
         if used := [file for file in files if file in self.folder.known]:
             self.writer.submit(self.folder.touch, used)
         self.to_store |= {hashes[page]: page for file, page in files.items() if file not in self.folder.known}
@@ -217,44 +318,36 @@ class PrefixStore:
     def flush(self) -> bool:
         """Store what is left, at the end of a session. Returns whether all is stored."""
         self.yield_pages()
-        try:
-            while self.pump() or self.to_store or self.writing:
-                if self.writing or self.reading:
-                    self._take(*self.done.get(timeout=PATIENCE))
-        except Empty:
-            logger.warning(f"Some prefixes are not saved: {self.folder.path} is too slow.")
-            self.to_store.clear()
-            return False
+        while self.pump() or self.to_store or self.writing:
+            if wait([*self.writing.values(), *(future for _, future in self.reading.values())], PATIENCE).not_done:
+                logger.warning(f"Some prefixes are not saved: {self.folder.path} is too slow.")
+                return False
         return True
 
     def _is_near(self, name: int) -> bool:
         """Whether a page is in the pool or in host memory, or will be."""
         return name in self.ledger.hash_to_block or name in self.host or name in self.reading
 
-    def _file(self, name: int) -> str:
-        return f"{self.key}-{name:032x}.safetensors"
-
-    def _content(self, name: int, slot: int) -> tuple[str, str, torch.Tensor]:
+    def _content(self, name: int, slot: int = 0) -> tuple[str, str, torch.Tensor]:
         """File of a page, name of its tensor, and the bytes of it in a slot."""
-        return self._file(name), ("block", "sinks")[name & 1], self.slots[slot, : self.sizes[name & 1]]
+        file, odd = f"{self.key}-{name:032x}.safetensors", name & 1
+        return file, ("block", "sinks")[odd], self.slots[slot, : self.sizes[odd]]
 
     def _copy(self, name: int, page: int, slot: int, back: bool) -> None:
         """Copy a page to a slot, or `back`."""
-        data, pages = self._content(name, slot)[2], self.allocator.pages.values()
-        parts = [self.allocator._copy_view[page]]
+        parts, data = [self.allocator._copy_view[page]], self._content(name, slot)[2]
         if name & 1:
-            parts = [each.tensors.rows[page, :, :, : self.allocator.shape.sinks] for each in pages]
+            sinks, layers = self.allocator.shape.sinks, self.allocator.pages.values()
+            parts = [each.tensors.rows[page, :, :, :sinks] for each in layers]
         for part, own in zip(parts, data.chunk(len(parts)), strict=True):
-            own = own.view(part.dtype).view(part.shape)
-            _ = part.copy_(own, non_blocking=True) if back else own.copy_(part, non_blocking=True)
+            pair = part, own.view(part.dtype).view(part.shape)
+            pair[not back].copy_(pair[back], non_blocking=True)
         self.copying.append((name, None if back else page, slot))
 
     def _slot(self) -> int | None:
         """A slot that nothing is copied or written from; `None` if there is none."""
-        if self.free:
-            return self.free.pop()
         copies = chain(self.copying, *(each for _, each in self.flights))
-        used = self.writing.union(name for name, *_ in copies)
+        used = self.writing.keys() | {name for name, *_ in copies}
         name = next((name for name in self.host if name not in used), None)
         return None if name is None else self.host.pop(name)
 
@@ -276,17 +369,17 @@ class PrefixStore:
     def _load(self, loading: Loading, budget: int, busy: bool, margin: float) -> None:
         """Go on with a request: read files, and copy pages to the pool while there are less than `budget` copies."""
         # More would push out of the slots what is not in the pool yet.
-        while loading.asked < min(len(loading.names), len(self.slots) // 4):
-            if (name := loading.names[loading.asked]) in self.host:
+        names, asked, pages = loading
+        while names and len(asked) < len(self.slots) // 4:
+            if (name := names[0]) in self.host:
                 self.host.move_to_end(name)
             elif not self._is_near(name):
                 if (slot := self._slot()) is None:
                     break
-                self.reading[name] = slot
-                self.readers.submit(self._run, "read", name, slot)
-            loading.asked += 1
-        while loading.asked:
-            name = loading.names[0]
+                self.reading[name] = slot, self._run(self.readers, self.folder.read, name, slot)
+            asked.append(names.popleft())
+        while asked:
+            name = asked[0]
             page = self.ledger.hash_to_block.get(name)
             if page is not None:
                 self.ledger.acquire(page)
@@ -297,12 +390,11 @@ class PrefixStore:
             elif name in self.reading or (name in self.host and (busy or len(self.copying) >= budget)):
                 break
             else:  # the file is damaged or gone, or there is no room and will be none
-                loading.names.clear()
-                loading.asked = 0
+                names.clear()
+                asked.clear()
                 break
-            loading.pages.append(page)
-            loading.names.popleft()
-            loading.asked -= 1
+            pages.append(page)
+            asked.popleft()
 
     def _store(self, budget: int) -> None:
         """Copy pages to slots while there are less than `budget` copies."""
@@ -317,34 +409,24 @@ class PrefixStore:
                 self._copy(name, page, slot, back=False)
             del self.to_store[name]
 
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., bool], name: int, slot: int) -> Future[bool]:
+        """Read or write a file in a thread."""
+        future = pool.submit(work, *self._content(name, slot))
+        future.add_done_callback(lambda future: self.wake_up())
+        return future
+
     def _write(self, name: int) -> None:
         if name not in self.writing:
-            self.writing.add(name)
-            self.writer.submit(self._run, "written", name, self.host[name])
-
-    def _run(self, what: str, name: int, slot: int) -> None:
-        """Read or write a file, in a thread."""
-        works = False
-        try:
-            works = (self.folder.read if what == "read" else self.folder.write)(*self._content(name, slot))
-        finally:
-            self.done.put((name, what, works))
-            self.wake_up()
-
-    def _take(self, name: int, what: str, works: bool) -> None:
-        """Take note of a file that was read or written."""
-        self.blocks[what if works else "refused" if what == "read" else "not written"] += 1
-        if what == "written":
-            self.writing.discard(name)
-        elif works:
-            self.host[name] = self.reading.pop(name)
-        else:
-            self.free.append(self.reading.pop(name))
+            self.writing[name] = self._run(self.writer, self.folder.write, name, self.host[name])
 
     def _land(self) -> None:
         """Take note of files and copies that are done."""
-        while not self.done.empty():
-            self._take(*self.done.get())
+        for name in [name for name, future in self.writing.items() if future.done()]:
+            self.blocks["written"] += self.writing.pop(name).result()
+        for name in [name for name, (_, future) in self.reading.items() if future.done()]:
+            slot, future = self.reading.pop(name)
+            self.blocks["read" if future.result() else "refused"] += 1
+            self.host[name if future.result() else ~slot] = slot
         while self.flights and (self.copies is None or self.flights[0][0].query()):
             for name, page, slot in self.flights.popleft()[1]:
                 if page is not None:
