@@ -40,7 +40,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         if cast(TurboQuantPagedCache, self.cache).states is not None:
             offloading.__class__ = StateOffloading  # likewise
         if prefixes is not None:
-            cast(Any, self.cache).prefixes = PrefixStore(*prefixes, cache=self.cache, stream=io.compute_stream)
+            cast(Any, self.cache).prefixes = PrefixStore(self.cache, io.compute_stream, *prefixes)
         self._wait_for_device()
 
     @property

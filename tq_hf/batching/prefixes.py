@@ -190,19 +190,17 @@ class PrefixStore:
     """Pages of prefixes beside the pool of a cache.
 
     Args:
+        cache: The cache, with all pages in one allocator.
+        stream: Stream of the steps; `None` on a CPU.
         folder: The files.
         model: The model. Its fingerprint is part of the key.
         wake_up: Function that wakes the engine. Other threads call it, too.
-        cache: The cache, with all pages in one allocator.
-        stream: Stream of the steps; `None` on a CPU.
 
     Raises:
         ValueError: Requests of this cache share no pages.
     """
 
-    def __init__(
-        self, folder: PrefixFolder, model: Any, wake_up: Callable[[], None], cache: Any, stream: Any = None
-    ) -> None:
+    def __init__(self, cache: Any, stream: Any, folder: PrefixFolder, model: Any, wake_up: Callable[[], None]) -> None:
         if not cache.use_prefix_sharing:
             raise ValueError("`prefix_cache` needs requests that share pages. Leave out `allow_block_sharing=False`.")
         self.folder, self.wake_up, self.cache, self.stream = folder, wake_up, cache, stream
