@@ -174,8 +174,8 @@ class TurboQuantRequest(RequestState):
 
     detokenizer: Detokenizer | None = None
     first_token_time: float | None = None
-    cached_tokens: int | None = None
-    """Number of tokens of the prompt that were found in pages; `None` before the request begins."""
+    cached_tokens = 0
+    """Number of tokens of the prompt that were found in pages."""
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
@@ -224,7 +224,7 @@ class TurboQuantRequest(RequestState):
         """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
-        output.first_token_time, output.cached_tokens = self.first_token_time, self.cached_tokens or 0
+        output.first_token_time, output.cached_tokens = self.first_token_time, self.cached_tokens
         if self.error is not None:
             output.status = RequestStatus.FAILED
         output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None
@@ -266,7 +266,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
         def _infer_request_tokens(self, state: Any, *others: Any) -> list[int]:
             before, is_new = state.position_offset, state.status == RequestStatus.PENDING
             tokens = super()._infer_request_tokens(state, *others)
-            if is_new and state.cached_tokens is None and not state.is_cpu_offloaded:
+            if is_new and state.first_token_time is None and not state.is_cpu_offloaded:
                 state.cached_tokens = state.position_offset - before
             return tokens
 
