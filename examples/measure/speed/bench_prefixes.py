@@ -5,9 +5,9 @@
 An engine on an 8B-shaped random Llama reads long prompts, and stores their pages in a folder. A second engine on that
 folder has them back: from files (in the page cache of the system, as they were just written), then from pinned memory.
 
-Others: `batch` requests are answered while short prompts come ("without"), then while long prompts are stored and others
-come back from files ("with"), of which as many tokens are left to read. A step is the time between two tokens of one
-request.
+Others: `batch` requests are answered while short prompts come ("without"), then while long prompts are stored and
+others come back from files ("with"), of which as many tokens are left to read. A step is the time between two tokens of
+one request.
 """
 
 from __future__ import annotations
