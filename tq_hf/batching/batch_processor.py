@@ -30,7 +30,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """
 
     def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
-        prefixes = kwargs.pop("prefixes", None)
+        self.prefixes: PrefixStore | None = None
+        prefixes = kwargs.pop("prefixes")
         super().__init__(*args, **kwargs)
         runner: Any = self.model_runner
         runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
@@ -40,13 +41,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         if cast(TurboQuantPagedCache, self.cache).states is not None:
             offloading.__class__ = StateOffloading  # likewise
         if prefixes is not None:
-            cast(Any, self.cache).prefixes = PrefixStore(self.cache, io.compute_stream, *prefixes)
+            self.prefixes = cast(Any, self.cache).prefixes = PrefixStore(self.cache, io.compute_stream, *prefixes)
         self._wait_for_device()
-
-    @property
-    def prefixes(self) -> PrefixStore | None:
-        """Store of prefixes."""
-        return cast(TurboQuantPagedCache, self.cache).prefixes
 
     def reset(self) -> None:
         super().reset()
@@ -124,12 +120,11 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def forget_prefixes(self) -> None:
         """Share no page of a request that has begun with later requests: the weights have changed."""
         offloaded = [name for name, state in self.scheduler.waiting_requests.items() if state.is_cpu_offloaded]
-        cache = cast(TurboQuantPagedCache, self.cache)
-        cache.allocator.forget_prefixes(offloaded)
-        if cache.prefixes is not None:
-            logger.warning("The model has changed: this engine reads and saves no further prefixes in files.")
-            cache.prefixes.yield_pages()
-            cache.prefixes = None
+        cast(TurboQuantPagedCache, self.cache).allocator.forget_prefixes(offloaded)
+        if self.prefixes is not None:
+            logger.warning("The model has changed: prefixes in files are neither read nor saved from now on.")
+            self.prefixes.yield_pages()
+            self.prefixes = cast(Any, self.cache).prefixes = None
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         if isinstance(error, ValueError):

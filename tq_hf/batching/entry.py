@@ -57,8 +57,8 @@ class TurboQuantBatching(ContinuousMixin):
         balance: Per-channel scales: `True` finds them by a short run of the model before the first request; `False`
             uses none; a `Balance` brings its own; `None` does as the preset says.
         tokenizer: Tokenizer of the model, for `stop_strings`.
-        prefix_cache: A folder in which pages of prefixes outlive the process, or a `PrefixFolder` with its limits. A
-            prompt that begins with tokens of a page there is not read again up to its end. None for none.
+        prefix_cache: A folder, or a `PrefixFolder`, in which pages outlive the process: of a prompt that begins as
+            earlier requests did, only the rest is read.
         **overrides: Fields of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -188,7 +188,8 @@ class TurboQuantBatching(ContinuousMixin):
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
-            same = manager.config == self.config and manager.generates_as(generation_config)
+            same = manager.config == self.config and manager.prefix_cache is self.prefix_cache
+            same = same and manager.generates_as(generation_config)
             if same and manager.holds(workload_hints) and manager.model_is_unchanged():
                 manager.generation_config = generation_config  # with another `max_new_tokens`
                 manager.switch_to_cb_friendly_attn(self.model)
@@ -247,7 +248,6 @@ def continuous_batching(
     *,
     balance: bool | Balance | None = None,
     tokenizer: Any = None,
-    prefix_cache: str | os.PathLike[str] | PrefixFolder | None = None,
     **overrides: Any,
 ) -> Iterator[TurboQuantBatching]:
     """Context in which `model.generate_batch` uses packed pages, for code that calls `generate_batch` itself (TRL).
@@ -260,7 +260,7 @@ def continuous_batching(
     Within the context, one method of this model object is replaced.
 
     Args:
-        model, preset, balance, tokenizer, prefix_cache, **overrides: Arguments of `TurboQuantBatching`.
+        model, preset, balance, tokenizer, **overrides: Arguments of `TurboQuantBatching`.
 
     Yields:
         The `TurboQuantBatching` of the model.
@@ -268,8 +268,7 @@ def continuous_batching(
     Raises:
         ValueError: As for `TurboQuantBatching`. The model is in this context already, or has a persistent manager.
     """
-    own: dict[str, Any] = {"balance": balance, "tokenizer": tokenizer, "prefix_cache": prefix_cache}
-    batching = TurboQuantBatching(model, preset, **own, **overrides)
+    batching = TurboQuantBatching(model, preset, balance=balance, tokenizer=tokenizer, **overrides)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(

@@ -1,13 +1,8 @@
 """Prefixes that outlive the pool and the process: pages in host memory, and behind it in files.
 
-A page with a hash is never written again. When a request ends, its pages are copied to host memory and from there to
-files. A request whose prompt begins with tokens of such pages waits until they are back in the pool, and finds them
-there as it finds those of other requests. They are the same bytes, so answers are those of a process that never ended.
-Stored are blocks, and the rows of sinks before them: a request that begins with shared blocks needs no other state.
-
-The engine's thread calls `PrefixStore.pump` before each step, and only that thread changes the store. On a GPU, copies
-run on a stream of their own. They begin after the work that was queued before them, and what reads a page waits for
-them on the device; the host never does.
+When a request ends, its pages with a hash, which are never written again, are copied to host memory and from there to
+files: blocks, and the rows of sinks before them. A request whose prompt begins with their tokens waits until they are
+back in the pool, and shares them as those of other requests: they are the same bytes.
 """
 
 from __future__ import annotations
@@ -55,8 +50,7 @@ class PrefixFolder:
     """A folder for pages of prefixes: one safetensors file per block. Several processes may use the folder.
 
     The name of a file is a hash of all tokens up to the end of its block, and of all else that its bytes depend on. The
-    header repeats the name, and has a checksum of the bytes, which finds damage and is no signature: those who can
-    write to the folder can change answers.
+    header repeats the name, and has a checksum of the bytes.
 
     Args:
         folder: Path of the folder, which is created if there is none.
@@ -148,13 +142,12 @@ class PrefixFolder:
 
 
 def _header(name: str, part: str, size: int, checksum: str) -> dict[str, Any]:
-    """What the header of a file must say."""
     about = {"format": FORMAT, "name": name, "checksum": checksum}
     return {"__metadata__": about, part: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
 
 
 def checked(prefix_cache: str | os.PathLike[str] | PrefixFolder, model: Any) -> PrefixFolder:
-    """The folder for prefixes of a model. Raises `ValueError` if the model shares none, or is divided among GPUs."""
+    """Folder for prefixes of a model. Raises `ValueError` if the model shares none, or is divided among GPUs."""
     decoder = model.config.get_text_config()
     if linear_layers(decoder) or len(paged_layers(decoder)) > 1 or fingerprint.identify(model)["shard"] is not None:
         raise ValueError(
@@ -187,17 +180,11 @@ class Loading(NamedTuple):
 
 
 class PrefixStore:
-    """Pages of prefixes beside the pool of a cache.
+    """Pages of prefixes beside the pool of a cache. Only the engine's thread calls it, with `pump` before each step.
 
-    Args:
-        cache: The cache, with all pages in one allocator.
-        stream: Stream of the steps; `None` on a CPU.
-        folder: The files.
-        model: The model. Its fingerprint is part of the key.
-        wake_up: Function that wakes the engine. Other threads call it, too.
-
-    Raises:
-        ValueError: Requests of this cache share no pages.
+    On a GPU, copies run on a stream of their own. They begin after the work that was queued before them, and what reads
+    a page waits for them on the device; the host never does. `stream` is that of the steps. Threads that read and write
+    files call `wake_up` once they are done.
     """
 
     def __init__(self, cache: Any, stream: Any, folder: PrefixFolder, model: Any, wake_up: Callable[[], None]) -> None:
@@ -208,7 +195,6 @@ class PrefixStore:
         self.key, on_gpu = key_of(cache, model), cache.device.type == "cuda"
         self.allocator.salt = int(self.key, 16)
         self.copies = torch.cuda.Stream(cache.device) if on_gpu else None
-        """Stream of the copies."""
         rows = [each.tensors.rows[0, :, :, : self.allocator.shape.sinks] for each in self.allocator.pages.values()]
         self.sizes = self.allocator.bytes_per_block, sum(each.nbytes for each in rows)
         """Bytes of a block, and of the rows of sinks, whose hashes are odd."""
@@ -224,8 +210,7 @@ class PrefixStore:
         """Copies of this step (hash, page unless it goes to the pool, slot); copies that may not be over, by event."""
         self.readers = ThreadPoolExecutor(max(1, min(READERS, (os.cpu_count() or 2) - 1)), "prefixes")
         self.writer = ThreadPoolExecutor(1, "prefixes")
-        self.blocks: Counter[str] = Counter()
-        """Numbers of pages by what was done with them."""
+        self.blocks = Counter[str]()
 
     def found(self) -> str:
         """Sentence about the files that are there."""
@@ -237,10 +222,17 @@ class PrefixStore:
         """Metrics: name, kind, label, sentence, and numbers by label."""
         blocks = {name: self.blocks[name] for name in ("loaded", "read", "refused", "written")}
         blocks["deleted"], host = self.folder.number_deleted, sum(name >= 0 for name in tuple(self.host))
-        sizes = {"host": host * self.sizes[0], "disk": self.folder.bytes}
-        return (
-            ("prefix_blocks_total", "counter", "event", "Blocks loaded into the pool, and files of blocks.", blocks),
-            ("prefix_bytes", "gauge", "tier", "Bytes of prefixes outside of the pool.", sizes),
+        sizes, what = (
+            {"host": host * self.sizes[0], "disk": self.folder.bytes},
+            "Bytes of prefixes outside of the pool.",
+        )
+        loaded = "Blocks loaded into the pool, and files of blocks."
+        return ("prefix_blocks_total", "counter", "event", loaded, blocks), (
+            "prefix_bytes",
+            "gauge",
+            "tier",
+            what,
+            sizes,
         )
 
     def begin(self, request_id: str, tokens: list[int]) -> None:
@@ -289,12 +281,8 @@ class PrefixStore:
             self.stream.wait_event(self.flights[-1][0])
 
     def pump(self, busy: bool = False, margin: float = 0.0) -> bool:
-        """Go on with all copies, without waiting. Returns whether some are not over.
-
-        Args:
-            busy: Whether there are answers, which long copies would slow down.
-            margin: Share of the pool that the scheduler keeps free.
-        """
+        """Go on with all copies, without waiting; short ones if `busy` with answers. `margin` is the share of the pool
+        that the scheduler keeps free. Returns whether some copies are not over."""
         self.wait()  # a page that came back may be in the table of any request by now
         self._land()
         if self.loading or self.to_store:
@@ -314,11 +302,10 @@ class PrefixStore:
         return bool(self.flights)
 
     def flush(self) -> bool:
-        """Store what is left, at the end of a session. Returns whether all is stored."""
+        """Store what is left, at the end of a session, for some seconds at most. Returns whether all is stored."""
         self.yield_pages()
         while self.pump() or self.to_store or self.writing:
             if wait([*self.writing.values(), *(future for _, future in self.reading.values())], PATIENCE).not_done:
-                logger.warning(f"Some prefixes are not saved: {self.folder.path} is too slow.")
                 return False
         return True
 
@@ -407,9 +394,9 @@ class PrefixStore:
                 self._copy(name, page, slot, back=False)
             del self.to_store[name]
 
-    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., bool], name: int, slot: int) -> Future[bool]:
+    def _run(self, threads: ThreadPoolExecutor, work: Callable[..., bool], name: int, slot: int) -> Future[bool]:
         """Read or write a file in a thread."""
-        future = pool.submit(work, *self._content(name, slot))
+        future = threads.submit(work, *self._content(name, slot))
         future.add_done_callback(lambda future: self.wake_up())
         return future
 

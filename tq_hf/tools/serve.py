@@ -36,9 +36,8 @@ from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from ..batching import TurboQuantBatching
+from ..batching import PrefixFolder, TurboQuantBatching
 from ..batching.checks import number_of_positions
-from ..batching.prefixes import PrefixFolder
 from ..config import TurboQuantConfig
 from .answers import LONG, Choice, Engine, Exchange, Refused, in_flags
 from .fields import BODIES, Body, ChatBody, ResponseBody
