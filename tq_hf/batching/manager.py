@@ -327,10 +327,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().cancel_request(request_id)
 
     def _stop_abandoned_step(self) -> None:
-        """Raise `StepAbandoned` before a layer if all requests of the step are cancelled.
-
-        On a CPU a step with a long prompt takes many seconds, and all other requests would wait for its end.
-        """
+        """Raise `StepAbandoned` before a layer if all requests of the step are cancelled: on a CPU a step with a long
+        prompt takes many seconds, and all other requests would wait for its end."""
         if self.background_thread_status.local_status == BackgroundThreadStatus.HARD_STOP:
             raise StepAbandoned
         if self._cancelled and isinstance(self.batch_processor, TurboQuantBatchProcessor):

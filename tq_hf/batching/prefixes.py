@@ -171,8 +171,8 @@ def key_of(cache: Any, model: Any) -> str:
 
 
 class Loading(NamedTuple):
-    """A request whose prefix comes back: hashes of pages that are not in the pool yet, those of pages before them that
-    are in host memory or being read, and pages that are held for the request."""
+    """A request whose prefix comes back: hashes of pages to be asked for, hashes of pages before them that are in host
+    memory or being read, and pages that are held for the request."""
 
     names: deque[int]
     asked: deque[int]
@@ -222,18 +222,9 @@ class PrefixStore:
         """Metrics: name, kind, label, sentence, and numbers by label."""
         blocks = {name: self.blocks[name] for name in ("loaded", "read", "refused", "written")}
         blocks["deleted"], host = self.folder.number_deleted, sum(name >= 0 for name in tuple(self.host))
-        sizes, what = (
-            {"host": host * self.sizes[0], "disk": self.folder.bytes},
-            "Bytes of prefixes outside of the pool.",
-        )
-        loaded = "Blocks loaded into the pool, and files of blocks."
-        return ("prefix_blocks_total", "counter", "event", loaded, blocks), (
-            "prefix_bytes",
-            "gauge",
-            "tier",
-            what,
-            sizes,
-        )
+        sizes = {"host": host * self.sizes[0], "disk": self.folder.bytes}
+        events = "prefix_blocks_total", "counter", "event", "Blocks loaded into the pool, and files of blocks.", blocks
+        return events, ("prefix_bytes", "gauge", "tier", "Bytes of prefixes outside of the pool.", sizes)
 
     def begin(self, request_id: str, tokens: list[int]) -> None:
         """Bring back the pages of a prompt that are not in the pool. Until they are, `is_loading`."""
@@ -331,8 +322,7 @@ class PrefixStore:
 
     def _slot(self) -> int | None:
         """A slot that nothing is copied or written from; `None` if there is none."""
-        copies = chain(self.copying, *(each for _, each in self.flights))
-        used = self.writing.keys() | {name for name, *_ in copies}
+        used = self.writing.keys() | {name for name, *_ in chain(self.copying, *(each for _, each in self.flights))}
         name = next((name for name in self.host if name not in used), None)
         return None if name is None else self.host.pop(name)
 

@@ -74,10 +74,8 @@ def replacing(target: Path) -> Iterator[Path]:
     A symbolic link at `target` is replaced. What it points to does not change.
 
     Raises:
-        FileNotFoundError: The folder does not exist.
-        PermissionError: The folder is not writable.
+        OSError: The folder does not exist or is not writable; the disk is full or fails.
         ValueError: `target` is a folder, a device, or anything else but a regular file.
-        OSError: The disk is full or fails.
     """
     if not target.parent.is_dir():
         raise FileNotFoundError(f"The folder {target.parent} does not exist. Create it, or save somewhere else.")

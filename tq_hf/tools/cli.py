@@ -409,8 +409,8 @@ def serve_command(
         )
         say = partial(console.print, soft_wrap=True)
         prefixes = server.PrefixFolder(prefix_cache, parse_memory(prefix_cache_size)) if prefix_cache else None
-        access: dict[str, Any] = {"key": api_key, "cors": cors, "most_bytes": max_body_size, "prefixes": prefixes}
-        server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **access)
+        more: dict[str, Any] = {"access": (api_key, cors), "most_bytes": max_body_size, "prefixes": prefixes}
+        server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **more)
 
 
 if __name__ == "__main__":

@@ -440,8 +440,7 @@ def serve(
     *,
     address: tuple[str, int],
     say: Callable[[str], None],
-    key: str | None,
-    cors: bool,
+    access: tuple[str | None, bool],
     most_bytes: int,
     prefixes: PrefixFolder | None,
 ) -> None:
@@ -452,8 +451,7 @@ def serve(
         config, options: Encoding of pages, and options of the engine.
         address: Host and port to listen at.
         say: Function that prints a sentence before the first request is accepted.
-        key: Key that clients must send; `None` for none.
-        cors: Whether web pages of other origins may send requests.
+        access: Key that clients must send (`None` for none), and whether web pages of other origins may send requests.
         most_bytes: Maximum size of a body.
         prefixes: Folder for pages of prefixes.
 
@@ -478,12 +476,12 @@ def serve(
     try:
         manager.start()
         engine = Engine(name, manager, tokenizer)
-        app = Routes(engine, most_bytes).app(key, cors)
+        app = Routes(engine, most_bytes).app(*access)
         host, port = address
         own: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none"}
         server = HttpServer(uvicorn.Config(app, host, port, timeout_graceful_shutdown=GRACE, **own))
         server.engine = engine
-        warning = check_access(host, port, key)  # another process may have taken the port meanwhile
+        warning = check_access(host, port, access[0])  # another process may have taken the port meanwhile
         say(f"{name} on {config.preset} pages: http://{host}:{port}/v1")
         say(room(engine))
         if engine.cache.prefixes is not None:
