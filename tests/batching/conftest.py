@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner, offloading_manager
 
-from tests.support.batching_cases import Stream
+from tests.support.batching_cases import Stream, model_of
+from tq_hf import TurboQuantBatching
 from tq_hf.batching import runner
 
 
@@ -61,6 +62,7 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
             return torch.empty(*args, **kwargs)
 
+    TurboQuantBatching(model_of())  # has read the names that are replaced below
     monkeypatch.setattr(offloading_manager, "torch", WithoutPinning())
     found: list[set[str]] = []
     real = offloading_manager.OffloadingManager._offload_to_cpu

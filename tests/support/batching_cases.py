@@ -160,7 +160,7 @@ class Session:
         self.model = model
         self.batching = TurboQuantBatching(model, preset, **(overrides or {}))
         self.options = options(**changes)
-        recipe = {name: value for name, value in (overrides or {}).items() if name != "balance"}
+        recipe = {name: x for name, x in (overrides or {}).items() if name not in ("balance", "prefix_cache")}
         self.oracle = Oracle(model, preset, self.batching.balance, **recipe)
 
     def __enter__(self) -> Session:

@@ -11,8 +11,9 @@ import inspect
 import json
 import pkgutil
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -189,7 +190,8 @@ def parameters(function: Any) -> list[str]:
     return [name for name in named if name not in ("self", "cls")]
 
 
-PLAIN = {name for kind in (dict, list, str, set, int, type, torch.Tensor, torch.nn.Module) for name in dir(kind)}
+KINDS = (dict, list, str, set, int, type, torch.Tensor, torch.nn.Module, OrderedDict, ThreadPoolExecutor)
+PLAIN = {name for kind in KINDS for name in dir(kind)}
 
 
 class Source:

@@ -17,6 +17,7 @@ import pytest
 import transformers
 from packaging.version import Version
 from test_cli import fails, run, saved_model
+from transformers import AutoTokenizer
 
 from tests.support.tiny_models import build
 
@@ -182,6 +183,48 @@ def test_chats_are_answered_from_packed_pages(
     assert (found["warming"].status_code, found["warming"].json()) == (200, {"status": "warming", "detail": detail})
     assert found["pages"] == complete + 1  # of three requests with one prompt; and that of the sinks
     assert found["tokens"] == 8192
+
+
+THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template that drops what the model has thought in earlier turns."""
+
+
+def test_a_server_that_starts_again_has_what_was_read_and_answered(
+    served: Callable[..., str], folder: Path, tmp_path: Path
+) -> None:
+    """Turns of an agent: an answer is part of the next prompt, up to a thought that the template drops."""
+    found: list[dict[str, Any]] = []
+    banned = {str(ord(letter)): -100 for letter in SPECIAL}
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "What is held? " * 10}]
+
+    def ask(client: Any) -> None:
+        for path, name in (("chat/completions", "messages"), ("responses", "input")):
+            asked = {name: turns, "temperature": 0.0, "logit_bias": banned, "max_tokens": 200}
+            if name == "input":
+                asked = {name: turns, "temperature": 0.0, "max_output_tokens": 4}
+            found.append(client.post(f"/v1/{path}", json=asked).json())
+
+    def cached(i: int) -> int:
+        usage = found[i]["usage"]
+        return usage["prompt_tokens_details" if i % 2 == 0 else "input_tokens_details"]["cached_tokens"]
+
+    given = (folder, "--prefix-cache", tmp_path, "--prefix-cache-size", "1GB")
+    assert "up to 0 tokens of this model and preset (0.0 of 1.0 GB)" in served(ask, *given)
+    answer = found[0]["choices"][0]["message"]["content"]
+    first = len(f"<user>{turns[0]['content']}<assistant>")
+    assert len(answer) == 200 and (cached(0), cached(1)) == (0, 4 + 128 * ((first - 1 - 4) // 128))
+    turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And?"}]
+    assert "tokens of this model and preset (0.0 of 1.0 GB)" in served(ask, *given)
+    assert cached(2) == 4 + 128 * ((first + 200 - 1 - 4) // 128) > cached(1)
+    turns[1]["content"] = f"A thought.</think>{answer[100:]}"
+    thinking = saved_model("llama", tmp_path / "thinking")
+    AutoTokenizer.from_pretrained(thinking).save_pretrained(thinking, chat_template=THOUGHTS)
+    (thinking / "chat_template.jinja").write_text(THOUGHTS)
+    served(ask, thinking, *given[1:])
+    assert cached(4) == cached(1), "the prompt, and nothing of an answer without its thought"
 
 
 def test_a_model_without_a_template_says_what_to_ask(served: Callable[..., str]) -> None:
@@ -410,5 +453,6 @@ def test_an_answer_ends_with_the_models_positions_and_says_so(served: Callable[.
 
     served(ask, folder)
     for answer in found:
-        assert answer["usage"] == {"prompt_tokens": 2040, "completion_tokens": 9, "total_tokens": 2049}
+        counts = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        assert counts == {"prompt_tokens": 2040, "completion_tokens": 9, "total_tokens": 2049}
         assert answer["choices"][0]["finish_reason"] == "length"

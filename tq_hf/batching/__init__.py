@@ -22,5 +22,6 @@ if Version(transformers.__version__) < Version("5.19"):
 with naming_versions():
     from .entry import TurboQuantBatching, continuous_batching
     from .manager import TurboQuantBatchingManager
+    from .prefixes import PrefixFolder
 
-__all__ = ["TurboQuantBatching", "TurboQuantBatchingManager", "continuous_batching"]
+__all__ = ["PrefixFolder", "TurboQuantBatching", "TurboQuantBatchingManager", "continuous_batching"]

@@ -21,7 +21,10 @@ states of a request are in one page of the same pool, as large as a sector (`Sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +40,6 @@ from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
 )
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from ..config import TurboQuantConfig
 from ..tensors.pages import LayerPages, LayerWindows, window_page
@@ -120,6 +122,13 @@ def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig, specs:
     return tq_config.of_layer(decoder).layout(key_dim, value_dim)
 
 
+def block_hash(parent: int | None, tokens: list[int]) -> int:
+    """Hash of the tokens of a block and of all before them: even, 128 bits, as it also names files."""
+    before = b"" if parent is None else parent.to_bytes(16, "little")
+    digest = blake2b(before + array("i", tokens).tobytes(), digest_size=16).digest()
+    return int.from_bytes(digest, "little") & ~1
+
+
 class _PoolAllocator(FullAttentionCacheAllocator):
     """Allocator of pages in the pool of all layers. Only the attention `turboquant_paged` reads the pool."""
 
@@ -189,7 +198,7 @@ class TurboQuantAllocator(_PoolAllocator):
         self.prefix_blocks: dict[str, int] = {}
         """Number of shared blocks that a request began with, by request id."""
         self.salt: int | None = None
-        """Hash before the first block of a prompt; another one for every set of weights."""
+        """Hash before the first block of a prompt; another one for every set of weights, and for every key of files."""
         self.stale: set[str] = set()
         """Ids of requests that began with earlier weights."""
         self._sinks_of_match: list[int] = []
@@ -217,8 +226,18 @@ class TurboQuantAllocator(_PoolAllocator):
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
 
     def _sink_hash(self, tokens: list[int]) -> int:
-        """Hash of the sink page, made from the sink tokens (fewer than a block has)."""
-        return compute_block_hash(self.salt, tokens[: self.tq_config.sink_tokens])
+        """Hash of the sink page, made from the sink tokens. It is odd, those of blocks are even."""
+        return block_hash(self.salt, tokens[: self.tq_config.sink_tokens]) | 1
+
+    def names(self, prompt_ids: list[int]) -> Iterator[int]:
+        """Hashes of the pages that a prompt can share: the sink page, if any, and blocks before the last token."""
+        parent = self.salt
+        if self.shape.sinks:
+            parent = self._sink_hash(prompt_ids)
+            yield parent
+        for block in range(due_blocks(len(prompt_ids) - 1, self.shape.sinks, 0)):
+            parent = block_hash(parent, self._block_tokens(prompt_ids, block))
+            yield parent
 
     def _block_tokens(self, tokens: list[int], block: int) -> list[int]:
         """Tokens of a block. The last block may have fewer than 128."""
@@ -267,21 +286,10 @@ class TurboQuantAllocator(_PoolAllocator):
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """Find blocks that match the prompt without its last token. Returns none if no sink page matches."""
-        parent = self.salt
-        if self.shape.sinks:
-            parent = self._sink_hash(prompt_ids)
-            page = self.ledger.hash_to_block.get(parent)
-            if page is None:
-                return []
-            self._sinks_of_match = [page]
-        matched: list[int] = []
-        for block in range(due_blocks(len(prompt_ids) - 1, self.shape.sinks, 0)):
-            parent = compute_block_hash(parent, self._block_tokens(prompt_ids, block))
-            page = self.ledger.hash_to_block.get(parent)
-            if page is None:
-                break
-            matched.append(page)
-        return matched
+        found = map(self.ledger.hash_to_block.get, self.names(prompt_ids))
+        pages = [page for page in takewhile(lambda page: page is not None, found) if page is not None]
+        self._sinks_of_match = pages[: self.shape.sink_pages]
+        return pages[self.shape.sink_pages :]
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
         """Start a table from a new ring, the sink page that `match_prefix_blocks` found last, and the matching blocks.
@@ -306,15 +314,15 @@ class TurboQuantAllocator(_PoolAllocator):
             if new_new_blocks and table[first - 1] not in self.ledger.block_to_hash:
                 self._register(table, first - 1, parent)
         for i, page in enumerate(table[first:]):
-            block_hash = self.ledger.block_to_hash.get(page)
-            if block_hash is None:
+            name = self.ledger.block_to_hash.get(page)
+            if name is None:
                 tokens = self._block_tokens(token_ids, i)
                 if new_new_blocks == 0 or len(tokens) < BLOCK_TOKENS:
                     return
-                block_hash = compute_block_hash(parent, tokens)
+                name = block_hash(parent, tokens)
                 new_new_blocks -= 1
-                self._register(table, first + i, block_hash)
-            parent = block_hash
+                self._register(table, first + i, name)
+            parent = name
 
     def forget_prefixes(self, offloaded: Iterable[str]) -> None:
         """Share no page that is written, or of a request that has begun, with later requests. `offloaded`: requests

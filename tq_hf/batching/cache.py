@@ -45,6 +45,7 @@ from .allocators import (
 )
 from .geometry import StateStep, sequences_of, states_of, windows_of
 from .options import INSTEAD, check_positions
+from .prefixes import PrefixStore
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
 """Caches by number. Compiled steps refer to a cache by its number."""
@@ -180,6 +181,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.num_blocks = data_bytes // self.bytes_per_block
         self.read_cache_limit = None
         self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
+        self.prefixes: PrefixStore | None = None
+        """Pages of prefixes in host memory and files."""
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._state_step: StateStep | None = None
@@ -336,10 +339,27 @@ class TurboQuantPagedCache(PagedAttentionCache):
             if not self.pool.num_free_sectors:
                 return 0
             self.pool.allocate_sector(0)
+        if self.prefixes is not None:
+            self.prefixes.wait()
         tokens = super().search_prefix_match(request_id, prompt_ids)
+        if self.prefixes is not None:
+            self.prefixes.release(request_id)
         tokens += self.allocator.shape.sinks if tokens else 0
         self.number_shared += tokens
         return tokens
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Free the pages of a request that has ended, or with `no_cache` of one that is preempted."""
+        if self.prefixes is not None:
+            ends = not no_cache and request_id not in self.allocator.stale
+            self.prefixes.end(request_id, self.allocator.block_table.get(request_id, []) if ends else [])
+        super().free_blocks(request_id, no_cache)
+
+    def evict_cached_blocks(self) -> bool:
+        """Free all pages that no request reads."""
+        if self.prefixes is not None:
+            self.prefixes.yield_pages()
+        return super().evict_cached_blocks()
 
     def count_pages(self) -> dict[str, int]:
         """Number of packed pages of the pool that are used, cached (free, with a prefix), and free."""

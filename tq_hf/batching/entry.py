@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -18,6 +19,7 @@ from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
 from .options import check_refused, options_of, prompt_ids, shown, with_defaults
+from .prefixes import PrefixFolder, checked
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
@@ -51,6 +53,8 @@ class TurboQuantBatching(ContinuousMixin):
         balance: Per-channel scales: `True` finds them by a short run of the model before the first request; `False`
             uses none; a `Balance` brings its own; `None` does as the preset says.
         tokenizer: Tokenizer of the model, for `stop_strings`, `response_format` and `structured_outputs`.
+        prefix_cache: A folder, or a `PrefixFolder`, in which pages outlive the process: of a prompt that begins as
+            earlier requests did, only the rest is read.
         **overrides: Fields of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -64,6 +68,7 @@ class TurboQuantBatching(ContinuousMixin):
         *,
         balance: bool | Balance | None = None,
         tokenizer: Any = None,
+        prefix_cache: str | os.PathLike[str] | PrefixFolder | None = None,
         **overrides: Any,
     ) -> None:
         check_required_names("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
@@ -78,6 +83,7 @@ class TurboQuantBatching(ContinuousMixin):
         if self._balance and not self.config.balance:
             raise ValueError("`balance` has channel scales, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
+        self.prefix_cache = None if prefix_cache is None else checked(prefix_cache, self.model)
         warn_about_graph_mixing(self.model)
 
     def __repr__(self) -> str:
@@ -178,7 +184,8 @@ class TurboQuantBatching(ContinuousMixin):
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
-            same = manager.config == self.config and manager.generates_as(generation_config)
+            same = manager.config == self.config and manager.prefix_cache is self.prefix_cache
+            same = same and manager.generates_as(generation_config)
             if same and manager.holds(workload_hints) and manager.model_is_unchanged():
                 if manager.batch_processor is None:
                     check_model(self.model, self.config)  # an adapter may have come while the manager slept
@@ -195,6 +202,7 @@ class TurboQuantBatching(ContinuousMixin):
             config=self.config,
             balance=self.balance,
             tokenizer=self.tokenizer,
+            prefix_cache=self.prefix_cache,
         )
 
     def sleep(self) -> int:

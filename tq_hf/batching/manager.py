@@ -31,6 +31,7 @@ from .checks import check_model, default_requests, engine_options
 from .geometry import TableShape
 from .grammars import Grammars
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
+from .prefixes import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
 from .runner import compile_config_of
@@ -64,6 +65,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         config: Encoding of pages (see `tq_hf.batching.checks.pages_config`).
         balance: Channel scales. Without them, channels are not balanced.
         tokenizer: Tokenizer of the model, for stop strings.
+        prefix_cache: Folder for pages of prefixes.
 
     Raises:
         ValueError: Packed pages do not support the model, an option or the generation config.
@@ -84,6 +86,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         config: TurboQuantConfig,
         balance: Balance | None = None,
         tokenizer: Any = None,
+        prefix_cache: PrefixFolder | None = None,
     ) -> None:
         check_choice()
         dense, probe = check_model(model, config)
@@ -95,8 +98,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
         options = engine_options(model, self._layout, requested, dense, default.do_sample or default.has_history)
-        self.config, self.balance, self._streams = config, balance, dict[torch.device, Any]()
-        self._cancelled: set[str] = set()
+        self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
+        self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
         self._computing, self._keeps_pages = False, False
         self._graphs_are_requested = requested.use_cuda_graph is not None
@@ -324,10 +327,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().cancel_request(request_id)
 
     def _stop_abandoned_step(self) -> None:
-        """Raise `StepAbandoned` before a layer if all requests of the step are cancelled.
-
-        On a CPU a step with a long prompt takes many seconds, and all other requests would wait for its end.
-        """
+        """Raise `StepAbandoned` before a layer if all requests of the step are cancelled: on a CPU a step with a long
+        prompt takes many seconds, and all other requests would wait for its end."""
         if self.background_thread_status.local_status == BackgroundThreadStatus.HARD_STOP:
             raise StepAbandoned
         if self._cancelled and isinstance(self.batch_processor, TurboQuantBatchProcessor):
@@ -442,6 +443,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             at_end.callback(setattr, self, "_processor", None)
             at_end.callback(self._end_session)
             at_end.callback(lambda: runner is None or self._keeps_pages or runner.cancel(0))
+            at_end.callback(lambda: self._processor and self._processor.prefixes and self._processor.prefixes.flush())
             at_end.callback(self._fail_unread)
             try:
                 super()._run_generation_loop(*args, **options)
@@ -553,6 +555,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             distributed_helper=self.distributed_helper,
             graphs_are_requested=self._graphs_are_requested,
             streams=self._streams,
+            prefixes=self.prefix_cache and (self.prefix_cache, self.model, self._wake_up_loop.set),
         )
 
     def _generation_step(self) -> None:

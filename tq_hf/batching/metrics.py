@@ -57,11 +57,13 @@ class Metrics:
         """Metrics of a manager in the text format of Prometheus, version 0.0.4."""
         processor = manager.batch_processor
         states, pages, cancelled, shared = {"running": 0, "waiting": manager.input_queue.qsize()}, {}, 0, 0
+        prefixes: tuple[Any, ...] = ()
         if processor is not None:
             scheduler, cache = processor.scheduler, processor.cache
             states["running"] = len(scheduler.active_requests)
             states["waiting"] += len(scheduler.waiting_requests)
             pages, cancelled, shared = cache.count_pages(), scheduler.number_cancelled, cache.number_shared
+            prefixes = () if cache.prefixes is None else cache.prefixes.metrics()
         ended = {name: self.requests[name] for name in ("finished", "failed")} | {"cancelled": cancelled}
         tokens = {name: self.tokens[name] for name in ("prompt", "generated")} | {"shared": shared}
         values = (
@@ -69,6 +71,7 @@ class Metrics:
             ("requests_total", "counter", "status", "Requests that have ended.", ended),
             ("tokens_total", "counter", "kind", "Tokens of ended requests, and of prompts in pages of others.", tokens),
             ("pages", "gauge", "state", "Pages of the pool; cached ones are free, and hold prefixes.", pages),
+            *prefixes,
         )
         lines = []
         for name, kind, label, what, entries in values:

@@ -177,6 +177,8 @@ class TurboQuantRequest(Substitute, RequestState):
     detokenizer: Detokenizer | None = None
     first_token_time: float | None = None
     matching: Matching | None = None
+    cached_tokens = 0
+    """Number of tokens of the prompt that were found in pages."""
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
@@ -236,7 +238,7 @@ class TurboQuantRequest(Substitute, RequestState):
         """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
-        output.first_token_time = self.first_token_time
+        output.first_token_time, output.cached_tokens = self.first_token_time, self.cached_tokens
         if self.error is not None:
             output.status = RequestStatus.FAILED
         output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None
@@ -246,6 +248,7 @@ class TurboQuantRequest(Substitute, RequestState):
         """Create the request that continues after this one was preempted."""
         state = self.of(super().create_equivalent_initial_request(), self.detokenizer)
         state.top_logprobs, state.first_token_time = self.top_logprobs[:], self.first_token_time
+        state.cached_tokens = self.cached_tokens
         return state
 
 
@@ -268,9 +271,16 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
         """Id of a waiting request that a later one has passed."""
 
         def _get_waiting_candidates(self) -> list[RequestState]:
-            if (state := self.waiting_requests.get(self.passed)) is not None:
-                return [state]
-            return super()._get_waiting_candidates()
+            passed, prefixes = self.waiting_requests.get(self.passed), self.cache.prefixes
+            found = super()._get_waiting_candidates() if passed is None else [passed]
+            return found if prefixes is None else [x for x in found if not prefixes.is_loading(x.request_id)]
+
+        def _infer_request_tokens(self, state: Any, *others: Any) -> list[int]:
+            before, is_new = state.position_offset, state.status == RequestStatus.PENDING
+            tokens = super()._infer_request_tokens(state, *others)
+            if is_new and state.first_token_time is None and not state.is_cpu_offloaded:
+                state.cached_tokens = state.position_offset - before
+            return tokens
 
         def clear_cancelled_requests(self) -> list[RequestState]:
             asked = set(self._requests_to_cancel)
@@ -314,6 +324,8 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             if state.max_new_tokens is not None:  # forks copy it; a request without a limit may outgrow the pool
                 state.max_new_tokens = limit
             super().add_waiting_request(state)
+            if self.cache.prefixes is not None and not state.is_cpu_offloaded:
+                self.cache.prefixes.begin(state.request_id, state.remaining_prefill_tokens)
 
     return CheckedScheduler
 

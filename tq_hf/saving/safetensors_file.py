@@ -34,18 +34,35 @@ class Header(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors to `path`, completely or not at all.
+    """Write contiguous CPU tensors to `path`, completely or not at all, flushed to disk. Raises as `replacing` does."""
+    target = Path(path)
+    with replacing(target) as temporary:
+        try:
+            save_file(dict(tensors), temporary, metadata=dict(metadata))
+        except SafetensorError as error:
+            raise OSError(
+                f"{target} cannot be saved ({str(error)[:200]}). A file that was there before is unchanged."
+            ) from None
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+    if os.name == "posix":
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
-    The file is written next to `path` under a temporary name, flushed to disk, and then replaces the old file in one
-    step. A symbolic link at `path` is replaced. Its target does not change.
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Context that yields an empty file next to `target`, which then replaces the old file in one step.
+
+    A symbolic link at `target` is replaced. What it points to does not change.
 
     Raises:
-        FileNotFoundError: The folder does not exist.
-        PermissionError: The folder is not writable.
-        ValueError: `path` is a folder, a device, or anything else but a regular file.
-        OSError: The disk is full or fails.
+        OSError: The folder does not exist or is not writable; the disk is full or fails.
+        ValueError: `target` is a folder, a device, or anything else but a regular file.
     """
-    target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"The folder {target.parent} does not exist. Create it, or save somewhere else.")
     if target.exists() and not target.is_file():
@@ -60,24 +77,11 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
             f"{target} cannot be saved: the folder {target.parent} is not writable. Save in another folder."
         ) from None
     try:
-        try:
-            save_file(dict(tensors), temporary, metadata=dict(metadata))
-        except SafetensorError as error:
-            raise OSError(
-                f"{target} cannot be saved ({str(error)[:200]}). A file that was there before is unchanged."
-            ) from None
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        yield temporary
         os.chmod(temporary, mode)  # safetensors creates files that only their owner can read
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    if os.name == "posix":
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 @contextmanager

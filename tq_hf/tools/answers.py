@@ -165,8 +165,9 @@ class Choice:
         self.text = Detokenized(lambda ids: engine.decode(ids, skip_special_tokens=self.parser is None))
         self.newest: Any = None
         """Newest output of the engine that was not read yet. It has all tokens."""
-        self.count = self.shown = self.letters = self.calls = self.sent_calls = 0
-        """Tokens that were read; tokens and letters of sent log-probabilities; calls that were read, and sent."""
+        self.count = self.shown = self.letters = self.calls = self.sent_calls = self.cached = 0
+        """Tokens that were read; tokens and letters of sent log-probabilities; calls that were read, and sent; tokens
+        of the prompt that were found in pages."""
         self.finish = self.unsent = ""
         """Why the answer ends; and text of a tool call that is not complete."""
         self.begun = [] if self.parser is None else response_events_to_chunks(self.parser.initial_events)
@@ -175,7 +176,7 @@ class Choice:
         """Read the tokens that an output has more than the one before."""
         tokens, last = output.generated_tokens, output.is_finished()
         text = self.text.feed(tokens[self.count :], last)
-        self.count = len(tokens)
+        self.count, self.cached = len(tokens), output.cached_tokens
         text = self.stops.feed(text, last)
         last = last or self.stops.found
         items = self.begun + self._parsed(text, last)
@@ -439,6 +440,7 @@ class Exchange:
         for name in chain(*self.names):
             self.engine.manager.output_router.result_handlers.pop(name, None)
 
-    def usage(self) -> tuple[int, int]:
-        """Number of tokens of all prompts, and of all answers."""
-        return sum(len(each.tokens) for each in self.prompts), sum(each.count for each in self.answers)
+    def usage(self) -> tuple[int, int, int]:
+        """Number of tokens of all prompts, of all answers, and of prompts that were found in pages."""
+        cached = sum(each.cached for each in self.answers[:: self.options["num_return_sequences"]])
+        return sum(len(each.tokens) for each in self.prompts), sum(each.count for each in self.answers), cached

@@ -76,6 +76,7 @@ HELP = {
     "requests of 8192 tokens, or of the model's positions if those are fewer.",
     "share": "Share of the free memory to use. Default: transformers' own on a GPU.",
     "level": "Compile level of decode steps, in the background; 0 for none. Default: 1 on a GPU.",
+    "prefixes": "Folder for the beginnings of prompts, which are not read again after a restart. Default: none.",
 }
 """Help of options that is longer than a line."""
 Model = Annotated[str | None, typer.Argument(help=HELP["model"])]
@@ -361,6 +362,8 @@ def serve_command(
     sink_tokens: Annotated[int, Option(min=0, help="Number of first tokens of a request that stay dense.")] = 4,
     residual_length: Annotated[int, Option(min=0, help="Number of newest tokens of a request that stay dense.")] = 128,
     compile_level: Annotated[int | None, Option(min=0, max=3, help=HELP["level"])] = None,
+    prefix_cache: Annotated[Path | None, Option(help=HELP["prefixes"])] = None,
+    prefix_cache_size: Annotated[str, Option(help="Maximum size of `--prefix-cache`, as 20GB.")] = "20GB",
     api_key: Annotated[
         str | None, Option(envvar="TQ_HF_API_KEY", show_envvar=True, help="Key that clients must send. Default: none.")
     ] = None,
@@ -376,6 +379,7 @@ def serve_command(
     with _errors_as_sentences() as console:
         from ..compat import check_required_names
         from ..config import TurboQuantConfig, preset_name
+        from .estimate import parse_memory
 
         preset, name, device = preset_name(preset), _model_name(model), _device(device)
         config = TurboQuantConfig.from_preset(preset, sink_tokens=sink_tokens, residual_length=residual_length)
@@ -402,8 +406,9 @@ def serve_command(
             scheduler_type="shortest_first",
         )
         say = partial(console.print, soft_wrap=True)
-        access: dict[str, Any] = {"key": api_key, "cors": cors, "most_bytes": max_body_size}
-        server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **access)
+        prefixes = server.PrefixFolder(prefix_cache, parse_memory(prefix_cache_size)) if prefix_cache else None
+        more: dict[str, Any] = {"access": (api_key, cors), "most_bytes": max_body_size, "prefixes": prefixes}
+        server.serve(name, loaded, tokenizer, config, options, address=(host, port), say=say, **more)
 
 
 if __name__ == "__main__":

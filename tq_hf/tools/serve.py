@@ -36,7 +36,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from ..batching import TurboQuantBatching
+from ..batching import PrefixFolder, TurboQuantBatching
 from ..batching.options import number_of_positions
 from ..config import TurboQuantConfig
 from .answers import LONG, Choice, Engine, Exchange, Refused, in_flags
@@ -93,9 +93,9 @@ class CompletionForm:
         self.head = {**own, "created": int(time.time()), "model": exchange.engine.name}
 
     def _last(self, choices: list[Any]) -> dict[str, Any]:
-        prompt, new = self.exchange.usage()
+        prompt, new, cached = self.exchange.usage()
         usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {**self.head, "choices": choices, "usage": usage}
+        return {**self.head, "choices": choices, "usage": usage | {"prompt_tokens_details": {"cached_tokens": cached}}}
 
     async def _choices(self) -> AsyncIterator[dict[str, Any]]:
         """Parts of the choices, side by side."""
@@ -235,9 +235,9 @@ class ResponseForm:
         status = "incomplete" if cut else "completed"
         for event in chain(() if self.output else self._add(""), self._end(status)):
             yield event
-        prompt, new = self.exchange.usage()
+        prompt, new, cached = self.exchange.usage()
         usage: dict[str, Any] = {"input_tokens": prompt, "output_tokens": new, "total_tokens": prompt + new}
-        usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
+        usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
         usage["output_tokens_details"] = {"reasoning_tokens": 0}
         details = {"reason": "max_output_tokens"} if cut else None
         yield self._of_whole(status, status, usage=usage, incomplete_details=details)
@@ -440,9 +440,9 @@ def serve(
     *,
     address: tuple[str, int],
     say: Callable[[str], None],
-    key: str | None,
-    cors: bool,
+    access: tuple[str | None, bool],
     most_bytes: int,
+    prefixes: PrefixFolder | None,
 ) -> None:
     """Serve a model until the server is told to stop. Graphs are captured, and steps compiled, while it answers.
 
@@ -451,9 +451,9 @@ def serve(
         config, options: Encoding of pages, and options of the engine.
         address: Host and port to listen at.
         say: Function that prints a sentence before the first request is accepted.
-        key: Key that clients must send; `None` for none.
-        cors: Whether web pages of other origins may send requests.
+        access: Key that clients must send (`None` for none), and whether web pages of other origins may send requests.
         most_bytes: Maximum size of a body.
+        prefixes: Folder for pages of prefixes.
 
     Raises:
         ValueError: Packed pages cannot hold the model, or the options do not fit into memory.
@@ -464,7 +464,7 @@ def serve(
             "`TurboQuantCache`."
         )
     try:
-        batching = TurboQuantBatching(model, config, tokenizer=tokenizer)
+        batching = TurboQuantBatching(model, config, tokenizer=tokenizer, prefix_cache=prefixes)
         manager = batching.init_continuous_batching(continuous_batching_config=options)
         manager.warmup(behind=True)
     except (ValueError, MemoryError, RuntimeError) as error:  # torch has no class for memory that a CPU lacks
@@ -476,14 +476,16 @@ def serve(
     try:
         manager.start()
         engine = Engine(name, manager, tokenizer)
-        app = Routes(engine, most_bytes).app(key, cors)
+        app = Routes(engine, most_bytes).app(*access)
         host, port = address
         own: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none"}
         server = HttpServer(uvicorn.Config(app, host, port, timeout_graceful_shutdown=GRACE, **own))
         server.engine = engine
-        warning = check_access(host, port, key)  # another process may have taken the port meanwhile
+        warning = check_access(host, port, access[0])  # another process may have taken the port meanwhile
         say(f"{name} on {config.preset} pages: http://{host}:{port}/v1")
         say(room(engine))
+        if engine.cache.prefixes is not None:
+            say(engine.cache.prefixes.found())
         if not tokenizer.chat_template:
             say("This model has no chat template: ask /v1/completions to continue a text.")
         if warning:
