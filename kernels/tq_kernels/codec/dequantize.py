@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.unpack import load_crumbs, load_levels, load_signs
-from ..format import TOKENS
+from ..common.unpack import load_levels, load_tile
+from ..format import CODE, TOKENS
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -137,8 +137,8 @@ def dequantize_blocks(
         x1 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         mean = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         signs, crumbs = None, None
-        if BITS == 3:
-            signs = load_signs(block_words, row, column, exists, DIM, IS_VALUE, ASM)
+        if CODE[BITS].has_sign_words:
+            signs = load_tile(block_words, row, column, exists, 2, DIM, IS_VALUE, ASM)
         for chunk in tl.static_range(CHUNKS):
             if RESIDENT:
                 high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
@@ -147,8 +147,8 @@ def dequantize_blocks(
                 high, low = _load_inverse(
                     rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
                 )
-            if BITS < 4 and chunk % 2 == 0:
-                crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
+            if CODE[BITS].is_trellis and chunk % 2 == 0:
+                crumbs = load_tile(block_words, row, column, exists, chunk // 2, DIM, IS_VALUE, ASM)
             p0, p1, p2, p3 = load_levels(
                 block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs, odd
             )
