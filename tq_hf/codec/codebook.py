@@ -15,18 +15,6 @@ from ..compat import cached_table
 
 
 @cached_table
-def _levels(bits: int) -> torch.Tensor:
-    code = code_of(bits)
-    if code.is_fp8:
-        codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn)
-        return codes.float() * FP8_LEVEL_SCALE
-    table = torch.tensor(code.levels, dtype=torch.float32, device="cpu") / 64
-    if not code.magnitudes:
-        return table
-    return torch.cat([table, -table] if code.is_trellis else [-table.flip(0), table])
-
-
-@cached_table
 def levels(bits: int, device: torch.device) -> torch.Tensor:
     """Level of each code, in units of its vector's scale.
 
@@ -34,14 +22,21 @@ def levels(bits: int, device: torch.device) -> torch.Tensor:
         Float32, every entry exact in fp16. 2 bits: `[8]`, indexed by `tq_hf.codec.trellis.windows`. 3 bits: `[16]`,
         likewise by windows. 4 bits: `[16]`, ascending. 8 bits: `[256]`, indexed by the e4m3 byte.
     """
-    return _levels(bits).to(device)
+    code = code_of(bits)
+    if code.is_fp8:
+        table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float() * FP8_LEVEL_SCALE
+    else:
+        table = torch.tensor(code.levels, dtype=torch.float32, device="cpu") / 64
+        if code.magnitudes:
+            table = torch.cat([table, -table] if code.is_trellis else [-table.flip(0), table])
+    return table.to(device)
 
 
 @cached_table
 def boundaries(bits: int, device: torch.device) -> torch.Tensor:
     """Midpoints between neighbouring levels, at 4 bits `[15]`: float32, ascending."""
-    centroids = _levels(bits)
-    return ((centroids[1:] + centroids[:-1]) / 2).to(device)
+    centroids = levels(bits, device)
+    return (centroids[1:] + centroids[:-1]) / 2
 
 
 CEILINGS = 512

@@ -117,12 +117,9 @@ def dequantize_blocks(
     chunk_channel = tl.arange(0, CHANNELS)
     offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
     channel_scales += tl.program_id(1) * HEAD_DIM
-    if RESIDENT:
-        high0, low0 = _load_inverse(rotation, channel_scales, 0, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-        if CHUNKS == 4:
-            high1, low1 = _load_inverse(rotation, channel_scales, 1, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high2, low2 = _load_inverse(rotation, channel_scales, 2, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high3, low3 = _load_inverse(rotation, channel_scales, 3, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+    inverses = ()
+    for chunk in tl.static_range(CHUNKS if RESIDENT else 0):
+        inverses += (_load_inverse(rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT),)
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -141,8 +138,7 @@ def dequantize_blocks(
             signs = load_tile(block_words, row, column, exists, 2, DIM, IS_VALUE, ASM)
         for chunk in tl.static_range(CHUNKS):
             if RESIDENT:
-                high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
-                low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
+                high, low = inverses[chunk]
             else:
                 high, low = _load_inverse(
                     rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
