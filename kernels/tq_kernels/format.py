@@ -91,6 +91,11 @@ class Code:
         return self.bits * self.quarters // 4
 
     @property
+    def tile_quarters(self) -> int:
+        """Number of quarters whose codes a tile has; the last tile has signs where they have words of their own."""
+        return self.quarters // (self.tiles - self.has_sign_words)
+
+    @property
     def small_unit(self) -> float:
         """Factor of small levels."""
         return SMALL_UNIT if self.magnitudes else 1.0

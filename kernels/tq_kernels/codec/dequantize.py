@@ -135,7 +135,7 @@ def dequantize_blocks(
         mean = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         signs, crumbs = None, None
         if CODE[BITS].has_sign_words:
-            signs = load_tile(block_words, row, column, exists, 2, DIM, IS_VALUE, ASM)
+            signs = load_tile(block_words, row, column, exists, CODE[BITS].tiles - 1, DIM, IS_VALUE, ASM)
         for chunk in tl.static_range(CHUNKS):
             if RESIDENT:
                 high, low = inverses[chunk]

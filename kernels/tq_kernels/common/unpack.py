@@ -263,8 +263,8 @@ def unpack_scales(scales):
 def load_tile(
     words, row, column, mask, TILE: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Load words of tile TILE of a block's keys or values at 2 or 3 bits: crumbs of two quarters, or (2) signs of all;
-    as in `load_levels`, but `words` begin with the part's channels."""
+    """Load words of tile TILE of a block's keys or values in quarters (`Code.tile_quarters`); as in `load_levels`, but
+    `words` begin with the part's channels."""
     return load_words(words + TILE * (4 * DIM), row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
 
 
@@ -305,13 +305,13 @@ def load_levels(
         x0, x1 = unpack8(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), odd, ASM)
         x2, x3 = unpack8(load_words(words + (16 * DIM + CHUNK * PART), row, column, mask, ROW, ASM), odd, ASM)
         return x0, x1, x2, x3
-    elif CODE[BITS].is_trellis:
+    elif CODE[BITS].quarters == 1:
+        return unpack(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), None, odd, 0, BITS, SMALL, ASM)
+    else:
         QUARTER: tl.constexpr = CHUNK % 4
         words += CHUNK // 4 * PART
         if crumbs is None:
-            crumbs = load_tile(words, row, column, mask, QUARTER // 2, DIM, IS_VALUE, ASM)
+            crumbs = load_tile(words, row, column, mask, QUARTER // CODE[BITS].tile_quarters, DIM, IS_VALUE, ASM)
         if CODE[BITS].has_sign_words and signs is None:
-            signs = load_tile(words, row, column, mask, 2, DIM, IS_VALUE, ASM)
+            signs = load_tile(words, row, column, mask, CODE[BITS].tiles - 1, DIM, IS_VALUE, ASM)
         return unpack(crumbs, signs, odd, QUARTER, BITS, SMALL, ASM)
-    else:
-        return unpack(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), None, odd, 0, BITS, SMALL, ASM)

@@ -122,7 +122,8 @@ def key_scores(words, q, row, column, C: tl.constexpr):
     signs = None
     for chunk in tl.static_range(C.KEY_CHUNKS):
         if CODE[C.KEY_BITS].has_sign_words and chunk % 4 == 0:
-            signs = load_tile(words + chunk // 4 * (WIDTH // 2), row, column, mask, 2, C.DKP, False, C.ASM)
+            begin = words + chunk // 4 * (WIDTH // 2)
+            signs = load_tile(begin, row, column, mask, CODE[C.KEY_BITS].tiles - 1, C.DKP, False, C.ASM)
         levels = load_levels(
             words, row, column, mask, chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS, False, C.SMALL, C.ASM, signs
         )

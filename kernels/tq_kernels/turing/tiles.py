@@ -49,7 +49,8 @@ def levels(tiles, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr)
         return _levels8(tiles[0][STEP]) + _levels8(tiles[1][STEP])
     else:
         SIGNS: tl.constexpr = CODE[BITS].tiles - 1
-        return unpack.looked_up(tiles[QUARTER // 2][STEP], tiles[SIGNS][STEP], QUARTER, BITS, True, tl.int32, 1)
+        TILE: tl.constexpr = QUARTER // CODE[BITS].tile_quarters
+        return unpack.looked_up(tiles[TILE][STEP], tiles[SIGNS][STEP], QUARTER, BITS, True, tl.int32, 1)
 
 
 @triton.jit
