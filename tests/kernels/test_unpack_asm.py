@@ -47,7 +47,7 @@ def test_levels_of_a_look_up(bits: int, small: bool) -> None:
     tiles, width = words.view(code.tiles, ROWS, -1), DIM // code.quarters
     for quarter in range(code.quarters):
         signs = [tiles[-1]] if code.has_sign_words else []
-        planes = execute(unpack._ASM[bits][small][quarter], 4, tiles[quarter // 2], *signs)
+        planes = execute(unpack._ASM[bits][small][quarter], 4, tiles[quarter // code.tile_quarters], *signs)
         actual = torch.stack([halves(plane).flatten(1) for plane in planes])
         expected = levels[:, :, quarter * width :][:, :, :width]
         assert torch.equal(actual, expected * SMALL_UNIT if small else expected)

@@ -36,33 +36,31 @@ LABELS = 16
 """Number of labels. Errors are multiples of this number, and the label is added."""
 
 
+def _axes(dim: int, is_value: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the parts of tokens and channels, and these in the order of chains.
+
+    Planes of tokens are 2 u + v, quarters of channels 2 t + h; e is the neighbour along K.
+    """
+    if is_value:  # u, v, row / 2, e, t, h, channel
+        return (2, 2, BLOCK_TOKENS // 8, 2, 2, 2, dim // 4), (0, 1, 3, 5, 4, 6, 2)
+    return (2, 2, BLOCK_TOKENS // 4, 2, 2, dim // 8, 2), (0, 1, 6, 4, 3, 2, 5)  # u, v, row, t, h, channel / 2, e
+
+
 def chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
     """Reorder channels `[..., 128, D]` to chains `[..., 16, 8 D]`: crumbs of a word, words. A view where possible."""
     lead, dim = x.shape[:-2], x.shape[-1]
-    # Planes of tokens are 2 u + v, quarters of channels 2 t + h; e is the neighbour along K.
-    if is_value:
-        x = x.reshape(*lead, 2, 2, BLOCK_TOKENS // 8, 2, 2, 2, dim // 4)  # u, v, row / 2, e, t, h, channel
-        u, v, e, h, words = 0, 1, 3, 5, (4, 6, 2)
-    else:
-        x = x.reshape(*lead, 2, 2, BLOCK_TOKENS // 4, 2, 2, dim // 8, 2)  # u, v, row, t, h, channel / 2, e
-        u, v, e, h, words = 0, 1, 6, 4, (3, 2, 5)
-    x = x.permute(*range(len(lead)), *(len(lead) + axis for axis in (u, v, e, h, *words)))
+    sizes, order = _axes(dim, is_value)
+    x = x.reshape(*lead, *sizes).permute(*range(len(lead)), *(len(lead) + axis for axis in order))
     return x.reshape(*lead, CHAIN, 8 * dim)
 
 
 def from_chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
     """Inverse of `chains`."""
     lead, dim = x.shape[:-2], x.shape[-1] // 8
-    first = len(lead)
-    if is_value:
-        x = x.reshape(*lead, 2, 2, 2, 2, 2, dim // 4, BLOCK_TOKENS // 8)
-        # u, v, e, h, t, channel, row / 2 to u, v, row / 2, e, t, h, channel
-        order = (0, 1, 6, 2, 4, 3, 5)
-    else:
-        x = x.reshape(*lead, 2, 2, 2, 2, 2, BLOCK_TOKENS // 4, dim // 8)
-        # u, v, e, h, t, row, channel / 2 to u, v, row, t, h, channel / 2, e
-        order = (0, 1, 5, 4, 3, 6, 2)
-    return x.permute(*range(first), *(first + axis for axis in order)).reshape(*lead, BLOCK_TOKENS, dim)
+    sizes, order = _axes(dim, is_value)
+    x = x.reshape(*lead, *(sizes[axis] for axis in order))
+    x = x.permute(*range(len(lead)), *(len(lead) + order.index(axis) for axis in range(7)))
+    return x.reshape(*lead, BLOCK_TOKENS, dim)
 
 
 def trellis_of(bits: int) -> Trellis:

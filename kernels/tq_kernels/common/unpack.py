@@ -212,6 +212,7 @@ def unpack(
         return looked_up(words, signs, QUARTER, BITS, SMALL, tl.float16, 2)
     else:
         APART: tl.constexpr = CODE[BITS].has_sign_words
+        SECOND: tl.constexpr = 6 if APART else 3
         e = odd.to(tl.uint32)
         w = words.to(tl.uint32, bitcast=True)
         m = turned(w, 30 if QUARTER % 2 else 0)
@@ -224,8 +225,8 @@ def unpack(
         for plane in tl.static_range(4):
             level = _entry(m >> (8 * plane), BITS, SMALL)
             if CODE[BITS].magnitudes:
-                SHIFT: tl.constexpr = 16 * (plane % 2) + (7 if plane < 2 else 6 if APART else 3) - 2 * QUARTER
-                level ^= ((s >> SHIFT) & 1) << 15
+                shift = 16 * (plane % 2) + (7 if plane < 2 else SECOND) - 2 * QUARTER
+                level ^= ((s >> shift) & 1) << 15
             planes += (_half(level),)
         return planes
 

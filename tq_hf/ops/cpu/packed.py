@@ -70,11 +70,6 @@ def _swapped(words: torch.Tensor, mask: int, distance: int, out: torch.Tensor) -
     return out.bitwise_xor_(words).bitwise_and_(mask).mul_(1 + (1 << distance)).bitwise_xor_(words)
 
 
-def _nibble_indices(words: torch.Tensor, out: torch.Tensor) -> None:
-    """Words of 4 bits to words of two indices."""
-    _swapped(words, 0x0808, 20, out)
-
-
 _LOWER_THREE = 0x77777777
 """Mask of the lower three bits of each nibble."""
 
@@ -143,7 +138,7 @@ def key_levels(words: torch.Tensor, bits: int, dim: int, take: Take) -> torch.Te
         return out.view(*lead, PLANES * ROWS, dim)
     if not code.is_trellis:
         index = take("key words", (*lead, ROWS, dim // 2), torch.int32)
-        _nibble_indices(words.unflatten(-1, (ROWS, dim // 2)), index)
+        _swapped(words.unflatten(-1, (ROWS, dim // 2)), 0x0808, 20, index)
     else:
         index = take("key words", (*lead, ROWS, 2, 2, dim // 8), torch.int32)
         _crumb_indices(words.unflatten(-1, (bits, ROWS, dim // 8)), bits, index.movedim(-4, -2))
@@ -164,7 +159,7 @@ def value_levels(words: torch.Tensor, bits: int, dim: int, dtype: torch.dtype, t
         return out.view(heads, dim, blocks, PLANES * ROWS)
     if not code.is_trellis:
         index = take("value words", (heads, blocks, dim, ROWS // 2), torch.int32)
-        _nibble_indices(words.unflatten(-1, (dim, ROWS // 2)), index)
+        _swapped(words.unflatten(-1, (dim, ROWS // 2)), 0x0808, 20, index)
     else:
         index = take("value words", (heads, blocks, 2, 2, dim // 4, ROWS // 2), torch.int32)
         _crumb_indices(words.unflatten(-1, (bits, dim // 4, ROWS // 2)), bits, index)
