@@ -59,7 +59,7 @@ def product_unit(bits, is_value):
 
 @triton.jit
 def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
-    """Round rows `[32, TILE]` to 1 / TRELLIS_UNITS of their standard deviation, clamp to +-127, add 128: low bytes of
+    """Round rows `[32, TILE]` to 1 / `Trellis.unit` of their standard deviation, clamp to +-127, add 128: low bytes of
     uint32. Rows that are not finite are 0."""
     mean = square * (1 / DIM)
     finite = mean < float("inf")  # [32]
