@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tq_kernels.format import due_blocks
-from tq_kernels.layout import SUPPORTED_BITS, BlockLayout
+from tq_kernels.format import code_of, due_blocks
+from tq_kernels.layout import BlockLayout
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,7 @@ class TurboQuantConfig:
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if not isinstance(bits, int) or bits not in SUPPORTED_BITS:
-                allowed = ", ".join(map(str, SUPPORTED_BITS))
-                raise ValueError(f"`{name}` is {bits!r}; it must be one of {allowed} (8 is scaled FP8).")
+            code_of(getattr(self, name), name)
         for name in ("residual_length", "sink_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:

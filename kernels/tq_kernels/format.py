@@ -4,8 +4,9 @@ A packed block holds 128 tokens in four planes of 32. Every word of codes holds 
 kernel unpacks a word into four matrix operands (`tq_hf.codec.packing` draws the bits).
 """
 
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BLOCK_TOKENS = 128
 """Number of tokens of a packed block."""
@@ -19,43 +20,107 @@ MOST_SINKS = 8
 CHANNEL_MULTIPLE = 8
 """Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
 
-LEVEL_TABLES = {
-    2: (64, -32, -64, 32, 14, -112, -14, 112),
-    3: (42, 14, 112, 79, 14, 155, 72, 43),
-    4: (8, 25, 42, 60, 80, 103, 132, 175),
+SMALL_UNIT = 2.0**-18
+"""Factor of small levels: n / 64 * 2**-18 is the subnormal fp16 with bits n. One byte is then looked up, and the other
+is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
+
+
+@dataclass(frozen=True)
+class Trellis:
+    """Whole numbers by which the path of a word's codes is chosen (`tq_hf.codec.trellis`).
+
+    Args:
+        steps: Channels are rounded to steps; a level of 1 has this number of them.
+        unit: Number of steps of a standard deviation.
+        limit: Channels are clamped to this number of steps before they are coded.
+        errors: Error `a + b x` that a level adds to a path, for a channel x (its size at 3 bits): the level's square
+            less twice its product with x, plus a constant equal for all levels. In 1/50 (2 bits) and 1/133 of the
+            square of a level of 1, slopes rounded: errors of paths then fit in 11 bits. It costs 0.3% in squared error
+            at 2 bits, 0.2% at 3.
+        far: Initial error of a path that starts in a wrong state, more than later errors of two states can differ;
+            times the exclusive or of both states at 2 bits.
+    """
+
+    steps: int
+    unit: float
+    limit: int
+    errors: tuple[tuple[int, int], ...]
+    far: int
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code of a width: what everything that depends on the number of bits asks. `tq_hf.codec.packing` draws its words.
+
+    Args:
+        bits: Bits of a channel.
+        levels: Levels by a look-up of three bits, in 1/64: a kernel looks up one byte for a code. Empty for FP8 e4m3.
+        magnitudes: Whether levels are magnitudes, of either sign. Else they have 0 in the low byte of their fp16.
+        quarters: Number of parts of the channels that share words: four, or one.
+        trellis: How the path of a word's codes is chosen; `None` for the nearest level of each channel.
+        key_shrink: Factor of key scales. A softmax raises e to noisy scores, and noise alone makes packed keys heavier
+            than the exact keys of a residual; slightly smaller scores balance this. At 3 bits there is no gain
+            (`examples/measure/quality/bound.py`).
+    """
+
+    bits: int
+    levels: tuple[int, ...] = ()
+    magnitudes: bool = False
+    quarters: int = 1
+    trellis: Trellis | None = None
+    key_shrink: float = 1.0
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether a code is an e4m3 byte, which takes no look-up."""
+        return not self.levels
+
+    @property
+    def is_trellis(self) -> bool:
+        """Whether a level depends on the code before, too. Codes of two bits, crumbs, are then a word's chain."""
+        return self.trellis is not None
+
+    @property
+    def has_sign_words(self) -> bool:
+        """Whether signs have words of their own, behind the others and shared by all quarters."""
+        return self.magnitudes and self.quarters > 1
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles of words of a block, equal in size: each has four bits for the channels of a quarter."""
+        return self.bits * self.quarters // 4
+
+    @property
+    def tile_quarters(self) -> int:
+        """Number of quarters whose codes a tile has; the last tile has signs where they have words of their own."""
+        return self.quarters // (self.tiles - self.has_sign_words)
+
+    @property
+    def small_unit(self) -> float:
+        """Factor of small levels."""
+        return SMALL_UNIT if self.magnitudes else 1.0
+
+
+ERRORS_2 = ((296, -4), (259, 2), (296, 4), (259, -2), (250, -1), (399, 7), (250, 1), (399, -7))
+ERRORS_3 = ((57, 6), (0, 10), (401, -3), (208, 1), (2, 10), (801, -9), (172, 2), (57, 6))
+"""`Trellis.errors` of 2 and of 3 bits."""
+CODES = {
+    2: Code(2, (64, -32, -64, 32, 14, -112, -14, 112), False, 4, Trellis(25, 23.828125, 57, ERRORS_2, 320), 0.98),
+    3: Code(3, (42, 14, 112, 79, 14, 155, 72, 43), True, 4, Trellis(32, 32.0, 86, ERRORS_3, 600)),
+    4: Code(4, (8, 25, 42, 60, 80, 103, 132, 175), True),
+    8: Code(8),
 }
-"""Levels by a look-up of three bits, in 1/64: a kernel looks up one byte for a code. At 3 and 4 bits they are
-magnitudes of either sign; at 2 bits levels with 0 in the low byte of their fp16. At 4 bits they have the least mean
-squared error on N(0, 1) (tests/codec/test_codebook.py searches around them); against unrounded Lloyd-Max centroids the
-grid costs 0.06%. At 2 and 3 bits a trellis chooses among them (`tq_hf.codec.trellis`);
-`examples/measure/quality/trellis.py train` finds them."""
+"""Codes by width. Levels of 4 bits have the least mean squared error on N(0, 1) (tests/codec/test_codebook.py searches
+around them); against unrounded Lloyd-Max centroids the grid costs 0.06%. Levels of 2 and 3 bits are found by
+`examples/measure/quality/trellis.py train`; at 2 bits a level of 1 is 1.05 standard deviations, the least error."""
 
-TRELLIS_STEPS = {2: 25, 3: 32}
-"""A trellis codes channels rounded to steps; a level of 1 has this number of them."""
 
-TRELLIS_UNITS = {2: 23.828125, 3: 32.0}
-"""Steps of a standard deviation. At 2 bits a level of 1 is 1.05 standard deviations, where these levels have the least
-error."""
+def code_of(bits: Any, name: str = "bits") -> Code:
+    """Code of a width; `name` is that of the option. Raises a `ValueError` for a width that there is not."""
+    if not isinstance(bits, int) or bits not in CODES:
+        raise ValueError(f"`{name}` is {bits!r}; it must be one of {', '.join(map(str, CODES))} (8 is scaled FP8).")
+    return CODES[bits]
 
-TRELLIS_LIMITS = {2: 57, 3: 86}
-"""Channels are clamped to this number of steps before they are coded."""
-
-TRELLIS_ERRORS = {
-    2: ((296, -4), (259, 2), (296, 4), (259, -2), (250, -1), (399, 7), (250, 1), (399, -7)),
-    3: ((57, 6), (0, 10), (401, -3), (208, 1), (2, 10), (801, -9), (172, 2), (57, 6)),
-}
-"""Error `a + b x` that a level of `LEVEL_TABLES` adds to a path, for a channel x (its size at 3 bits): the level's
-square less twice its product with x, plus a constant equal for all levels. In 1/50 and 1/133 of a squared level of
-1, slopes rounded: errors of paths then fit in 11 bits. It costs 0.3% in squared error at 2 bits, 0.2% at 3."""
-
-TRELLIS_FAR = {2: 320, 3: 600}
-"""Initial error of a path that starts in a wrong state, more than later errors of two states can differ; times the
-exclusive or of both states at 2 bits."""
-
-KEY_SHRINK = {2: 0.98, 3: 1.0}
-"""Factor of key scales. A softmax raises e to noisy scores, and noise alone makes packed keys heavier than the exact
-keys of a residual; slightly smaller scores balance this. At 3 bits there is no gain
-(`examples/measure/quality/bound.py`)."""
 
 FP8_MAX = 448.0
 FP8_LEVEL_SCALE = 2.0**-8
@@ -131,6 +196,8 @@ if find_spec("triton") is not None:
     """`BLOCK_TOKENS` in kernels."""
     PLANE = tl.constexpr(PLANE_TOKENS)
     """`PLANE_TOKENS` in kernels."""
+    CODE = tl.constexpr(CODES)
+    """`CODES` in kernels."""
 
     @triton.jit
     def due_blocks_in_kernel(length, sinks, residual):

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from .format import BLOCK_TOKENS, LEVEL_TABLES, padded_dim
-
-SUPPORTED_BITS = (*LEVEL_TABLES, 8)
+from .format import BLOCK_TOKENS, code_of, padded_dim
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,8 @@ class BlockLayout:
     def __post_init__(self) -> None:
         if (fewest := min(self.key_dim, self.value_dim)) < 1:
             raise ValueError(f"A head of {fewest} channels cannot be compressed; `head_dim` must be 1 or more.")
+        for name in ("key_bits", "value_bits"):
+            code_of(getattr(self, name), name)
 
     @property
     def bits(self) -> tuple[int, int]:

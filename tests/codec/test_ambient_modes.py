@@ -20,9 +20,9 @@ from tq_hf.stores import sizes
 CPU = torch.device("cpu")
 IDS = torch.randint(3, VOCAB, (1, 310), generator=torch.Generator().manual_seed(0))
 TABLES = {
-    "levels": (codebook._levels, lambda bits: (bits,)),
-    "boundaries": (codebook.boundaries, lambda bits: (CPU,)),
-    "codes": (codebook.codes_of_ceilings, lambda bits: (CPU,)),
+    "levels": (codebook.levels, lambda bits: (bits, CPU)),
+    "boundaries": (codebook.boundaries, lambda bits: (4, CPU)),
+    "codes": (codebook.codes_of_ceilings, lambda bits: (4, CPU)),
     "signs": (rotation.signs, lambda bits: (64, bits, CPU)),
     "no signs": (rotation.signs, lambda bits: (64, None, CPU)),
     "rotation": (rotation.rotation_matrix, lambda bits: (96, bits, CPU, torch.float32)),

@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from tq_kernels.format import FP8_LEVEL_SCALE, LEVEL_TABLES
+from tq_kernels.format import CODES, FP8_LEVEL_SCALE
 
 from tests.support.helpers import CPU
 from tq_hf.codec.codebook import boundaries, levels
 from tq_hf.codec.reference import quantize
 
-POSITIVE = [n / 64 for n in LEVEL_TABLES[4]]
+POSITIVE = [n / 64 for n in CODES[4].levels]
 TABLE_MSE = 0.00950624
 OPTIMAL_MSE = 0.00950101
 """Of the Lloyd-Max quantizer of N(0, 1) of 4 bits (Max, 1960)."""
@@ -76,7 +76,7 @@ def test_no_neighbouring_multiples_of_the_grid_are_better():
 @pytest.mark.parametrize("bits", [3, 4])
 def test_levels_are_one_byte_and_a_sign(bits):
     """As subnormal numbers of fp16 in units of 2**-24."""
-    counts = torch.tensor(LEVEL_TABLES[bits])
+    counts = torch.tensor(CODES[bits].levels)
     assert counts.shape == (8,) and 0 < counts.min() and counts.max() < 256
     assert torch.equal((counts / 64 * 2.0**-18).half().view(torch.int16), counts.short())
     assert sorted((64 * levels(bits, CPU)).tolist()) == sorted([*counts.tolist(), *(-counts).tolist()])
@@ -84,7 +84,7 @@ def test_levels_are_one_byte_and_a_sign(bits):
 
 def test_levels_of_2_bits_are_the_high_byte_of_fp16():
     level = levels(2, CPU)
-    assert (64 * level).tolist() == list(LEVEL_TABLES[2])
+    assert (64 * level).tolist() == list(CODES[2].levels)
     assert (level.half().view(torch.int16) & 255 == 0).all()
     assert sorted(level.tolist()) == sorted((-level).tolist())
 
@@ -130,11 +130,11 @@ def test_levels_of_4_bits_are_ascending_and_antisymmetric():
 def test_the_upper_half_of_levels_of_3_bits_are_the_negatives_of_the_lower():
     level = levels(3, CPU)
     assert torch.equal(level[8:], -level[:8])
-    assert (64 * level[:8]).tolist() == list(LEVEL_TABLES[3])
+    assert (64 * level[:8]).tolist() == list(CODES[3].levels)
 
 
 def test_boundaries_are_the_midpoints():
-    level, boundary = levels(4, CPU), boundaries(CPU)
+    level, boundary = levels(4, CPU), boundaries(4, CPU)
     assert boundary.shape == (15,)
     assert torch.equal(boundary, (level[1:] + level[:-1]) / 2)
     assert boundary[7] == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tq_kernels.format import KEY_SHRINK
+from tq_kernels.format import CODES
 from tq_kernels.types import PackedBlocks
 
 from tests.support.helpers import (
@@ -33,7 +33,7 @@ FP8_ERROR = 0.0257
 
 def expected_error(bits: int, is_value: bool) -> float:
     """Relative error of codes with mean squared error m: cos^2 of the angle to the levels is 1 - m."""
-    shrink = 1.0 if is_value else KEY_SHRINK.get(bits, 1.0)
+    shrink = 1.0 if is_value else CODES[bits].key_shrink
     return FP8_ERROR if bits == 8 else (shrink**2 / (1 - SPHERE_MSE[bits]) - 2 * shrink + 1) ** 0.5
 
 
@@ -58,7 +58,7 @@ def test_scales_make_up_for_what_quantizing_took_from_inner_products(bits, is_va
     codes, scale = quantize(z, bits, is_value=is_value)
     assert scale.dtype == torch.float16
     restored = scale.float()[..., None] * levels_of(codes, bits, is_value=is_value)
-    shrink = 1.0 if is_value else KEY_SHRINK.get(bits, 1.0)
+    shrink = 1.0 if is_value else CODES[bits].key_shrink
     torch.testing.assert_close((restored * z).sum(-1), shrink * (z * z).sum(-1), rtol=2 * fp16, atol=0)
 
 

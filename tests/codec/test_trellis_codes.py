@@ -6,15 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tq_kernels.format import (
-    KEY_SHRINK,
-    LEVEL_TABLES,
-    TRELLIS_ERRORS,
-    TRELLIS_FAR,
-    TRELLIS_LIMITS,
-    TRELLIS_STEPS,
-    TRELLIS_UNITS,
-)
+from tq_kernels.format import CODES
 
 from tq_hf.codec import trellis
 from tq_hf.codec.packing import pack, unpack
@@ -42,9 +34,9 @@ def slow_levels(words: torch.Tensor, bits: int) -> list[list[float]]:
         for k, crumb in enumerate(crumbs):
             if bits == 2:
                 differ = crumbs[k - 1] >> 1 != crumbs[k - 2] & 1
-                of_word.append(LEVEL_TABLES[2][2 * crumb + differ] / 64)
+                of_word.append(CODES[2].levels[2 * crumb + differ] / 64)
             else:
-                of_word.append(LEVEL_TABLES[3][crumb + 4 * (crumbs[(k + 1) % 16] & 1)] / 64)
+                of_word.append(CODES[3].levels[crumb + 4 * (crumbs[(k + 1) % 16] & 1)] / 64)
         found.append(of_word)
     return found
 
@@ -74,19 +66,19 @@ def test_squared_error_on_gaussian_channels(bits: int, is_value: bool) -> None:
     x = torch.randn(16, 128, 128, generator=torch.Generator().manual_seed(1))
     x /= x.square().mean().sqrt()
     codes = trellis.encode(trellis.rounded(x, bits), bits, is_value=is_value)
-    level = levels_of(codes, bits, is_value=is_value) * (TRELLIS_STEPS[bits] / TRELLIS_UNITS[bits])
+    level = levels_of(codes, bits, is_value=is_value) * (CODES[bits].trellis.steps / CODES[bits].trellis.unit)
     error = (level - x).square().mean().item()
     assert error == pytest.approx(MSE[bits], rel=0.007)
 
 
 def chain_error(x: torch.Tensor, codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Errors of words: of channels `[N, 16]`, and codes of the same shape, whose signs do not matter at 3 bits."""
-    a, b = torch.tensor(TRELLIS_ERRORS[bits]).T
+    a, b = torch.tensor(CODES[bits].trellis.errors).T
     if bits == 2:
         index = 2 * codes + ((codes.roll(1, -1) >> 1) ^ (codes.roll(2, -1) & 1))
     else:
         index, x = (codes & 3) + 4 * (codes.roll(-1, -1) & 1), x.abs()
-    return (a[index] + b[index] * x.clamp(-TRELLIS_LIMITS[bits], TRELLIS_LIMITS[bits])).sum(-1)
+    return (a[index] + b[index] * x.clamp(-CODES[bits].trellis.limit, CODES[bits].trellis.limit)).sum(-1)
 
 
 def spread(errors: torch.Tensor, differences: torch.Tensor) -> torch.Tensor:
@@ -104,8 +96,8 @@ def spread(errors: torch.Tensor, differences: torch.Tensor) -> torch.Tensor:
 @BITS
 def test_errors_of_paths_fit(bits: int) -> None:
     """Of any channels: below 31 * 2**10, where bits of fp16 numbers end, and less than what wrong first states cost."""
-    a, b = torch.tensor(TRELLIS_ERRORS[bits]).T
-    limit = TRELLIS_LIMITS[bits]
+    a, b = torch.tensor(CODES[bits].trellis.errors).T
+    limit = CODES[bits].trellis.limit
     x = torch.arange(-limit if bits == 2 else 0, limit + 1)[:, None]
     error = a + b * x  # [x, 8]
     assert error.min() >= 0
@@ -113,12 +105,12 @@ def test_errors_of_paths_fit(bits: int) -> None:
         before, behind = torch.arange(4)[:, None], torch.arange(4)
         branches = error[:, 4 * (before // 2 ^ behind % 2) + 2 * (behind // 2) + before % 2]
         state = torch.arange(4)
-        starts = [(state ^ last) * TRELLIS_FAR[2] for last in range(4)] + [torch.zeros(4, dtype=torch.long)]
+        starts = [(state ^ last) * CODES[2].trellis.far for last in range(4)] + [torch.zeros(4, dtype=torch.long)]
     else:  # of both first low bits
         best = torch.minimum(error.view(-1, 2, 2, 2)[:, :, 0], error.view(-1, 2, 2, 2)[:, :, 1])  # [x, behind, low]
         far = torch.full((len(x), 2, 2), 1 << 20)
         branches = torch.cat([torch.cat([best.mT, far], 2), torch.cat([far, best.mT], 2)], 1)
-        starts = [torch.tensor([0, 1, 1, 0]) * TRELLIS_FAR[3]]
+        starts = [torch.tensor([0, 1, 1, 0]) * CODES[3].trellis.far]
     for start in starts:
         differences = start[:, None] - start
         for k in range(CHAIN - 1, -1, -1):
@@ -129,7 +121,7 @@ def test_errors_of_paths_fit(bits: int) -> None:
             assert 16 * largest + 15 < 31 << 10
             least += branches.amin(1).amax()
             differences = spread(branches, differences)
-    assert differences.amax() < TRELLIS_FAR[bits]
+    assert differences.amax() < CODES[bits].trellis.far
 
 
 @BITS
@@ -163,7 +155,7 @@ def test_words_do_not_depend_on_those_beside_them(bits: int, is_value: bool) -> 
 @BITS
 def test_channels_are_rounded_to_even_and_limited(bits: int) -> None:
     x = torch.tensor([0.5, 1.5, -0.5, -2.5, 126.6, 127.4, 1e9, -1e9, torch.inf, -torch.inf, torch.nan]).double()
-    x /= TRELLIS_UNITS[bits]
+    x /= CODES[bits].trellis.unit
     assert trellis.rounded(x, bits).tolist() == [0, 2, 0, -2, 127, 127, 127, -127, 127, -127, 0]
 
 
@@ -185,4 +177,4 @@ def test_the_scale_keeps_what_points_where_the_vector_did(bits: int) -> None:
     z[0, 3] = 0
     codes, scale = quantize(z, bits, is_value=False)
     kept = scale.float()[..., None] * levels_of(codes, bits, is_value=False)
-    assert scale[0, 3] == 0 and torch.allclose((z * kept).sum(-1), KEY_SHRINK[bits] * (z * z).sum(-1), rtol=1e-2)
+    assert scale[0, 3] == 0 and torch.allclose((z * kept).sum(-1), CODES[bits].key_shrink * (z * z).sum(-1), rtol=1e-2)

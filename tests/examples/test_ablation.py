@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tq_kernels.format import KEY_SHRINK, TRELLIS_STEPS, TRELLIS_UNITS
+from tq_kernels.format import CODES
 from tq_kernels.types import KeyValue, PackedBlocks
 
 from examples.measure.quality import ablation
@@ -52,7 +52,7 @@ def test_error_of_a_correction_is_the_one_theory_gives(bits, correction):
     m, switches = MSE[bits], Switches(key_correction=correction, value_correction=correction)
     pair = states(1, dim=128)
     restored = round_trip(switches, all_packed(key_bits=bits, value_bits=bits), *pair)
-    for ours, exact, shrink in zip(restored, pair, (KEY_SHRINK.get(bits, 1.0), 1.0), strict=True):
+    for ours, exact, shrink in zip(restored, pair, (CODES[bits].key_shrink, 1.0), strict=True):
         inner = shrink**2 / (1 - m) - 2 * shrink + 1
         expected = {"none": m, "projection": m, "inner": inner, "norm": 2 - 2 * (1 - m) ** 0.5}[correction] ** 0.5
         assert relative_error(ours, exact) == pytest.approx(expected, rel=0.02)
@@ -72,7 +72,8 @@ def test_each_correction_keeps_what_it_promises(bits):
     projected = restore("projection")
     assert (((z - projected) * projected).sum(-1).abs() <= 2**-10 * square).all()
     _, scale = ablation.quantize(z, bits, "none", is_value=False)
-    unit = 1 if bits == 4 else TRELLIS_UNITS[bits] / TRELLIS_STEPS[bits]
+    trellis = CODES[bits].trellis
+    unit = 1 if trellis is None else trellis.unit / trellis.steps
     torch.testing.assert_close(unit * scale.float(), z.square().mean(-1).sqrt(), rtol=2**-10, atol=0)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tq_kernels.format import LEVEL_TABLES, TRELLIS_STEPS, TRELLIS_UNITS
+from tq_kernels.format import CODES
 
 from examples.measure.compile.trellis_unpack import PROGRAMS, UPPER, Program
 from examples.measure.quality.trellis import DESIGNS, UNIT, WORD, Trellis, train
@@ -91,9 +91,9 @@ def test_training_from_a_seed_gives_these_magnitudes() -> None:
 
 def test_presets_have_the_magnitudes_of_two_designs() -> None:
     """At 2 bits rounded to two bits of mantissa."""
-    in_deviations = [n * TRELLIS_STEPS[2] / TRELLIS_UNITS[2] for n in LEVEL_TABLES[2]]
+    in_deviations = [n * CODES[2].trellis.steps / CODES[2].trellis.unit for n in CODES[2].levels]
     assert in_deviations == pytest.approx(DESIGNS["2: signed levels"].magnitudes, rel=0.05)
-    assert LEVEL_TABLES[3] == DESIGNS["3: neighbour's bit"].magnitudes
+    assert CODES[3].levels == DESIGNS["3: neighbour's bit"].magnitudes
 
 
 @pytest.mark.parametrize(("bits", "name"), [(2, "2: signed levels"), (3, "3: neighbour's bit")])
@@ -102,7 +102,7 @@ def test_codes_of_presets_are_nearly_the_best(bits: int, name: str) -> None:
     design, x = DESIGNS[name], torch.randn(8, 128, 64, generator=torch.Generator().manual_seed(6))
     for is_value in (False, True):
         codes = trellis.encode(trellis.rounded(x, bits), bits, is_value=is_value)
-        level = levels_of(codes, bits, is_value=is_value) * (TRELLIS_STEPS[bits] / TRELLIS_UNITS[bits])
+        level = levels_of(codes, bits, is_value=is_value) * (CODES[bits].trellis.steps / CODES[bits].trellis.unit)
         of_words = trellis.chains(x, is_value=is_value).mT.reshape(-1, WORD)
         best = design.squared_error(of_words if bits == 2 else of_words.flip(-1))
         assert best < (x - level).square().mean().item() < (1.035 if bits == 2 else 1.012) * best

@@ -151,7 +151,7 @@ def check_codes(
         edges = torch.cat([-edges.flip(0), edges])
     else:
         rows = z / (z * z).mean(-1, keepdim=True).sqrt()
-        edges = boundaries(CPU)
+        edges = boundaries(bits, CPU)
     x = rows[different].clamp(-FP8_MAX, FP8_MAX)
     rounding = 2**-11 * (rows * rows).mean(-1, keepdim=True).sqrt().expand_as(rows)[different] if balanced else 0
     distance = (x[:, None] - edges).abs().amin(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import pytest
 import torch
 import tq_kernels
 from tq_kernels.format import due_blocks
+from tq_kernels.layout import BlockLayout
 
+import tq_hf
 from tests.support.kernel_cases import INTERPRETED, child
 
 LENGTHS = [0, 1, 4, 5, 127, 128, 131, 132, 133, 259, 260, 261, 387, 388, 2**31 - 1]
@@ -39,6 +42,32 @@ def test_the_rules_of_the_host_need_no_triton() -> None:
     )
     result = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "2", result.stderr
+
+
+def comparisons(source: str) -> Iterator[str]:
+    """Comparisons of a number of bits with a number."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = " ".join(ast.unparse(side) for side in (node.left, *node.comparators))
+            if re.search(r"(\b|_)(BITS|bits)\b", sides) and re.search(r"\b[2348]\b", sides):
+                yield ast.unparse(node)
+
+
+def test_no_code_compares_a_number_of_bits_with_a_number() -> None:
+    """What depends on a width is a property of its `Code`: a new width takes no branch of another one."""
+    assert [*comparisons("C.KEY_BITS == 3 or bits < 4 or max(bits) in (3, 4) or KEY_BITS > VALUE_BITS")] == [
+        *("C.KEY_BITS == 3", "bits < 4", "max(bits) in (3, 4)")
+    ]
+    folders = [Path(package.__file__).parent for package in (tq_kernels, tq_hf)]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    found = {file.name: list(comparisons(file.read_text())) for file in files}
+    assert len(files) > 100 and {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize("bits", [(5, 4), (4, 16), (0, 8)])
+def test_a_block_of_other_widths_is_refused(bits: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="(key|value)_bits` is .*must be one of 2, 3, 4, 8"):
+        BlockLayout(64, 64, *bits)
 
 
 if INTERPRETED:

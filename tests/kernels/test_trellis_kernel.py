@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from tq_kernels.codec import trellis
 from tq_kernels.common.device import target
-from tq_kernels.format import LEVEL_TABLES
+from tq_kernels.format import CODES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 
 @triton.jit
 def choose(
-    channels, words, sums, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr, ASM: tl.constexpr,
+    channels, words, sums, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """`words` [R, 2, C] of `channels` [4, R, 2, C], bytes of words; `sums` [4, R] of level times channel of their
     planes, for values [2, 4, R]."""
@@ -39,7 +39,7 @@ def choose(
     d = tl.load(channels + 6 * R * C + at).to(tl.uint32, bitcast=True)
     found = trellis.codes2(a, b, c, d, ASM) if BITS == 2 else trellis.codes3(a, b, c, d, ASM)
     tl.store(words + at, found.to(tl.int32, bitcast=True))
-    product = trellis.products(a, b, c, d, trellis.sizes(found, LEVELS, BITS, ASM), IS_VALUE, BITS, ASM)
+    product = trellis.products(a, b, c, d, trellis.sizes(found, BITS, ASM), IS_VALUE, BITS, ASM)
     for i in tl.static_range(8 if IS_VALUE else 4):
         tl.store(sums + i * R + tl.arange(0, R), tl.sum(tl.sum(product[i], axis=2), axis=1))
 
@@ -81,16 +81,16 @@ def check(bits: int, is_value: bool, device: torch.device, asm: int, run: Run = 
     channels = channels.int().view(4, ROWS, 2, COLUMNS).to(device)
     words = torch.empty(ROWS, 2, COLUMNS, dtype=torch.int32, device=device)
     sums = torch.empty(2 if is_value else 1, 4, ROWS, dtype=torch.int32, device=device)
-    constants = dict(R=ROWS, C=COLUMNS, BITS=bits, LEVELS=LEVEL_TABLES[bits], IS_VALUE=is_value, ASM=asm)
+    constants = dict(R=ROWS, C=COLUMNS, BITS=bits, IS_VALUE=is_value, ASM=asm)
     run(channels, words, sums, constants)
     code = (reference.encode_two if bits == 2 else reference.encode_three)(x.short()).long()
     # The code k of 2 bits is at bits 2 k + 1 and 2 k + 2, a crumb at 2 k and 2 k + 1.
     expected = ((code & 3) << 2 * torch.arange(16)[:, None]).sum(0)
     if bits == 2:
         expected = (expected << 1 | expected >> 31) & 0xFFFFFFFF
-        level = torch.tensor(LEVEL_TABLES[2])[2 * code + (code.roll(1, 0) >> 1 ^ code.roll(2, 0) & 1)] // 2
+        level = torch.tensor(CODES[2].levels)[2 * code + (code.roll(1, 0) >> 1 ^ code.roll(2, 0) & 1)] // 2
     else:
-        level = torch.tensor(LEVEL_TABLES[3])[(code & 3) + 4 * (code.roll(-1, 0) & 1)] * x.sign()
+        level = torch.tensor(CODES[3].levels)[(code & 3) + 4 * (code.roll(-1, 0) & 1)] * x.sign()
     assert torch.equal(words.cpu().view(-1).long() & 0xFFFFFFFF, expected)
     product = (level * x).view(4, 2, 2, ROWS, -1).sum((2, 4))  # [plane, e, row]
     assert torch.equal(sums.cpu().long(), product.transpose(0, 1) if is_value else product.sum(1)[None])

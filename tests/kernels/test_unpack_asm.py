@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tq_kernels.common import unpack
+from tq_kernels.format import CODES, SMALL_UNIT
 
 from tests.support import ptx
 from tests.support.kernel_cases import INTERPRETED
@@ -39,35 +40,17 @@ def words_and_levels(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     return words, levels_of(codes, bits, is_value=False).half().unflatten(0, (PLANES, ROWS))
 
 
-SMALL = pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
-
-
-@SMALL
-def test_4_bits(small: bool) -> None:
-    words, levels = words_and_levels(4)
-    asm = unpack._ASM4_SMALL if small else unpack._ASM4
-    planes = execute(asm.value, 4, words.view(ROWS, DIM // 2))
-    actual = torch.stack([halves(plane).flatten(1) for plane in planes])
-    assert torch.equal(actual, levels * unpack.SMALL_UNIT.value if small else levels)
-
-
-@pytest.mark.parametrize(
-    ("bits", "small"), [(2, False), (3, False), (3, True)], ids=["2 bits", "3 bits, full", "3 bits, small"]
-)
-def test_2_and_3_bits(bits: int, small: bool) -> None:
+@pytest.mark.parametrize(("bits", "small"), [(2, False), (3, False), (3, True), (4, False), (4, True)], ids=str)
+def test_levels_of_a_look_up(bits: int, small: bool) -> None:
     words, levels = words_and_levels(bits)
-    asm = getattr(unpack, f"_ASM{bits}{'_SMALL' if small else ''}").value
-    tile = ROWS * DIM // 8
-    for quarter in range(4):
-        crumbs = words[quarter // 2 * tile :][:tile].view(ROWS, DIM // 8)
-        if bits == 3:
-            signs = words[2 * tile :].view(ROWS, DIM // 8)
-            planes = execute(asm[quarter], 4, crumbs, signs)
-        else:
-            planes = execute(asm[quarter % 2], 4, crumbs)
+    code = CODES[bits]
+    tiles, width = words.view(code.tiles, ROWS, -1), DIM // code.quarters
+    for quarter in range(code.quarters):
+        signs = [tiles[-1]] if code.has_sign_words else []
+        planes = execute(unpack._ASM[bits][small][quarter], 4, tiles[quarter // code.tile_quarters], *signs)
         actual = torch.stack([halves(plane).flatten(1) for plane in planes])
-        expected = levels[:, :, quarter * (DIM // 4) :][:, :, : DIM // 4]
-        assert torch.equal(actual, expected * unpack.SMALL_UNIT.value if small else expected)
+        expected = levels[:, :, quarter * width :][:, :, :width]
+        assert torch.equal(actual, expected * SMALL_UNIT if small else expected)
 
 
 def test_8_bits() -> None:

@@ -9,18 +9,9 @@ fp16, so that every backend multiplies the same numbers.
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import FP8_LEVEL_SCALE, LEVEL_TABLES
+from tq_kernels.format import FP8_LEVEL_SCALE, code_of
 
 from ..compat import cached_table
-
-
-@cached_table
-def _levels(bits: int) -> torch.Tensor:
-    if bits == 8:
-        codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn)
-        return codes.float() * FP8_LEVEL_SCALE
-    table = torch.tensor(LEVEL_TABLES[bits], dtype=torch.float32, device="cpu") / 64
-    return table if bits == 2 else torch.cat([-table.flip(0), table] if bits == 4 else [table, -table])
 
 
 @cached_table
@@ -31,26 +22,33 @@ def levels(bits: int, device: torch.device) -> torch.Tensor:
         Float32, every entry exact in fp16. 2 bits: `[8]`, indexed by `tq_hf.codec.trellis.windows`. 3 bits: `[16]`,
         likewise by windows. 4 bits: `[16]`, ascending. 8 bits: `[256]`, indexed by the e4m3 byte.
     """
-    return _levels(bits).to(device)
+    code = code_of(bits)
+    if code.is_fp8:
+        table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float() * FP8_LEVEL_SCALE
+    else:
+        table = torch.tensor(code.levels, dtype=torch.float32, device="cpu") / 64
+        if code.magnitudes:
+            table = torch.cat([table, -table] if code.is_trellis else [-table.flip(0), table])
+    return table.to(device)
 
 
 @cached_table
-def boundaries(device: torch.device) -> torch.Tensor:
-    """Midpoints between neighbouring levels of 4 bits, `[15]` float32, ascending."""
-    centroids = _levels(4)
-    return ((centroids[1:] + centroids[:-1]) / 2).to(device)
+def boundaries(bits: int, device: torch.device) -> torch.Tensor:
+    """Midpoints between neighbouring levels, at 4 bits `[15]`: float32, ascending."""
+    centroids = levels(bits, device)
+    return (centroids[1:] + centroids[:-1]) / 2
 
 
-CEILINGS = 310
-"""A bound above 128 times the largest boundary (307 / 128)."""
+CEILINGS = 512
+"""A bound above 128 times the largest boundary (307 / 128 at 4 bits)."""
 
 
 @cached_table
-def codes_of_ceilings(device: torch.device) -> torch.Tensor:
-    """Table of 4-bit codes by ceil(128 u), from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
+def codes_of_ceilings(bits: int, device: torch.device) -> torch.Tensor:
+    """Table of codes of nearest levels by ceil(128 u), from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
 
     All boundaries are multiples of 1/128, so u is above a boundary exactly if ceil(128 u) / 128 is. The codes are those
     of `torch.bucketize(u, boundaries)`, which takes ten times as long on a CPU.
     """
     ceilings = torch.arange(-CEILINGS, CEILINGS + 1, dtype=torch.float32, device="cpu") / 128
-    return torch.bucketize(ceilings, boundaries(ceilings.device), out_int32=True).to(device)
+    return torch.bucketize(ceilings, boundaries(bits, ceilings.device), out_int32=True).to(device)

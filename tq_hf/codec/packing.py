@@ -27,7 +27,7 @@ magnitudes, and one mask select their signs. At 8 bits plane 2u is fp16 once the
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import PLANES
+from tq_kernels.format import PLANES, code_of
 from tq_kernels.layout import BlockLayout
 
 TOKENS = BlockLayout.tokens
@@ -35,10 +35,8 @@ ROWS = TOKENS // PLANES
 QUARTERS = 4
 
 
-def _sign_bit(i: int, quarter: int, bits: int) -> int:
-    if bits == 4:
-        return 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
-    return 8 * i + 7 - 2 * quarter if i < 4 else 8 * (i - 4) + 6 - 2 * quarter
+def _sign_bit(i: int, quarter: int = 0, second: int = 6) -> int:
+    return 8 * i + 7 - 2 * quarter if i < 4 else 8 * (i - 4) + second - 2 * quarter
 
 
 def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
@@ -107,9 +105,10 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """
     by_channel = codes.new_empty((*codes.shape[:-2], codes.shape[-1], TOKENS), dtype=torch.uint8)
     by_channel.copy_(codes.transpose(-1, -2))
-    if bits == 8:
+    code = code_of(bits)
+    if code.is_fp8:
         return _fp8_words(by_channel, is_value).flatten(-3)
-    if bits == 4:
+    if not code.is_trellis:
         signs = (by_channel >> 3).bitwise_xor_(1)
         # Magnitude: 7 - code below 8 (flips the lower bits), code - 8 otherwise (clears the upper bit).
         words = _nibble_words((by_channel ^ 8).bitwise_xor_(signs * 15), is_value)
@@ -117,7 +116,7 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     quarters = (by_channel & 3).unflatten(-2, (2, 2, by_channel.shape[-2] // QUARTERS))
     lower, upper = quarters.unbind(-3)  # 2t and 2t + 1
     words = _nibble_words(lower | upper << 2, is_value).flatten(-3)
-    if bits == 2:
+    if not code.has_sign_words:
         return rotated_words(words, 1)
     signs = (by_channel >> 2).unflatten(-2, (QUARTERS, by_channel.shape[-2] // QUARTERS))
     sign_words = [
@@ -130,7 +129,8 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
     """Unpack `[..., W]` int32 words to `[..., 128, dim]` int32 codes: the inverse of `pack`."""
     lead = words.shape[:-1]
     rows, columns = (dim, ROWS) if is_value else (ROWS, dim)  # M, K of a tile
-    if bits == 8:
+    code = code_of(bits)
+    if code.is_fp8:
         words = words.reshape(*lead, 2, rows, columns // 2)
         planes = [
             torch.stack(
@@ -139,11 +139,11 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
             for v in range(2)
         ]
         return _from_tiles(torch.stack(planes, dim=-4).flatten(-5, -4).unsqueeze(-5), is_value)
-    if bits == 4:
+    if not code.is_trellis:
         words = words.reshape(*lead, rows, columns // 2)
         nibbles = []
         for i in range(2 * PLANES):
-            negative, magnitude = (words >> _sign_bit(i, 0, bits) & 1).bool(), words >> 4 * i & 7
+            negative, magnitude = (words >> _sign_bit(i, second=3) & 1).bool(), words >> 4 * i & 7
             nibbles.append(torch.where(negative, 7 - magnitude, 8 + magnitude))
         return _from_tiles(
             torch.stack(nibbles, dim=-1).unflatten(-1, (PLANES, 2)).movedim(-2, -4).unsqueeze(-5), is_value
@@ -153,18 +153,17 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
     else:
         columns //= QUARTERS
     crumb_words, sign_words = words.split([rows * columns, words.shape[-1] - rows * columns], dim=-1)
-    if bits == 2:
+    if not code.has_sign_words:
         crumb_words = rotated_words(crumb_words, 31)
     crumb_words = crumb_words.reshape(*lead, 2, rows, columns // 2)
     crumbs = torch.stack(
         [torch.stack([crumb_words >> (4 * i + 2 * h) & 3 for i in range(8)], -1) for h in range(2)], dim=-4
     )
     codes = crumbs.flatten(-5, -4)  # [..., quarter, M', K'/2, i]
-    if bits == 3:
+    if code.has_sign_words:
         sign_words = sign_words.reshape(*lead, rows, columns // 2)
         sign = torch.stack(
-            [torch.stack([sign_words >> _sign_bit(i, c, bits) & 1 for i in range(8)], -1) for c in range(QUARTERS)],
-            dim=-4,
+            [torch.stack([sign_words >> _sign_bit(i, c) & 1 for i in range(8)], -1) for c in range(QUARTERS)], dim=-4
         )
         codes = codes | sign << 2
     return _from_tiles(codes.unflatten(-1, (PLANES, 2)).movedim(-2, -4), is_value)

@@ -15,7 +15,7 @@ per block.)
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, KEY_SHRINK, TRELLIS_UNITS
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, code_of
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
@@ -78,7 +78,7 @@ def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Levels of codes `[..., 128, D]` from `quantize`, float32, in units of their vectors' scales."""
-    if bits < 4:
+    if code_of(bits).is_trellis:
         codes = trellis.windows(codes, bits, is_value=is_value).int()
     return _looked_up(levels(bits, codes.device), codes)
 
@@ -87,7 +87,7 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
     """Quantize the rotated vectors of whole blocks to codes and scales.
 
     The scale of a vector z with levels c is |z|^2 / <z, c>: then quantizing does not shrink inner products with z.
-    Scales of 2-bit keys are `KEY_SHRINK` of this. At 8 bits the scale maps the largest channel to the largest code.
+    Scales of keys are `Code.key_shrink` of this. At 8 bits the scale maps the largest channel to the largest code.
 
     Args:
         z: `[..., 128, D]` float32; at 4 and 8 bits any number of vectors.
@@ -99,7 +99,8 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
         Codes `[..., 128, D]`, uint8 at 2 and 3 bits and int32 at 4 and 8; and scales `[..., 128]` float16, with
         `z ~ scale * levels_of(codes)`.
     """
-    if bits == 8:
+    code = code_of(bits)
+    if code.is_fp8:
         scale = _half(z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE))
         unit = _safe_divide(z, scale.float()[..., None] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX)
         return unit.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), scale
@@ -107,15 +108,15 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
     sigma = (square / z.shape[-1]).sqrt()
     # A zero vector divided by infinity is zero.
     unit = z / torch.where(sigma == 0, torch.inf, sigma)[..., None]
-    if bits == 4:
+    if code.trellis is None:
         ceilings = unit.mul_(128).ceil_().to(torch.int32).clamp_(-CEILINGS, CEILINGS).add_(CEILINGS)
-        codes = _looked_up(codes_of_ceilings(z.device), ceilings)
+        codes = _looked_up(codes_of_ceilings(bits, z.device), ceilings)
     else:
         channels = trellis.rounded(unit, bits)
         codes = trellis.encode(channels, bits, is_value=is_value)
-        z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # kernels compute the scale from rounded channels, too
-        if not is_value:
-            square = square * KEY_SHRINK[bits]
+        z = channels * (sigma / code.trellis.unit)[..., None]  # kernels compute the scale from rounded channels, too
+    if not is_value:
+        square = square * code.key_shrink
     return codes, _half(_safe_divide(square, sum_by_halving(z * levels_of(codes, bits, is_value=is_value))))
 
 

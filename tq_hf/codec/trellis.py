@@ -2,7 +2,7 @@
 
 The 16 crumbs of an int32 word (see `tq_hf.codec.packing`) are a closed chain (*tail-biting*: the first crumb follows
 the last). So every word decodes alone, and the trellis adds no byte. Three bits are the index of a level, or of the
-magnitude of a level, in `LEVEL_TABLES`:
+magnitude of a level, in `tq_kernels.format.CODES`:
 
     2 bits  crumb k follows crumb k - 1. The code 2 t + b after 2 t' + b', which comes after 2 t" + b", has the level
             4 t + 2 b + (t' ^ b")
@@ -14,8 +14,8 @@ Fischer 1990; bit-shift trellises with tail-biting, QTIP, arXiv 2406.11235). Mea
 2 bits and 0.0280 at 3 bits; the best scalar codes have 0.1175 and 0.0345.
 
 Encoding finds the path of least error by Viterbi's algorithm. Every backend finds the same path: channels are rounded,
-errors are whole numbers that fit in 15 bits together with the label of a path (`TRELLIS_ERRORS`), and of equal errors
-the smaller label wins. At 3 bits the path is the best closed path. At 2 bits the state at the seam is that of the best
+errors are whole numbers that fit in 15 bits together with the label of a path (`Trellis`), and of equal errors the
+smaller label wins. At 3 bits the path is the best closed path. At 2 bits the state at the seam is that of the best
 open path from half a word before the seam to half a word behind it. This costs 2% in squared error and saves half of
 the time.
 
@@ -26,7 +26,7 @@ error are the label: four bits of the two codes chosen last, or a state at the s
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS, TRELLIS_ERRORS, TRELLIS_FAR, TRELLIS_LIMITS, TRELLIS_UNITS
+from tq_kernels.format import BLOCK_TOKENS, Trellis, code_of
 
 from ..compat import cached_table
 
@@ -36,38 +36,43 @@ LABELS = 16
 """Number of labels. Errors are multiples of this number, and the label is added."""
 
 
+def _axes(dim: int, is_value: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the parts of tokens and channels, and these in the order of chains.
+
+    Planes of tokens are 2 u + v, quarters of channels 2 t + h; e is the neighbour along K.
+    """
+    if is_value:  # u, v, row / 2, e, t, h, channel
+        return (2, 2, BLOCK_TOKENS // 8, 2, 2, 2, dim // 4), (0, 1, 3, 5, 4, 6, 2)
+    return (2, 2, BLOCK_TOKENS // 4, 2, 2, dim // 8, 2), (0, 1, 6, 4, 3, 2, 5)  # u, v, row, t, h, channel / 2, e
+
+
 def chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
     """Reorder channels `[..., 128, D]` to chains `[..., 16, 8 D]`: crumbs of a word, words. A view where possible."""
     lead, dim = x.shape[:-2], x.shape[-1]
-    # Planes of tokens are 2 u + v, quarters of channels 2 t + h; e is the neighbour along K.
-    if is_value:
-        x = x.reshape(*lead, 2, 2, BLOCK_TOKENS // 8, 2, 2, 2, dim // 4)  # u, v, row / 2, e, t, h, channel
-        u, v, e, h, words = 0, 1, 3, 5, (4, 6, 2)
-    else:
-        x = x.reshape(*lead, 2, 2, BLOCK_TOKENS // 4, 2, 2, dim // 8, 2)  # u, v, row, t, h, channel / 2, e
-        u, v, e, h, words = 0, 1, 6, 4, (3, 2, 5)
-    x = x.permute(*range(len(lead)), *(len(lead) + axis for axis in (u, v, e, h, *words)))
+    sizes, order = _axes(dim, is_value)
+    x = x.reshape(*lead, *sizes).permute(*range(len(lead)), *(len(lead) + axis for axis in order))
     return x.reshape(*lead, CHAIN, 8 * dim)
 
 
 def from_chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
     """Inverse of `chains`."""
     lead, dim = x.shape[:-2], x.shape[-1] // 8
-    first = len(lead)
-    if is_value:
-        x = x.reshape(*lead, 2, 2, 2, 2, 2, dim // 4, BLOCK_TOKENS // 8)
-        # u, v, e, h, t, channel, row / 2 to u, v, row / 2, e, t, h, channel
-        order = (0, 1, 6, 2, 4, 3, 5)
-    else:
-        x = x.reshape(*lead, 2, 2, 2, 2, 2, BLOCK_TOKENS // 4, dim // 8)
-        # u, v, e, h, t, row, channel / 2 to u, v, row, t, h, channel / 2, e
-        order = (0, 1, 5, 4, 3, 6, 2)
-    return x.permute(*range(first), *(first + axis for axis in order)).reshape(*lead, BLOCK_TOKENS, dim)
+    sizes, order = _axes(dim, is_value)
+    x = x.reshape(*lead, *(sizes[axis] for axis in order))
+    x = x.permute(*range(len(lead)), *(len(lead) + order.index(axis) for axis in range(7)))
+    return x.reshape(*lead, BLOCK_TOKENS, dim)
+
+
+def trellis_of(bits: int) -> Trellis:
+    """Trellis of a width that has one."""
+    trellis = code_of(bits).trellis
+    assert trellis is not None
+    return trellis
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round channels in standard deviations to int32 multiples of 1 / TRELLIS_UNITS, at most 127; NaN becomes 0."""
-    return (x * TRELLIS_UNITS[bits]).nan_to_num_(0.0, torch.inf, -torch.inf).round_().clamp_(-127, 127).int()
+    """Round channels in standard deviations to int32 multiples of 1 / `Trellis.unit`, at most 127; NaN becomes 0."""
+    return (x * trellis_of(bits).unit).nan_to_num_(0.0, torch.inf, -torch.inf).round_().clamp_(-127, 127).int()
 
 
 @cached_table
@@ -75,12 +80,13 @@ def _errors(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
     """Coefficients a and b of the error `a + b x` of each level for a channel x, and labels of an even code: int16,
     `[t, b, p, 1]` for the level 4 t + 2 b + p, at 3 bits `[high, before, low, 1]` for the magnitude
     low + 2 high + 4 before."""
-    table = torch.tensor(TRELLIS_ERRORS[bits], dtype=torch.int16, device=device) * LABELS
+    table = torch.tensor(trellis_of(bits).errors, dtype=torch.int16, device=device) * LABELS
     index = torch.arange(8, dtype=torch.int16, device=device)
     # At 2 bits the code 2 t + b; at 3 bits the high bit of the crumb, and the bit before.
-    label = index >> 1 if bits == 2 else (index >> 1 & 1) + 2 * (index >> 2)
+    magnitudes = code_of(bits).magnitudes
+    label = (index >> 1 & 1) + 2 * (index >> 2) if magnitudes else index >> 1
     shaped = (x.view(2, 2, 2, 1) for x in (*table.T, label))
-    a, b, label = shaped if bits == 2 else (x.transpose(0, 1) for x in shaped)
+    a, b, label = (x.transpose(0, 1) for x in shaped) if magnitudes else shaped
     return a, b, label
 
 
@@ -96,7 +102,7 @@ def encode_two(x: torch.Tensor) -> torch.Tensor:
     The levels of a code and of later codes depend on earlier codes by the state 2 b + p alone: bit b of the code
     before, and the lowest bit p of the code's own index (t' ^ b" of the two codes before).
     """
-    a, b, label = _errors(2, x.device)
+    (a, b, label), trellis = _errors(2, x.device), trellis_of(2)
     labelled = (a + label, a + 4 * label)
     state = torch.arange(4, dtype=torch.int16, device=x.device)[:, None]
     added = x.new_empty(2, 2, 2, x.shape[1])  # [t, b, p, N], reused: an allocation takes longer than the sum
@@ -104,7 +110,7 @@ def encode_two(x: torch.Tensor) -> torch.Tensor:
 
     def step(error: torch.Tensor, row: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """Least error of paths from each state before a code, `[4, N]`, from the errors of the states behind it."""
-        torch.mul(b, row.clamp(-TRELLIS_LIMITS[2], TRELLIS_LIMITS[2]), out=added).add_(a)
+        torch.mul(b, row.clamp(-trellis.limit, trellis.limit), out=added).add_(a)
         behind = error.view(2, 2, -1).transpose(0, 1)[:, :, None]  # [p, b, 1, N]
         torch.add(added, behind, out=paths[0])
         torch.add(added, behind.flip(0), out=paths[1])
@@ -121,7 +127,7 @@ def encode_two(x: torch.Tensor) -> torch.Tensor:
         error = step(error, x[k], a)
     last = error.amin(0) & 3
 
-    error = (state ^ last) * (TRELLIS_FAR[2] * LABELS)
+    error = (state ^ last) * (trellis.far * LABELS)
     labels = []
     for k in range(CHAIN - 1, -1, -1):
         error = step(_clear(error, k) if k % 2 else error, x[k], labelled[k % 2])
@@ -137,16 +143,16 @@ def encode_two(x: torch.Tensor) -> torch.Tensor:
 
 def encode_three(x: torch.Tensor) -> torch.Tensor:
     """Encode chains `[16, N]` int16 to codes of 3 bits, uint8: crumbs with the sign as upper bit."""
-    a, b, label = _errors(3, x.device)
+    (a, b, label), trellis = _errors(3, x.device), trellis_of(3)
     labelled = (a + label, a + 4 * label)
-    far = torch.tensor([[0, 1], [1, 0]], dtype=torch.int16, device=x.device) * (TRELLIS_FAR[3] * LABELS)
+    far = torch.tensor([[0, 1], [1, 0]], dtype=torch.int16, device=x.device) * (trellis.far * LABELS)
     errors = far[..., None].expand(2, 2, x.shape[1]).clone()  # [first, before, N]
     added = x.new_empty(2, 2, 2, x.shape[1])  # reused: an allocation takes longer than the sum
     labels = []
     for k in range(CHAIN - 1, -1, -1):
         if k % 2:
             errors = _clear(errors, k)
-        torch.mul(b, x[k].abs().clamp_(max=TRELLIS_LIMITS[3]), out=added).add_(labelled[k % 2])
+        torch.mul(b, x[k].abs().clamp_(max=trellis.limit), out=added).add_(labelled[k % 2])
         best = torch.minimum(added[0], added[1])  # [before, low, N]
         errors = torch.minimum(errors[:, :1] + best[0], errors[:, 1:] + best[1])  # [first, low, N]
         if k % 2 == 0:
@@ -173,15 +179,15 @@ def encode(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """
     words = chains(x, is_value=is_value)
     flat = words.movedim(-2, 0).reshape(CHAIN, -1).short()
-    codes = (encode_two if bits == 2 else encode_three)(flat)
+    codes = (encode_three if code_of(bits).magnitudes else encode_two)(flat)
     return from_chains(codes.view(CHAIN, *words.shape[:-2], -1).movedim(0, -2), is_value=is_value)
 
 
 def windows(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Index of each code's level in `tq_hf.codec.codebook.levels`: codes `[..., 128, D]` to integers below 16."""
     code = chains(codes, is_value=is_value)
-    if bits == 2:
-        window = 2 * code + ((code.roll(1, -2) >> 1) ^ (code.roll(2, -2) & 1))
-    else:
+    if code_of(bits).magnitudes:
         window = (code & 3) + 4 * (code.roll(-1, -2) & 1) + 8 * (code >> 2)
+    else:
+        window = 2 * code + ((code.roll(1, -2) >> 1) ^ (code.roll(2, -2) & 1))
     return from_chains(window, is_value=is_value)

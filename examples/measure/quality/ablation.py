@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
-from tq_kernels.format import TRELLIS_STEPS, TRELLIS_UNITS
+from tq_kernels.format import code_of
 from tq_kernels.types import AttentionOptions, KeyValue, PackedBlocks
 
 from tq_hf import TurboQuantConfig
@@ -28,7 +28,7 @@ from tq_hf.tensors.layer import View
 
 Correction = Literal["none", "norm", "inner", "projection"]
 """How a stored scale makes up for quantization, with z the rotated key and c its centroids: "none" stores
-|z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>, for keys times `KEY_SHRINK`; "projection" <z, c> / <c, c>
+|z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>, for keys times `Code.key_shrink`; "projection" <z, c> / <c, c>
 (least squares). FP8 codes have a scale of their own and take no correction. All but "inner" shrink what a key or value
 has in common with itself by the error of its codes, the same share for every token: noise averages out over the tokens
 that attention sums, a common share does not."""
@@ -62,12 +62,13 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`tq_hf.codec.reference.quantize` of `[..., 128, D]`, with the scale of another correction."""
     codes, scale = reference.quantize(z, bits, is_value=is_value)
-    if bits == 8 or correction == "inner":
+    if code_of(bits).is_fp8 or correction == "inner":
         return codes, scale
     level, square = reference.levels_of(codes, bits, is_value=is_value), z.square().sum(-1)
     if correction == "none":
         sigma = (square / z.shape[-1]).sqrt()
-        exact = sigma if bits == 4 else sigma * (TRELLIS_STEPS[bits] / TRELLIS_UNITS[bits])
+        trellis = code_of(bits).trellis
+        exact = sigma if trellis is None else sigma * (trellis.steps / trellis.unit)
     elif correction == "norm":
         exact = (square / level.square().sum(-1)).sqrt()
     else:

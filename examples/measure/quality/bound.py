@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tq_kernels.format import KEY_SHRINK
+from tq_kernels.format import CODES
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 
 from tq_hf.codec import reference
@@ -78,8 +78,8 @@ VARIANTS: dict[str, Variant] = {
     "3-bit keys, 1-bit values": alike(key_bits=3, value_error=0.338),
     "2.5bit_nc": alike(key_bits=3),
     "mean of 32 tokens": alike(mean_tokens=32),
-    "key scales not shrunk": alike(shrink=1 / KEY_SHRINK[2]),
-    "key scales shrunk twice": alike(shrink=KEY_SHRINK[2]),
+    "key scales not shrunk": alike(shrink=1 / CODES[2].key_shrink),
+    "key scales shrunk twice": alike(shrink=CODES[2].key_shrink),
     "no balance": alike(balance=False),
     "3-bit keys in the first 27%": more(lambda depth: depth < 0.265),
     "3-bit keys in the last 27%": more(lambda depth: depth > 0.73),

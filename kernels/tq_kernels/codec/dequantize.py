@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.unpack import load_crumbs, load_levels, load_signs
-from ..format import TOKENS
+from ..common.unpack import load_levels, load_tile
+from ..format import CODE, TOKENS
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -116,12 +116,9 @@ def dequantize_blocks(
     chunk_channel = tl.arange(0, CHANNELS)
     offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
     channel_scales += tl.program_id(1) * HEAD_DIM
-    if RESIDENT:
-        high0, low0 = _load_inverse(rotation, channel_scales, 0, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-        if CHUNKS == 4:
-            high1, low1 = _load_inverse(rotation, channel_scales, 1, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high2, low2 = _load_inverse(rotation, channel_scales, 2, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high3, low3 = _load_inverse(rotation, channel_scales, 3, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+    inverses = ()
+    for chunk in tl.static_range(CHUNKS if RESIDENT else 0):
+        inverses += (_load_inverse(rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT),)
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -137,18 +134,17 @@ def dequantize_blocks(
         x1 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         mean = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         signs, crumbs = None, None
-        if BITS == 3:
-            signs = load_signs(block_words, row, column, exists, DIM, IS_VALUE, ASM)
+        if CODE[BITS].has_sign_words:
+            signs = load_tile(block_words, row, column, exists, CODE[BITS].tiles - 1, DIM, IS_VALUE, ASM)
         for chunk in tl.static_range(CHUNKS):
             if RESIDENT:
-                high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
-                low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
+                high, low = inverses[chunk]
             else:
                 high, low = _load_inverse(
                     rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
                 )
-            if BITS < 4 and chunk % 2 == 0:
-                crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
+            if CODE[BITS].is_trellis and chunk % 2 == 0:
+                crumbs = load_tile(block_words, row, column, exists, chunk // 2, DIM, IS_VALUE, ASM)
             p0, p1, p2, p3 = load_levels(
                 block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs, odd
             )

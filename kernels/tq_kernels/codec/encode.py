@@ -23,7 +23,7 @@ from triton.language.extra import cuda
 
 from ..common.device import AMPERE, TURING, constants_of
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
-from ..format import PLANE, TOKENS, due_blocks_in_kernel
+from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
@@ -37,7 +37,6 @@ class EncodeShape(NamedTuple):
     DIM: tl.constexpr
     TILE: tl.constexpr
     BITS: tl.constexpr
-    LEVELS: tl.constexpr
     IS_VALUE: tl.constexpr
     MATRIX: tl.constexpr
     K_STEP: tl.constexpr
@@ -210,7 +209,7 @@ def encode_block(
     if WIDTH == C.TILE:
         y0, y1 = _rotated(states, scales, 0, C)
         sizes = None
-        inner = store_codes(y0, y1, sizes, words, 0, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
+        inner = store_codes(y0, y1, sizes, words, 0, C.IS_VALUE, C.BITS, C.DIM, C.TILE, C.ASM)
     else:
         # Rotate each part twice, for the sizes of rows and to quantize them: registers hold no more.
         size0 = tl.zeros([PLANE], tl.float32)
@@ -218,7 +217,7 @@ def encode_block(
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
             y0, y1 = _rotated(states, scales, part, C)
             added = row_sizes(y0, C.BITS) + row_sizes(y1, C.BITS)
-            if C.BITS == 8:
+            if CODE[C.BITS].is_fp8:
                 size0, size1 = tl.maximum(size0, added[0]), tl.maximum(size1, added[1])
                 size2, size3 = tl.maximum(size2, added[2]), tl.maximum(size3, added[3])
             else:
@@ -227,7 +226,7 @@ def encode_block(
         inner = tl.zeros([PLANE, 2, 2], tl.float32)
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
             y0, y1 = _rotated(states, scales, part, C)
-            inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
+            inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.DIM, C.TILE, C.ASM)
     store_scales(inner, sizes, scales + C.IS_VALUE, C.IS_VALUE, C.BITS, C.DIM)
 
 

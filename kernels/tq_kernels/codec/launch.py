@@ -11,12 +11,11 @@ import triton
 
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, Launch, launch_all, specialised
-from ..format import BLOCK_TOKENS
+from ..format import BLOCK_TOKENS, code_of
 from ..layout import BlockLayout
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
 from .encode import EncodeShape, encode_blocks
-from .quantize import LEVELS
 
 ENCODE, DEQUANTIZE = Kernel(encode_blocks), Kernel(dequantize_blocks)
 NO_PAGES = (None,) * 7
@@ -62,11 +61,10 @@ def encode_config(
         return EncodeConfig(k_step=min(tile, 32), warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=2)
     if tile != dim or tile > 128:
         return EncodeConfig(k_step=tile, warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=1)
+    fp8 = any(code_of(each).is_fp8 for each in bits)
     if tile <= 64:
-        return EncodeConfig(
-            tile, warps=4, stages=2, programs_per_multiprocessor=4, registers=128 if max(bits) < 8 else None
-        )
-    if max(bits) == 8:
+        return EncodeConfig(tile, warps=4, stages=2, programs_per_multiprocessor=4, registers=None if fp8 else 128)
+    if fp8:
         return EncodeConfig(tile, warps=4, stages=2, programs_per_multiprocessor=2)
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
 
@@ -82,7 +80,7 @@ def encode_shape(
     )
     tile = max(16, triton.next_power_of_2(padded))
     config = encode_config(tile, padded, layout.bits, dtype.itemsize, on.capability)
-    of_block = (dim, padded, tile, bits, LEVELS[bits], is_value, matrix, config.k_step, on.asm)
+    of_block = (dim, padded, tile, bits, is_value, matrix, config.k_step, on.asm)
     return config, EncodeShape(*of_block, layout.block_words, words_at, layout.scales_at)
 
 
@@ -221,12 +219,12 @@ class DequantizeConfig:
 
 def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantizeConfig:
     """Look up the heuristic table; `capability` is that of an NVIDIA GPU, or (0, 0)."""
+    quarters = code_of(bits).quarters
     if capability[0] == 9 and dim <= 256:
-        warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
-        columns = 64 if bits < 4 and dim > 128 else 128
-        return DequantizeConfig(4 if bits < 4 else 1, columns, resident=True, warps=warps)
+        warps = 4 if quarters == 1 and dim & (dim - 1) == 0 and dim <= 128 else 8
+        return DequantizeConfig(quarters, 64 if quarters > 1 and dim > 128 else 128, resident=True, warps=warps)
     columns = 128 if capability[0] >= 8 else 64
-    chunks = 8 if dim > 256 and bits >= 4 else 4
+    chunks = 8 if dim > 256 and quarters == 1 else 4
     return DequantizeConfig(chunks, columns, resident=False, warps=8 if dim > 32 else 4)
 
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from .. import format as block_format
-from ..common.device import TURING
+from ..format import CODE
 from . import trellis
-from .trellis import KEY_UNITS, VALUE_UNITS
+from .trellis import HIGH_BYTES, LOW_BYTES, LOW_HALVES, picked, product_unit
 
 STEP = tl.constexpr(2.0**30)
 """Scale of the staircase's arguments: neighbouring fp32 numbers then differ by more than 1."""
@@ -23,12 +23,6 @@ INDEX_UNIT = tl.constexpr(2.0**-21)
 HALF_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(block_format.FP8_MAX)
 FP8_LEVEL_SCALE = tl.constexpr(block_format.FP8_LEVEL_SCALE)
-
-LEVELS: dict[int, tuple[float, ...]] = block_format.LEVEL_TABLES | {
-    4: tuple(n / 64 for n in block_format.LEVEL_TABLES[4]),
-    8: (),
-}
-"""Levels the encoder chooses from: in 1/64 at 2 and 3 bits, unscaled at 4."""
 
 
 @triton.constexpr_function
@@ -88,9 +82,14 @@ def _quantize_fp8(z, largest, DIM: tl.constexpr):
     return _float_to_e4m3(x), scale
 
 
+@triton.constexpr_function
+def _magnitudes(bits):
+    return tuple(n / 64 for n in CODE[bits].levels)
+
+
 @triton.jit
-def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Find the indices and signs of the nearest levels at 4 bits, for part `part` of a plane.
+def _quantize(z, square, part, BITS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Find the indices and signs of the nearest levels, for part `part` of a plane.
 
     Args:
         z: `[32, part_width(TILE)]` float32.
@@ -103,6 +102,7 @@ def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl
     """
     # Shift every biased level into [4, 8), where fp32 has one exponent.
     BIAS: tl.constexpr = 4.0
+    LEVELS: tl.constexpr = _magnitudes(BITS)
     inverse = _inverse_root(square * (1 / DIM)) * STEP  # [32]
     # The subtrahend makes zeros negative, as the boundaries do in the reference, and vanishes in any other sum.
     x = tl.fma(z, tl.broadcast_to(inverse[:, None], z.shape), tl.full(z.shape, -1e-30, tl.float32))
@@ -118,15 +118,6 @@ def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl
         level = tl.where(inside[None, :], level, 0.0)
     inner = tl.sum(z * level, axis=1)
     return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), inner
-
-
-@triton.jit
-def _high_bytes(a, b, ASM: tl.constexpr):
-    """Bytes: byte 3 of a, undefined, byte 3 of b, undefined."""
-    if ASM >= TURING:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0703;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        return a >> 24 | (b >> 24) << 16
 
 
 @triton.jit
@@ -186,7 +177,7 @@ def _store_words(pointer, words, row_stride, tile_stride, column_stride, columns
 def row_sizes(y, BITS: tl.constexpr):
     """Per-row scale statistic of two planes, `[32]` each: sum of squares, or largest magnitude for FP8. `y` as in
     `store_codes`."""
-    if BITS == 8:
+    if CODE[BITS].is_fp8:
         even, odd = _planes(y)
         even, odd = tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1)
     else:
@@ -207,12 +198,11 @@ def _sizes_of(y, sizes, HALF: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _scales_of(inner, size, IS_VALUE: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr):
     """fp16 scales of rows, from their sums of level times channel and from `row_sizes`."""
-    if BITS == 8:
+    if CODE[BITS].is_fp8:
         return _fp8_scale(size, DIM)
     else:
-        if BITS < 4:
-            UNITS: tl.constexpr = VALUE_UNITS if IS_VALUE else KEY_UNITS
-            inner = inner * tl.sqrt(size * (1 / DIM)) * UNITS[BITS - 2]
+        if CODE[BITS].is_trellis:
+            inner = inner * tl.sqrt(size * (1 / DIM)) * product_unit(BITS, IS_VALUE)
         # NaN compares unequal to 0: a row that is not finite has no scale.
         return to_half(tl.where(inner == 0.0, 0.0, size / tl.where(inner == 0.0, 1.0, inner)) * DIM**-0.5)
 
@@ -244,8 +234,7 @@ def store_codes(
     y1,  # the same of planes 2 and 3
     sizes,  # `row_sizes` of four planes and all channels, or None if `y0` and `y1` have all channels
     words,  # block's first word
-    part, IS_VALUE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    ASM: tl.constexpr,
+    part, IS_VALUE: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Quantize and pack a part of a block and store its words.
 
@@ -267,10 +256,10 @@ def store_codes(
         ROWS: tl.constexpr = 32
         COLUMNS: tl.constexpr = QUARTER // 2
         columns: tl.constexpr = DIM // 8
-        row_stride: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
+        row_stride: tl.constexpr = DIM // 2 // CODE[BITS].quarters
         column_stride: tl.constexpr = 1
     results = ()
-    if BITS == 8:
+    if CODE[BITS].is_fp8:
         for half in tl.static_range(2):
             even, odd = _planes(y0 if half == 0 else y1)
             even, even_scale = _quantize_fp8(even, None if sizes is None else sizes[2 * half], DIM)
@@ -284,23 +273,23 @@ def store_codes(
                 words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns, part, PARTS
             )
         return _joined(results)
-    elif BITS == 4:
+    elif not CODE[BITS].is_trellis:
         for half in tl.static_range(2):
             y = y0 if half == 0 else y1
             even_size, odd_size = _sizes_of(y, sizes, half, BITS)
             even, odd = _planes(y)
-            even_index, even_x, even_inner = _quantize(even, even_size, part, LEVELS, DIM, TILE)
+            even_index, even_x, even_inner = _quantize(even, even_size, part, BITS, DIM, TILE)
             results += (_result(even_inner, even_size, sizes, IS_VALUE, BITS, DIM),)
-            index, x, inner = _quantize(odd, odd_size, part, LEVELS, DIM, TILE)
+            index, x, inner = _quantize(odd, odd_size, part, BITS, DIM, TILE)
             results += (_result(inner, odd_size, sizes, IS_VALUE, BITS, DIM),)
             # Move whole bytes, because one permute takes those of two codes; their bits are picked below.
-            half_word = trellis.low_bytes(even_index, index, ASM)
-            half_signs = _high_bytes(even_x, x, ASM)
+            half_word = picked(even_index, index, LOW_BYTES, ASM)
+            half_signs = picked(even_x, x, HIGH_BYTES, ASM)
             if half == 0:
                 word = half_word
                 signs = half_signs & 0x00800080
             else:
-                word = trellis.low_halves(word, half_word, ASM) & 0x07070707
+                word = picked(word, half_word, LOW_HALVES, ASM) & 0x07070707
                 signs |= (half_signs >> 4) & 0x00080008
         result = _joined(results)
         word = _merge_neighbours(word, 4, IS_VALUE, WIDTH)
@@ -316,21 +305,21 @@ def store_codes(
             even, odd = _planes(y)
             even = trellis.rounded(even, even_size, BITS, DIM, ASM)
             odd = trellis.rounded(odd, odd_size, BITS, DIM, ASM)
-            pairs += (trellis.low_bytes(even, odd, ASM),)
+            pairs += (picked(even, odd, LOW_BYTES, ASM),)
             results += (even_size, odd_size)
-        a, b, c, d = trellis.neighbours(trellis.low_halves(pairs[0], pairs[1], ASM), IS_VALUE)  # 4 x [ROWS, 2, COLUMNS]
-        if BITS == 2:
-            word = trellis.codes2(a, b, c, d, ASM)
-        else:
+        a, b, c, d = trellis.neighbours(picked(pairs[0], pairs[1], LOW_HALVES, ASM), IS_VALUE)  # 4 x [ROWS, 2, COLUMNS]
+        if CODE[BITS].magnitudes:
             word = trellis.codes3(a, b, c, d, ASM)
+        else:
+            word = trellis.codes2(a, b, c, d, ASM)
         _store_words(words, word, row_stride, 4 * DIM, column_stride, columns, part, PARTS)
-        if BITS == 3:
+        if CODE[BITS].has_sign_words:
             lower = trellis.signs_of(a) | trellis.signs_of(c) << 8
             upper = trellis.signs_of(b) | trellis.signs_of(d) << 8
             signs = tl.sum((lower | upper >> 2) >> (4 * tl.arange(0, 2))[None, :, None], axis=1)
             signs = tl.expand_dims(signs, 1)
             _store_words(words + 8 * DIM, signs, row_stride, 0, column_stride, columns, part, PARTS)
-        levels = trellis.sizes(word, LEVELS, BITS, ASM)
+        levels = trellis.sizes(word, BITS, ASM)
         product = trellis.products(a, b, c, d, levels, IS_VALUE, BITS, ASM)
         inner = _joined(_row_sums(product[:4]))
         if IS_VALUE:

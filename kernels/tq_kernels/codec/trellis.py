@@ -9,64 +9,62 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import format as block_format
 from ..common.device import AMD, AMPERE, HOPPER, TURING
 from ..common.unpack import turned
+from ..format import CODE
 
-UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
-VALUE_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
-"""Unit of a product of a rounded channel and a size from `sizes`."""
-KEY_UNITS = tl.constexpr(
-    tuple(unit / block_format.KEY_SHRINK[bits] for bits, unit in zip((2, 3), VALUE_UNITS.value, strict=True))
-)
-"""The same for keys, whose scales are shrunk."""
 BIAS = tl.constexpr(128.0)
 BYTE_BIAS = tl.constexpr(128)
 LARGEST = tl.constexpr(127.0)
 """Largest rounded channel; a byte is a channel plus 128."""
 WHOLE = tl.constexpr(2.0**23)
-ERRORS = tl.constexpr(tuple(block_format.TRELLIS_ERRORS[bits] for bits in (2, 3)))
-LIMITS = tl.constexpr(tuple(block_format.TRELLIS_LIMITS[bits] for bits in (2, 3)))
-FAR = tl.constexpr(tuple(16 * block_format.TRELLIS_FAR[bits] for bits in (2, 3)))
 PAIR = tl.constexpr(0x10001)
 """Factor that puts a number into both halves of a register."""
 NO_LABELS = tl.constexpr(0xFFF0FFF0)
 
 
-@triton.jit
-def low_bytes(a, b, ASM: tl.constexpr):
-    """Bytes: byte 0 of a, byte 0 of b, undefined, undefined."""
-    if ASM >= TURING:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0040;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        return (a & 0xFF) | (b & 0xFF) << 8
+LOW_BYTES, HIGH_BYTES, EVEN_BYTES, ODD_BYTES, LOW_HALVES, HIGH_HALVES = (
+    tl.constexpr(selector) for selector in (0x0040, 0x0703, 0x6420, 0x7351, 0x5410, 0x7632)
+)
+"""Bytes to pick from two words, first byte in the last digit: 0 to 3 of one word, 4 to 7 of the other. LOW_BYTES moves
+bytes 0 to bytes 0 and 1, HIGH_BYTES bytes 3 to bytes 0 and 2, beside any bytes; ODD_BYTES gives bytes 1, then 3."""
+
+
+@triton.constexpr_function
+def _permute(selector):
+    return f"prmt.b32 $0, $1, $2, {selector:#06x};"
 
 
 @triton.jit
-def low_halves(a, b, ASM: tl.constexpr):
-    """Bytes 0 and 1 of a, bytes 0 and 1 of b."""
+def picked(a, b, SELECTOR: tl.constexpr, ASM: tl.constexpr):
+    """Four bytes of two words."""
     if ASM >= TURING:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
+        asm: tl.constexpr = _permute(SELECTOR)
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
-        return (a & 0xFFFF) | b << 16
+        found = tl.zeros(a.shape, tl.uint32)
+        for i in tl.static_range(4):
+            source = b if (SELECTOR >> 4 * i) & 4 else a
+            found |= ((source >> 8 * ((SELECTOR >> 4 * i) & 3)) & 0xFF) << 8 * i
+        return found
 
 
-@triton.jit
-def high_halves(a, b, ASM: tl.constexpr):
-    """Bytes 2 and 3 of a, bytes 2 and 3 of b."""
-    if ASM >= TURING:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        return a >> 16 | (b & 0xFFFF0000)
+@triton.constexpr_function
+def product_unit(bits, is_value):
+    """Unit of a product of a rounded channel and a size from `sizes`; key scales are shrunk by it."""
+    code = CODE[bits]
+    unit = 1 / ((64 if code.magnitudes else 32) * code.trellis.unit)
+    return unit if is_value else unit / code.key_shrink
 
 
 @triton.jit
 def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
-    """Round rows `[32, TILE]` to 1 / TRELLIS_UNITS of their standard deviation, clamp to +-127, add 128: low bytes of
+    """Round rows `[32, TILE]` to 1 / `Trellis.unit` of their standard deviation, clamp to +-127, add 128: low bytes of
     uint32. Rows that are not finite are 0."""
     mean = square * (1 / DIM)
     finite = mean < float("inf")  # [32]
-    inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0) * (UNITS[BITS - 2] / (2 * LARGEST))
+    inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0)
+    inverse *= CODE[BITS].trellis.unit / (2 * LARGEST)
     # Clamp to [0, 1] by a multiplication that saturates and turns NaN into 0.
     x = z * inverse[:, None] + 0.5
     if ASM < TURING:  # maxima may be NaN in the interpreter (NumPy) and on other GPUs
@@ -121,10 +119,10 @@ def _one(ASM: tl.constexpr):
 
 
 @triton.jit
-def _limited(x, one, ASM: tl.constexpr):
-    """Clamp pairs of bytes to the limits of 2 bits and subtract the lower one; `one` from `_one`."""
-    LOWER: tl.constexpr = BYTE_BIAS - LIMITS[0]
-    most = tl.full(x.shape, PAIR * 2 * LIMITS[0], tl.uint32)
+def _limited(x, one, LIMIT: tl.constexpr, ASM: tl.constexpr):
+    """Clamp pairs of bytes to +-LIMIT and subtract the lower limit; `one` from `_one`."""
+    LOWER: tl.constexpr = BYTE_BIAS - LIMIT
+    most = tl.full(x.shape, PAIR * 2 * LIMIT, tl.uint32)
     if ASM >= HOPPER:
         asm: tl.constexpr = "{ .reg .b32 s; add.s16x2 s, $1, $2; min.s16x2.relu $0, s, $3; }"
         less = tl.broadcast_to(one * (PAIR * (0x10000 - LOWER)), x.shape)
@@ -150,13 +148,14 @@ def _channels(planes, one, LIMITED: tl.constexpr, BITS: tl.constexpr, ASM: tl.co
 
     planes: Planes of a, b, c, d.
     """
+    LIMIT: tl.constexpr = CODE[BITS].trellis.limit
     odd, even = (), ()
     for i in tl.static_range(4):
         first, second = _channel_pairs(planes[3 - i], ASM)
-        if LIMITED and BITS == 2:
-            first, second = _limited(first, one, ASM), _limited(second, one, ASM)
+        if LIMITED and not CODE[BITS].magnitudes:
+            first, second = _limited(first, one, LIMIT, ASM), _limited(second, one, LIMIT, ASM)
         elif LIMITED:
-            most = tl.full(first.shape, PAIR * LIMITS[1], tl.uint32)
+            most = tl.full(first.shape, PAIR * LIMIT, tl.uint32)
             first, second = _least(first, most, ASM), _least(second, most, ASM)
         odd += (first,)
         even += (second,)
@@ -166,15 +165,15 @@ def _channels(planes, one, LIMITED: tl.constexpr, BITS: tl.constexpr, ASM: tl.co
 @triton.constexpr_function
 def _slope(bits, level):
     """Factor of a channel in the error of a level; valid for pairs too, because all terms are positive."""
-    return 16 * ERRORS[bits - 2][level][1] % 2**32
+    return 16 * CODE[bits].trellis.errors[level][1] % 2**32
 
 
 @triton.constexpr_function
 def _constant(bits, level, place):
     """Constant part of the error of a level, a pair, with two bits of a label at `place` unless that is `None`."""
-    a, b = ERRORS[bits - 2][level]
-    if bits == 2:  # channels count from the lower limit
-        a, label = a - b * LIMITS[0], level // 2  # the code 2 t + b
+    a, b = CODE[bits].trellis.errors[level]
+    if not CODE[bits].magnitudes:  # channels count from the lower limit
+        a, label = a - b * CODE[bits].trellis.limit, level // 2  # the code 2 t + b
     else:
         label = level // 2 % 2 + level // 4 * 2  # the high bit, and the low bit behind
     return PAIR * (16 * a + (0 if place is None else label << place)) % 2**32
@@ -237,16 +236,6 @@ def _least_of(e, ASM: tl.constexpr):
 
 
 @triton.jit
-def _label_bytes(a, b, ASM: tl.constexpr):
-    """Bytes 0 and 2 of a, then of b: the labels of two errors, for both words of a pair."""
-    if ASM >= TURING:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        a, b = a & 0x00FF00FF, b & 0x00FF00FF
-        return low_halves(a | a >> 8, b | b >> 8, ASM)
-
-
-@triton.jit
 def _eight_steps(e, x, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.constexpr):
     """Errors after the codes of two planes, and the labels of each two codes, of states 0 and 2, then 1 and 3. `x` are
     clamped `_channels`."""
@@ -257,12 +246,12 @@ def _eight_steps(e, x, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.
         if step % 4 == 0:  # keeps errors small
             least = _least_of(e, ASM) if LABELLED else _least_of(e, ASM) & NO_LABELS
             e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
-        if BITS == 2:
-            e = _step2(e, x[step], one, (2 - step % 2 * 2) if LABELLED else None, ASM)
-        else:
+        if CODE[BITS].magnitudes:
             e = _step3(e, x[step], one, 2 - step % 2 * 2, ASM)
+        else:
+            e = _step2(e, x[step], one, (2 - step % 2 * 2) if LABELLED else None, ASM)
         if LABELLED and step % 2 == 1:
-            labels += (_label_bytes(e[0], e[2], ASM), _label_bytes(e[1], e[3], ASM))
+            labels += (picked(e[0], e[2], EVEN_BYTES, ASM), picked(e[1], e[3], EVEN_BYTES, ASM))
     return e, labels if LABELLED else e
 
 
@@ -272,8 +261,8 @@ def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
 
     low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`, clamped at 2 bits.
     """
-    e, behind = _eight_steps(e, _channels(high, one, BITS == 3, BITS, ASM), one, BITS, True, ASM)
-    e, labels = _eight_steps(e, _channels(low, one, BITS == 3, BITS, ASM), one, BITS, True, ASM)
+    e, behind = _eight_steps(e, _channels(high, one, CODE[BITS].magnitudes, BITS, ASM), one, BITS, True, ASM)
+    e, labels = _eight_steps(e, _channels(low, one, CODE[BITS].magnitudes, BITS, ASM), one, BITS, True, ASM)
     labels += behind
     ordered = ()
     for pair in tl.static_range(8):
@@ -302,13 +291,13 @@ def _planes_of_pairs(a, b, c, d, ASM: tl.constexpr):
     low, high = (), ()
     for i in tl.static_range(4):
         first, second = _in_pairs((a, b, c, d)[i])
-        low += (low_halves(first, second, ASM),)
-        high += (high_halves(first, second, ASM),)
+        low += (picked(first, second, LOW_HALVES, ASM),)
+        high += (picked(first, second, HIGH_HALVES, ASM),)
     return low, high
 
 
 @triton.jit
-def _picked(low, high, select, ASM: tl.constexpr):
+def _labels_of(low, high, select, ASM: tl.constexpr):
     """Pick the labels of both words of a pair, in bytes 1 and 3, from the `_label_bytes` of states 0 and 2 (`low`), 1
     and 3 (`high`). Nibbles 1 and 3 of `select` are the words': bit 0 is the word's, bits 1 (high) and 2 the state's."""
     if ASM >= TURING:
@@ -344,19 +333,10 @@ def _next(labels, kept, BITS: tl.constexpr, ASM: tl.constexpr):
     the bit of the state that changes.
     """
     if ASM >= TURING:
-        return tl.inline_asm_elementwise(_NEXT[BITS - 2], "=r,r,r", [labels, kept], tl.uint32, True, 1)
+        return tl.inline_asm_elementwise(_NEXT[CODE[BITS].magnitudes], "=r,r,r", [labels, kept], tl.uint32, True, 1)
     else:
         both = ((labels >> 8) & 15) * 8 + (labels >> 24) * 2048
-        return (both * 9 & 0x6060 if BITS == 2 else both & 0x4040) | kept
-
-
-@triton.jit
-def _odd_bytes(a, b, ASM: tl.constexpr):
-    """Byte 1 of a and of b, then byte 3 of them."""
-    if ASM >= TURING:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        return ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
+        return (both & 0x4040 if CODE[BITS].magnitudes else both * 9 & 0x6060) | kept
 
 
 @triton.jit
@@ -364,14 +344,14 @@ def _followed(labels, select, kept, one, BITS: tl.constexpr, ASM: tl.constexpr):
     """Follow the path from code 0 on: words of four bits a label, for both words of a pair."""
     taken = ()
     for pair in tl.static_range(8):
-        label = _picked(labels[2 * pair], labels[2 * pair + 1], select, ASM)
+        label = _labels_of(labels[2 * pair], labels[2 * pair + 1], select, ASM)
         taken += (label,)
         select = _next(label, kept, BITS, ASM)
     both = ()
     for i in tl.static_range(4):
         both += (taken[2 * i] + taken[2 * i + 1] * (one * 16),)
-    early, late = _odd_bytes(both[0], both[1], ASM), _odd_bytes(both[2], both[3], ASM)
-    return low_halves(early, late, ASM), high_halves(early, late, ASM)
+    early, late = picked(both[0], both[1], ODD_BYTES, ASM), picked(both[2], both[3], ODD_BYTES, ASM)
+    return picked(early, late, LOW_HALVES, ASM), picked(early, late, HIGH_HALVES, ASM)
 
 
 @triton.jit
@@ -401,7 +381,8 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
             c1, d1 = x[5] + x[1] * (one * 256), x[4] + x[0] * (one * 256)
     last = _least_of((e0, e1, e2, e3), ASM) & (3 * PAIR)
 
-    e = (last * FAR[0], (last ^ PAIR) * FAR[0], (last ^ (2 * PAIR)) * FAR[0], (last ^ (3 * PAIR)) * FAR[0])
+    FAR: tl.constexpr = 16 * CODE[2].trellis.far
+    e = (last * FAR, (last ^ PAIR) * FAR, (last ^ (2 * PAIR)) * FAR, (last ^ (3 * PAIR)) * FAR)
     e, labels = _paths(e, (a0, b0, c0, d0), (a1, b1, c1, d1), one, 2, ASM)
     states = last | last >> 8
     kept = tl.broadcast_to(one * 0x1000, last.shape)
@@ -424,7 +405,7 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
     """Words of the crumbs of 3-bit codes; arguments as for `codes2`."""
     low, high = _planes_of_pairs(_sizes(a), _sizes(b), _sizes(c), _sizes(d), ASM)
     near = tl.zeros(low[0].shape, tl.uint32)
-    far = near + PAIR * FAR[1]
+    far = near + PAIR * 16 * CODE[3].trellis.far
     one = _one(ASM)
     e, labels = _paths((near, far, far, near), low, high, one, 3, ASM)
     # The first low bit is that of the path with the lesser error.
@@ -436,16 +417,17 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _table(entries, first, bits):
-    """Four of the entries as bytes, at 2 bits half of them."""
-    return sum((entries[first + i] // (2 if bits == 2 else 1) & 0xFF) << 8 * i for i in range(4))
+def _table(first, bits):
+    """Four of the levels as bytes, at 2 bits half of them."""
+    code = CODE[bits]
+    return sum((code.levels[first + i] // (1 if code.magnitudes else 2) & 0xFF) << 8 * i for i in range(4))
 
 
 @triton.jit
-def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Entries for the low three bits of words' eight nibbles: bytes of two uint32."""
-    low = tl.full(words.shape, _table(T, 0, BITS), tl.uint32)
-    high = tl.full(words.shape, _table(T, 4, BITS), tl.uint32)
+def _looked_up(words, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Entries of the low three bits of the eight nibbles of words: bytes of two uint32."""
+    low = tl.full(words.shape, _table(0, BITS), tl.uint32)
+    high = tl.full(words.shape, _table(4, BITS), tl.uint32)
     if ASM >= TURING:
         return tl.inline_asm_elementwise(
             """{
@@ -474,14 +456,14 @@ def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def sizes(words, BITS: tl.constexpr, ASM: tl.constexpr):
     """Values of the codes of words, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the other.
     Levels in 1/32 at 2 bits, magnitudes in 1/64 at 3."""
     first, second = words, turned(words, 30)
-    if BITS == 2:
+    if not CODE[BITS].magnitudes:
         first ^= turned(words, 3) & 0x11111111
         second ^= turned(words, 1) & 0x11111111
-    return _looked_up(first, T, BITS, ASM) + _looked_up(second, T, BITS, ASM)
+    return _looked_up(first, BITS, ASM) + _looked_up(second, BITS, ASM)
 
 
 @triton.jit
@@ -501,10 +483,10 @@ def _transposed(a, b, c, d, ASM: tl.constexpr):
     low, high = _zipped(a, b, ASM)
     other_low, other_high = _zipped(c, d, ASM)
     return (
-        low_halves(low, other_low, ASM),
-        high_halves(low, other_low, ASM),
-        low_halves(high, other_high, ASM),
-        high_halves(high, other_high, ASM),
+        picked(low, other_low, LOW_HALVES, ASM),
+        picked(low, other_low, HIGH_HALVES, ASM),
+        picked(high, other_high, LOW_HALVES, ASM),
+        picked(high, other_high, HIGH_HALVES, ASM),
     )
 
 
@@ -515,9 +497,9 @@ _DOT = tl.constexpr(("dp4a.s32.s32 $0, $1, $2, 0;", "dp4a.u32.u32 $0, $1, $2, 0;
 def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
     """Sum of products of bytes, signed at 2 bits: int32."""
     if ASM >= TURING:
-        return tl.inline_asm_elementwise(_DOT[BITS - 2], "=r,r,r", [x, y], tl.int32, True, 1)
+        return tl.inline_asm_elementwise(_DOT[CODE[BITS].magnitudes], "=r,r,r", [x, y], tl.int32, True, 1)
     else:
-        SIGN: tl.constexpr = 128 if BITS == 2 else 0
+        SIGN: tl.constexpr = 0 if CODE[BITS].magnitudes else 128
         total = tl.zeros(x.shape, tl.int32)
         for byte in tl.static_range(4):
             left = ((x >> 8 * byte) & 0xFF ^ SIGN).to(tl.int32) - SIGN
@@ -528,8 +510,8 @@ def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _two_of(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
     """Bytes of channels by plane, for the two quarters of two words of a pair."""
-    a0, a1 = _in_pairs(first if BITS == 3 else first ^ 0x80808080)
-    b0, b1 = _in_pairs(second if BITS == 3 else second ^ 0x80808080)
+    a0, a1 = _in_pairs(first if CODE[BITS].magnitudes else first ^ 0x80808080)
+    b0, b1 = _in_pairs(second if CODE[BITS].magnitudes else second ^ 0x80808080)
     return _transposed(a0, b0, a1, b1, ASM)
 
 
@@ -546,7 +528,7 @@ def products(
     Returns:
         Planes 0 to 3 of neighbours e = 0, and for values those of e = 1: `[R, 2, C]`, or `[R, 2, C / 2]`.
     """
-    if BITS == 3:
+    if CODE[BITS].magnitudes:
         a, b, c, d = _sizes(a), _sizes(b), _sizes(c), _sizes(d)
     if IS_VALUE:
         lower, upper = _in_pairs(sizes[0]), _in_pairs(sizes[2])
@@ -559,7 +541,7 @@ def products(
             for plane in tl.static_range(4):
                 found += (_dot(channels[e][plane], low[2 * plane + e], BITS, ASM),)
     else:
-        if BITS == 2:
+        if not CODE[BITS].magnitudes:
             a, b, c, d = a ^ 0x80808080, b ^ 0x80808080, c ^ 0x80808080, d ^ 0x80808080
         channels = _transposed(a, b, c, d, ASM)
         found = ()

@@ -8,12 +8,10 @@ permuted layout above the look-up (`tq_kernels.codec.dequantize._two_planes`). B
 tile element is the whole int32 word, loaded once per neighbour, and shifts pick the neighbour's codes.
 
     load_words     packed words of a tile, in the form the chosen spelling needs
-    unpack4        4 bits: one word tile                      -> 4 planes
-    unpack3        3 bits: a crumb tile and the sign tile     -> 4 planes of one quarter of the channels
-    unpack2        2 bits: a crumb tile                       -> 4 planes of one quarter of the channels
-    unpack8        FP8 e4m3: word tile u of 2                 -> planes 2 u and 2 u + 1, as 2**-8 times the value
-    load_levels    packed words of a tile, of any bits        -> 4 planes of these channels
-    unpack_scales  a token's word of scales                   -> its key scale and value scale
+    unpack         a tile of codes, at 3 bits and that of signs  -> 4 planes; at 2 and 3 bits of one quarter
+    unpack8        FP8 e4m3: word tile u of 2                    -> planes 2 u and 2 u + 1, as 2**-8 times the value
+    load_levels    packed words of a tile, of any bits           -> 4 planes of these channels
+    unpack_scales  a token's word of scales                      -> its key scale and value scale
 """
 
 import struct
@@ -21,12 +19,8 @@ import struct
 import triton
 import triton.language as tl
 
-from ..format import LEVEL_TABLES
+from ..format import CODE, CODES, Code
 from .device import AMPERE
-
-SMALL_UNIT = tl.constexpr(2.0**-18)
-"""Factor of small levels of 3 and 4 bits: n / 64 * 2**-18 is the subnormal fp16 with bits n. One byte is then looked
-up, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
 
 PROBABILITY_BITS = tl.constexpr(4.0)
 """Decode keeps probabilities times 2**4, which centres fp16's range on their usual products with value scales."""
@@ -46,8 +40,10 @@ def _table64(patterns: list[int]) -> int:
     return sum(x << 16 * i for i, x in enumerate(patterns))
 
 
-_HALVES = {bits: [_half_bits(n / 64) for n in table] for bits, table in LEVEL_TABLES.items()}
-assert all(pattern & 255 == 0 for pattern in _HALVES[2])
+def _patterns(code: Code, small: bool) -> list[int]:
+    """Bits of the fp16 levels of a look-up."""
+    return list(code.levels) if small and code.magnitudes else [_half_bits(n / 64) for n in code.levels]
+
 
 # A permute takes one table as an immediate; the other must sit in a register. If that is a constant, ptxas copies it
 # from a uniform register before every permute. Adding a zero that ptxas cannot see through (bit 31 of `%lanemask_lt`,
@@ -59,12 +55,14 @@ _INTERLEAVE = """prmt.b32 $0, l0, h0, 0x5140; prmt.b32 $1, l0, h0, 0x7362;
 prmt.b32 $2, l1, h1, 0x5140; prmt.b32 $3, l1, h1, 0x7362;"""
 
 
-def _looked_up(bits: int, small: bool) -> str:
-    """PTX that looks up bytes l and h of the entries at the nibbles of s: l for small levels, h at 2 bits."""
-    patterns = LEVEL_TABLES[bits] if small else _HALVES[bits]
+def _looked_up(code: Code, small: bool) -> str:
+    """PTX that looks up bytes l and h of the entries at the nibbles of s: l for small levels, h for those without a low
+    byte."""
+    patterns = _patterns(code, small)
+    assert code.magnitudes or all(pattern & 255 == 0 for pattern in patterns)
     text = "shr.u32 t, s, 16;"
-    for byte in ("l",) if small else ("h",) if bits == 2 else ("l", "h"):
-        low, high = (_bytes_word(list(part), byte == "h") for part in (patterns[:4], patterns[4:]))
+    for byte in ("h",) if not code.magnitudes else ("l",) if small else ("l", "h"):
+        low, high = (_bytes_word(part, byte == "h") for part in (patterns[:4], patterns[4:]))
         text += f"""
 add.u32 t{byte}, z, {low:#x}; prmt.b32 {byte}0, t{byte}, {high:#x}, s; prmt.b32 {byte}1, t{byte}, {high:#x}, t;"""
     return text
@@ -73,50 +71,70 @@ add.u32 t{byte}, z, {low:#x}; prmt.b32 {byte}0, t{byte}, {high:#x}, s; prmt.b32 
 _REGISTERS = "{ .reg .b32 z, s, t, g0, g1, l0, h0, l1, h1, tl, th;"
 
 
-def _asm(bits: int, quarter: int, small: bool) -> str:
-    """PTX that looks up a word's eight codes of 4 bits, or of 3 bits in one quarter: full fp16 levels by low and high
-    bytes, or small ones by one byte and the sign."""
-    if bits == 4:
-        turn, first, signs = "", "$4", "shl.b32 g1, $4, 4;"
-    else:
-        turn, first = "shf.r.wrap.b32 s, $4, $4, 2;" if quarter % 2 else "", "g0"
-        signs = f"shl.b32 g0, $5, {2 * quarter}; shl.b32 g1, $5, {2 * quarter + 1};"
+def _asm(code: Code, quarter: int, small: bool) -> str:
+    """PTX that looks up a word's eight codes, those of one quarter at 2 and 3 bits: full fp16 levels by low and high
+    bytes, or small ones by one byte and the sign.
+
+    At 2 bits the lowest bit of a nibble is the upper bit of the code before, plus the lower bit of the code before
+    that. Both quarters of a word begin with the same rotation, which is then done once.
+    """
+    turn = "shf.r.wrap.b32 s, {0}, {0}, 2;" if quarter % 2 else ""
+    if not code.magnitudes:
+        place = 0x44444444 if turn else 0x11111111
+        return f"""{_REGISTERS}
+{_OPAQUE_ZERO} shf.l.wrap.b32 s, $4, $4, 3;
+lop3.b32 s, $4, s, {place:#x}, 0x78; {turn.format("s")} and.b32 s, s, 0x77777777;
+{_looked_up(code, small)}
+mov.u32 l0, 0; mov.u32 l1, 0;
+{_INTERLEAVE} }}"""
+    first, signs = "$4", "shl.b32 g1, $4, 4;"
+    if code.has_sign_words:
+        first, signs = "g0", f"shl.b32 g0, $5, {2 * quarter}; shl.b32 g1, $5, {2 * quarter + 1};"
     if small:
         high = f"and.b32 h0, {first}, 0x80808080; and.b32 h1, g1, 0x80808080;"
     else:
         high = f"lop3.b32 h0, h0, {first}, 0x80808080, 0x78; lop3.b32 h1, h1, g1, 0x80808080, 0x78;"
     return f"""{_REGISTERS}
-{_OPAQUE_ZERO} {turn} and.b32 s, {"s" if turn else "$4"}, 0x77777777;
-{_looked_up(bits, small)}
+{_OPAQUE_ZERO} {turn.format("$4")} and.b32 s, {"s" if turn else "$4"}, 0x77777777;
+{_looked_up(code, small)}
 {signs}
 {high}
 {_INTERLEAVE} }}"""
 
 
-def _asm2(quarter: int) -> str:
-    """The same at 2 bits, in one quarter: these levels have only high bytes. The lowest bit of a nibble is the upper
-    bit of the code before, plus the lower bit of the code before that. Both quarters of a word begin with the same
-    rotation, which is then done once."""
-    place, turn = (0x44444444, "shf.r.wrap.b32 s, s, s, 2;") if quarter % 2 else (0x11111111, "")
-    return f"""{_REGISTERS}
-{_OPAQUE_ZERO} shf.l.wrap.b32 s, $4, $4, 3;
-lop3.b32 s, $4, s, {place:#x}, 0x78; {turn} and.b32 s, s, 0x77777777;
-{_looked_up(2, False)}
-mov.u32 l0, 0; mov.u32 l1, 0;
-{_INTERLEAVE} }}"""
-
-
-_ASM4, _ASM4_SMALL = tl.constexpr(_asm(4, 0, False)), tl.constexpr(_asm(4, 0, True))
-_ASM3 = tl.constexpr(tuple(_asm(3, quarter, False) for quarter in range(4)))
-_ASM3_SMALL = tl.constexpr(tuple(_asm(3, quarter, True) for quarter in range(4)))
-_ASM2 = tl.constexpr(tuple(_asm2(quarter) for quarter in range(2)))
+_ASM = tl.constexpr(
+    {
+        code.bits: [[_asm(code, quarter, small) for quarter in range(code.quarters)] for small in (False, True)]
+        for code in CODES.values()
+        if not code.is_fp8
+    }
+)
+"""PTX by width, small or not, and quarter."""
 _ASM8 = tl.constexpr("""{ .reg .b32 a, b; and.b32 $0, $2, 0xbf80bf80;
 shl.b32 a, $2, 7; shl.b32 b, $2, 1; and.b32 b, b, 0x80008000; lop3.b32 $1, a, 0x3f803f80, b, 0xea; }""")
 
 _TABLES = tl.constexpr(
-    tuple((_table64(list(t[:4])), _table64(list(t[4:]))) for t in (*_HALVES.values(), LEVEL_TABLES[3], LEVEL_TABLES[4]))
+    {
+        bits: [(_table64(x[:4]), _table64(x[4:])) for x in (_patterns(code, False), _patterns(code, True))]
+        for bits, code in CODES.items()
+    }
 )
-"""Patterns of the eight entries at 2, 3 and 4 bits, and of small levels at 3 and 4."""
+"""Patterns of the eight entries by width, small or not."""
+
+
+@triton.constexpr_function
+def _entries(bits, small, half):
+    return _TABLES[bits][small][half]
+
+
+@triton.constexpr_function
+def _four(kind):
+    return (kind,) * 4
+
+
+@triton.constexpr_function
+def _look_up(bits, small, quarter):
+    return _ASM[bits][small][quarter]
 
 
 @triton.jit
@@ -147,17 +165,11 @@ def _half(bits):
 
 
 @triton.jit
-def _entry(index, TABLE: tl.constexpr):
+def _entry(index, BITS: tl.constexpr, SMALL: tl.constexpr):
     """Look up the pattern at the lower three bits of `index`, in the lower half of a uint32."""
-    low = tl.full(index.shape, _TABLES[TABLE][0], tl.uint64)
-    high = tl.full(index.shape, _TABLES[TABLE][1], tl.uint64)
+    low = tl.full(index.shape, _entries(BITS, SMALL, 0), tl.uint64)
+    high = tl.full(index.shape, _entries(BITS, SMALL, 1), tl.uint64)
     return (tl.where(index & 4 == 0, low, high) >> ((index & 3) * 16).to(tl.uint64)).to(tl.uint32)
-
-
-@triton.jit
-def _level(index, sign, BITS: tl.constexpr, SMALL: tl.constexpr):
-    """fp16 level of a magnitude (the low three bits of `index`) and a sign (the low bit)."""
-    return _half(_entry(index, BITS if SMALL else BITS - 2) ^ ((sign & 1) << 15))
 
 
 @triton.jit
@@ -167,106 +179,56 @@ def turned(words, LEFT: tl.constexpr):
 
 
 @triton.jit
-def _level4(words, signs, PLANE: tl.constexpr, SMALL: tl.constexpr):
-    """fp16 levels of a plane from words shifted by the neighbour's 4 (magnitudes) and 8 (signs) bits."""
-    return _level(words >> (8 * PLANE), signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 3)), 4, SMALL)
+def looked_up(
+    words, signs, QUARTER: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr, TYPE: tl.constexpr, PACK: tl.constexpr
+):  # fmt: skip
+    """Look up the codes of words by PTX: four planes of TYPE, PACK elements in a register. For arguments see
+    `unpack`."""
+    asm: tl.constexpr = _look_up(BITS, SMALL, QUARTER)
+    types: tl.constexpr = _four(TYPE)
+    if CODE[BITS].has_sign_words:
+        return tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,r,r", [words, signs], types, True, PACK)
+    else:
+        return tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,r", [words], types, True, PACK)
 
 
 @triton.jit
-def unpack4(words, odd, SMALL: tl.constexpr, ASM: tl.constexpr):
-    """Unpack 4-bit words to levels.
+def unpack(
+    words, signs, odd, QUARTER: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Unpack words of a look-up to levels.
 
     Args:
-        words: [M, K] from `load_words`.
+        words: [M, K] from `load_words`: at 2 and 3 bits crumb tile QUARTER // 2.
+        signs: The tile of signs where they have words of their own, at 3 bits.
         odd: [1, K] int32, column % 2 (used below Ampere).
-        SMALL: Whether to give levels times SMALL_UNIT.
+        QUARTER: Quarter of the channels; 0 at 4 bits.
+        SMALL: Whether to give levels times `Code.small_unit`.
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
     if ASM >= AMPERE:
-        return tl.inline_asm_elementwise(
-            _ASM4_SMALL if SMALL else _ASM4,
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        return looked_up(words, signs, QUARTER, BITS, SMALL, tl.float16, 2)
     else:
-        w = words.to(tl.uint32, bitcast=True)
+        APART: tl.constexpr = CODE[BITS].has_sign_words
+        SECOND: tl.constexpr = 6 if APART else 3
         e = odd.to(tl.uint32)
-        m = w >> (4 * e)
-        s = w >> (8 * e)
-        return _level4(m, s, 0, SMALL), _level4(m, s, 1, SMALL), _level4(m, s, 2, SMALL), _level4(m, s, 3, SMALL)
-
-
-@triton.jit
-def _level3(words, signs, PLANE: tl.constexpr, QUARTER: tl.constexpr, SMALL: tl.constexpr):
-    """fp16 levels of a plane and quarter from words turned and shifted to their nibbles and signs shifted by 8 bits of
-    the neighbour."""
-    return _level(words >> (8 * PLANE), signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 6) - 2 * QUARTER), 3, SMALL)
-
-
-@triton.jit
-def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
-    """Unpack 3-bit words to the levels of one quarter of the channels.
-
-    Args:
-        words: [M, K] from `load_words`, crumb tile QUARTER // 2.
-        signs: [M, K] from `load_words`, the sign tile.
-        odd: [1, K] int32, column % 2 (used below Ampere).
-        SMALL: Whether to give levels times SMALL_UNIT.
-
-    Returns:
-        Four [M, K] fp16 tiles, planes 0 to 3.
-    """
-    if ASM >= AMPERE:
-        return tl.inline_asm_elementwise(
-            _ASM3_SMALL[QUARTER] if SMALL else _ASM3[QUARTER],
-            "=r,=r,=r,=r,r,r",
-            [words, signs],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        e = odd.to(tl.uint32)
-        m = turned(words.to(tl.uint32, bitcast=True), 30 if QUARTER % 2 else 0) >> (4 * e)
-        s = signs.to(tl.uint32, bitcast=True) >> (8 * e)
-        return (
-            _level3(m, s, 0, QUARTER, SMALL),
-            _level3(m, s, 1, QUARTER, SMALL),
-            _level3(m, s, 2, QUARTER, SMALL),
-            _level3(m, s, 3, QUARTER, SMALL),
-        )
-
-
-@triton.jit
-def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
-    """Unpack 2-bit words to the levels of one quarter of the channels.
-
-    Args:
-        words: [M, K] from `load_words`, crumb tile QUARTER // 2.
-        odd: [1, K] int32, column % 2 (used below Ampere).
-
-    Returns:
-        Four [M, K] fp16 tiles, planes 0 to 3.
-    """
-    if ASM >= AMPERE:
-        return tl.inline_asm_elementwise(
-            _ASM2[QUARTER % 2],
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
         w = words.to(tl.uint32, bitcast=True)
-        index = turned(w, 30 if QUARTER % 2 else 0) ^ (turned(w, 1 if QUARTER % 2 else 3) & 0x11111111)
-        m = index >> (4 * odd.to(tl.uint32))
-        return (_half(_entry(m, 0)), _half(_entry(m >> 8, 0)), _half(_entry(m >> 16, 0)), _half(_entry(m >> 24, 0)))
+        m = turned(w, 30 if QUARTER % 2 else 0)
+        if CODE[BITS].magnitudes:
+            s = (signs if APART else words).to(tl.uint32, bitcast=True) >> (8 * e)
+        else:
+            m ^= turned(w, 1 if QUARTER % 2 else 3) & 0x11111111
+        m = m >> (4 * e)
+        planes = ()
+        for plane in tl.static_range(4):
+            level = _entry(m >> (8 * plane), BITS, SMALL)
+            if CODE[BITS].magnitudes:
+                shift = 16 * (plane % 2) + (7 if plane < 2 else SECOND) - 2 * QUARTER
+                level ^= ((s >> shift) & 1) << 15
+            planes += (_half(level),)
+        return planes
 
 
 @triton.jit
@@ -292,12 +254,6 @@ def unpack8(words, odd, ASM: tl.constexpr):
 
 
 @triton.jit
-def small_unit(BITS: tl.constexpr):
-    """Factor of small levels of BITS bits."""
-    return SMALL_UNIT if BITS == 3 or BITS == 4 else 1.0
-
-
-@triton.jit
 def unpack_scales(scales):
     """Unpack int32 scales to fp16: key scale (low half) and value scale (high half)."""
     w = scales.to(tl.uint32, bitcast=True)
@@ -305,24 +261,19 @@ def unpack_scales(scales):
 
 
 @triton.jit
-def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
-    """Load the words of signs of a block's keys or values at 3 bits, the same for all quarters; as in `load_levels`,
-    but `words` begin with the part's channels."""
-    return load_words(words + 8 * DIM, row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
-
-
-@triton.jit
-def load_crumbs(
-    words, row, column, mask, CHUNK: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
+def load_tile(
+    words, row, column, mask, TILE: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Load the words of quarter CHUNK, and of its neighbour, of keys or values at 2 or 3 bits; as in `load_signs`."""
-    return load_words(words + (CHUNK // 2) * (4 * DIM), row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
+    """Load words of tile TILE of a block's keys or values in quarters (`Code.tile_quarters`); as in `load_levels`, but
+    `words` begin with the part's channels."""
+    return load_words(words + TILE * (4 * DIM), row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
 
 
 @triton.constexpr_function
 def chunk_start(chunk, chunks, dim, bits):
     """First channel of a part. At 2 and 3 bits parts 0 to 3 begin the four quarters, parts 4 to 7 follow, and so on."""
-    return chunk * (dim // chunks) if bits >= 4 else chunk % 4 * (dim // 4) + chunk // 4 * (dim // chunks)
+    quarters = min(CODE[bits].quarters, chunks)
+    return chunk % quarters * (dim // quarters) + chunk // quarters * (dim // chunks)
 
 
 @triton.jit
@@ -339,32 +290,29 @@ def load_levels(
         words: Pointer to the block's words of keys or values.
         row, column: [M, 1] and [1, K]: token of a plane and channel of the part, or with IS_VALUE the reverse.
         mask: Broadcastable to [M, K], or None.
-        SMALL: Whether to give levels of 3 and 4 bits times SMALL_UNIT.
-        signs: At 3 bits the words from `load_signs`, or None: they are loaded after the others.
-        crumbs: At 2 and 3 bits those from `load_crumbs`, or None.
+        SMALL: Whether to give small levels (`Code.small_unit`).
+        signs: At 3 bits the words from `load_tile`, or None: they are loaded after the others.
+        crumbs: At 2 and 3 bits those from `load_tile`, or None.
         odd: `column % 2`, or None; computed outside of a loop by the caller.
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
     PART: tl.constexpr = 16 * DIM // CHUNKS if IS_VALUE else DIM // CHUNKS // 2
-    ROW: tl.constexpr = 16 if IS_VALUE else (DIM // 2 if BITS >= 4 else DIM // 8)
+    ROW: tl.constexpr = 16 if IS_VALUE else DIM // 2
     if odd is None:
         odd = column % 2  # [1, K]
-    if BITS == 4:
-        return unpack4(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), odd, SMALL, ASM)
-    elif BITS == 8:
+    if CODE[BITS].is_fp8:
         x0, x1 = unpack8(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), odd, ASM)
         x2, x3 = unpack8(load_words(words + (16 * DIM + CHUNK * PART), row, column, mask, ROW, ASM), odd, ASM)
         return x0, x1, x2, x3
+    elif CODE[BITS].quarters == 1:
+        return unpack(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), None, odd, 0, BITS, SMALL, ASM)
     else:
         QUARTER: tl.constexpr = CHUNK % 4
         words += CHUNK // 4 * PART
         if crumbs is None:
-            crumbs = load_crumbs(words, row, column, mask, QUARTER, DIM, IS_VALUE, ASM)
-        if BITS == 3:
-            if signs is None:
-                signs = load_signs(words, row, column, mask, DIM, IS_VALUE, ASM)
-            return unpack3(crumbs, signs, odd, QUARTER, SMALL, ASM)
-        else:
-            return unpack2(crumbs, odd, QUARTER, ASM)
+            crumbs = load_tile(words, row, column, mask, QUARTER // CODE[BITS].tile_quarters, DIM, IS_VALUE, ASM)
+        if CODE[BITS].has_sign_words and signs is None:
+            signs = load_tile(words, row, column, mask, CODE[BITS].tiles - 1, DIM, IS_VALUE, ASM)
+        return unpack(crumbs, signs, odd, QUARTER, BITS, SMALL, ASM)

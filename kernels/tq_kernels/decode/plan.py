@@ -16,7 +16,7 @@ import triton
 
 from ..common.device import Target
 from ..common.schedule import DENSE_TOKENS, START
-from ..format import BLOCK_TOKENS, padded_dim
+from ..format import BLOCK_TOKENS, code_of, padded_dim
 from ..layout import BlockLayout
 from .reduce import ReduceShape
 from .tiles import DecodeShape
@@ -44,7 +44,7 @@ def _chunks(dim: int, bits: int, least: int, most: int) -> int:
     A part's tile is a power of two, of `least` to `most` channels where possible, with the fewest empty channels (96
     channels: 3 tiles of 32). Fewer channels at a time need fewer registers.
     """
-    whole = dim if bits >= 4 else dim // 4
+    whole = dim // code_of(bits).quarters
     tiles = {n: max(least, triton.next_power_of_2(whole // n)) for n in range(1, 9) if whole % (2 * n) == 0}
     fitting = [n for n, tile in tiles.items() if tile <= most] or [max(tiles)]
     return dim // whole * min(fitting, key=lambda n: n * tiles[n])
@@ -53,16 +53,16 @@ def _chunks(dim: int, bits: int, least: int, most: int) -> int:
 def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
     """Look up the heuristic table; `key_dim` and `value_dim` are padded."""
     block_rows = 8 if rows <= 8 and on.small_levels else 16
-    wide = max(key_dim, value_dim)
+    wide, of_keys, of_values = max(key_dim, value_dim), code_of(key_bits), code_of(value_bits)
     if wide > 256:
         # Buffers leave room for three programs. Two pairs of their four warps compute the same logits, half as many
         # instructions more, but each scheduler has three warps instead of one: 336 us, not 423 (4 bits, 8 x 32k, H100).
         warps = 4
-        most_keys, most_values = 32 if key_bits < 4 else 2048 // block_rows, 64
+        most_keys, most_values = 32 if of_keys.quarters > 1 else 2048 // block_rows, 64
     else:
         warps = 2
         most_keys, most_values = (
-            64 if dim > 128 or bits < 4 else 128 for dim, bits in ((key_dim, key_bits), (value_dim, value_bits))
+            64 if dim > 128 or code.quarters > 1 else 128 for dim, code in ((key_dim, of_keys), (value_dim, of_values))
         )
     # Warps share a product by 16 rows. Rows of values are channels: a part has as many at least.
     key_chunks = _chunks(key_dim, key_bits, 16, most_keys)
@@ -70,7 +70,7 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     # Two buffers of a block, but one where they were measured to cost more in programs than they hide (8 x 32k at
     # D = 256: 185 us instead of 296 with 4 bits, 181 instead of 201 with 3; FP8 keys are read at 87% of the rate so).
     # With more than 256 channels two would leave room for one program.
-    buffers = 1 if wide > 256 or wide > 128 and key_bits in (3, 4) else 2
+    buffers = 1 if wide > 256 or wide > 128 and of_keys.magnitudes else 2
     # Shared memory of a program: its buffers, its queries, the exchange of probabilities between warps,
     # and what CUDA takes.
     key_tile, value_tile = (
@@ -93,7 +93,7 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     # late.
     if warps == 4:
         most = 3  # four would have 128 registers a thread
-    elif buffers == 1 or (min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64):
+    elif buffers == 1 or (of_keys.quarters == of_values.quarters == 1 and max(key_tile, value_tile) > 64):
         most = 4
     else:
         most = 6 if max(key_tile, value_tile) <= 64 else 8

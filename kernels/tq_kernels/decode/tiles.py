@@ -10,7 +10,8 @@ import triton.language as tl
 from ..common.device import AMPERE
 from ..common.schedule import DENSE_TOKENS, LINE
 from ..common.softmax import bounded, finite, log2_sum
-from ..common.unpack import chunk_start, load_levels, load_signs, small_unit, unpack_scales
+from ..common.unpack import chunk_start, load_levels, load_tile, unpack_scales
+from ..format import CODE
 
 ROWS32 = tl.constexpr(32)
 """Number of tokens of a plane."""
@@ -32,7 +33,7 @@ class DecodeShape(NamedTuple):
         BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
         BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
         BLOCK_R: Query rows of a tile.
-        SMALL: Whether levels are small (`tq_kernels.common.unpack.SMALL_UNIT`).
+        SMALL: Whether levels are small (`tq_kernels.format.SMALL_UNIT`).
         ASM: `Target.asm`.
         PDL: Whether the merge may start and wait in the multiprocessors.
         BLOCK_WORDS: int32 words of a block.
@@ -68,10 +69,10 @@ class DecodeShape(NamedTuple):
     BLOCK_B: Any
 
 
-@triton.jit
-def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
+@triton.constexpr_function
+def level_unit(bits, small):
     """Factor of the levels in `key_scores` and `value_levels`."""
-    return small_unit(BITS) if SMALL else 1.0
+    return CODE[bits].small_unit if small else 1.0
 
 
 @triton.jit
@@ -121,8 +122,9 @@ def key_scores(words, q, row, column, C: tl.constexpr):
         s += (tl.zeros([ROWS32, C.BLOCK_R], tl.float32),)
     signs = None
     for chunk in tl.static_range(C.KEY_CHUNKS):
-        if C.KEY_BITS == 3 and chunk % 4 == 0:
-            signs = load_signs(words + chunk // 4 * (WIDTH // 2), row, column, mask, C.DKP, False, C.ASM)
+        if CODE[C.KEY_BITS].has_sign_words and chunk % 4 == 0:
+            begin = words + chunk // 4 * (WIDTH // 2)
+            signs = load_tile(begin, row, column, mask, CODE[C.KEY_BITS].tiles - 1, C.DKP, False, C.ASM)
         levels = load_levels(
             words, row, column, mask, chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS, False, C.SMALL, C.ASM, signs
         )
@@ -142,7 +144,7 @@ def mean_scores(means, q, channel, C: tl.constexpr):
     WHOLE: tl.constexpr = C.BLOCK_MEAN == WIDTH
     s = tl.zeros([ROWS32, C.BLOCK_R], tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        at = means + chunk_start(chunk, CHUNKS, C.DKP, C.KEY_BITS if CHUNKS > 1 else 4) + channel
+        at = means + chunk_start(chunk, CHUNKS, C.DKP, C.KEY_BITS) + channel
         mean = tl.load(at, mask=None if WHOLE else channel < WIDTH, other=None if WHOLE else 0.0)  # [BM]
         s = tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, C.BLOCK_MEAN]), q[chunk], s)
     return s

@@ -13,6 +13,7 @@ from ..common.device import AMPERE, Target, interpreted, target
 from ..common.launcher import Kernel, on_its_device
 from ..decode.launch import NO_PLACE
 from ..decode.reduce import ReduceShape
+from ..format import code_of
 from ..layout import BlockLayout
 from ..prefix.launch import mask_layout, prefix_splits
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
@@ -47,7 +48,7 @@ def takes_latents(layout: BlockLayout, device: torch.device) -> bool:
     rotary keys of 4 or 8 bits, on NVIDIA from Ampere on."""
     (latent, rotary), on = (layout.key_dim, layout.value_dim), target(device)
     powers = latent & (latent - 1) == 0 and rotary & (rotary - 1) == 0
-    fits = powers and 64 <= latent <= 512 and 16 <= rotary <= 128 and layout.value_bits >= 4
+    fits = powers and 64 <= latent <= 512 and 16 <= rotary <= 128 and code_of(layout.value_bits).quarters == 1
     return fits and (on.asm >= AMPERE.value or interpreted())
 
 
@@ -64,7 +65,7 @@ def latent_config(rows: int, on: Target) -> LatentConfig:
 
 def fitted(config: LatentConfig, layout: BlockLayout) -> LatentConfig:
     """`config` with chunks and warps for channels this few: a thread unpacks two neighbours, the halves of a word."""
-    chunks = max(4 if layout.key_bits < 4 else 1, min(config.chunks, layout.key_dim // 64))
+    chunks = max(code_of(layout.key_bits).quarters, min(config.chunks, layout.key_dim // 64))
     pairs = config.tile // 4 * min(layout.key_dim // chunks, layout.value_dim) // 2
     return replace(config, chunks=chunks, warps=min(config.warps, pairs // 32))
 

@@ -14,6 +14,7 @@ from ..common.device import AMPERE
 from ..common.schedule import lengths, located
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize, power_of_two
 from ..common.unpack import load_levels
+from ..format import CODE
 
 
 @triton.jit
@@ -83,45 +84,35 @@ def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT
         scales: Scales of four planes, [32] fp16 each.
         mean: [BLOCK_D] fp16 in the order of `channel_of`.
     """
+    QUARTERS: tl.constexpr = CODE[BITS].quarters
     row = tl.arange(0, 32)[:, None]
     mean = mean[None, :]
-    if BITS >= 4:
-        column = tl.arange(0, BLOCK_D)[None, :]
-        inside = None if BLOCK_D == DIM else column < DIM
-        planes = load_levels(words, row, column, inside, 0, 1, DIM, BITS, False, False, ASM)
-    else:
-        WIDTH: tl.constexpr = DIM // 4
-        column = tl.arange(0, BLOCK_D // 4)[None, :]
-        inside = None if BLOCK_D // 4 == WIDTH else column < WIDTH
-        a, b, c, d = _quarters(words, row, column, inside, DIM, BITS, False, ASM)
-        planes = ()
-        for i in tl.static_range(4):
-            planes += (hcat(hcat(a[i], b[i]), hcat(c[i], d[i])),)
+    column = tl.arange(0, BLOCK_D // QUARTERS)[None, :]
+    inside = None if BLOCK_D == DIM else column < DIM // QUARTERS
+    parts = _quarters(words, row, column, inside, DIM, BITS, False, ASM)
     k = ()
     for i in tl.static_range(4):
-        k += (scaled(planes[i], scales[i][:, None], mean, ASM),)
+        x = parts[0][i]
+        if QUARTERS > 1:
+            x = hcat(hcat(x, parts[1][i]), hcat(parts[2][i], parts[3][i]))
+        k += (scaled(x, scales[i][:, None], mean, ASM),)
     return stack(k[0], k[1]), stack(k[2], k[3])
 
 
 @triton.jit
 def value_tiles(words, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Load the rotated values of a block as two [BLOCK_D, 64] fp16 tiles; arguments as in `key_tiles`."""
+    QUARTERS: tl.constexpr = CODE[BITS].quarters
     column = tl.arange(0, 32)[None, :]
-    if BITS >= 4:
-        row = tl.arange(0, BLOCK_D)[:, None]
-        inside = None if BLOCK_D == DIM else row < DIM
-        planes = load_levels(words, row, column, inside, 0, 1, DIM, BITS, True, False, ASM)
-    else:
-        HEIGHT: tl.constexpr = DIM // 4
-        row = tl.arange(0, BLOCK_D // 4)[:, None]
-        inside = None if BLOCK_D // 4 == HEIGHT else row < HEIGHT
-        a, b, c, d = _quarters(words, row, column, inside, DIM, BITS, True, ASM)
-        planes = ()
-        for i in tl.static_range(4):
-            planes += (stack(stack(a[i], b[i]), stack(c[i], d[i])),)
+    row = tl.arange(0, BLOCK_D // QUARTERS)[:, None]
+    inside = None if BLOCK_D == DIM else row < DIM // QUARTERS
+    parts = _quarters(words, row, column, inside, DIM, BITS, True, ASM)
     v = ()
     for i in tl.static_range(4):
-        v += (scaled(planes[i], scales[i][None, :], None, ASM),)
+        x = parts[0][i]
+        if QUARTERS > 1:
+            x = stack(stack(x, parts[1][i]), stack(parts[2][i], parts[3][i]))
+        v += (scaled(x, scales[i][None, :], None, ASM),)
     return hcat(v[0], v[1]), hcat(v[2], v[3])
 
 
@@ -129,21 +120,23 @@ def value_tiles(words, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: t
 def _quarters(
     words, row, column, inside, DIM: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Load the levels of the four quarters of the channels at 2 or 3 bits, each with four planes."""
+    """Load the levels of each part of the channels that shares words with the others: four planes."""
+    QUARTERS: tl.constexpr = CODE[BITS].quarters
     quarters = ()
-    for quarter in tl.static_range(4):
-        quarters += (load_levels(words, row, column, inside, quarter, 4, DIM, BITS, IS_VALUE, False, ASM),)
+    for quarter in tl.static_range(QUARTERS):
+        quarters += (load_levels(words, row, column, inside, quarter, QUARTERS, DIM, BITS, IS_VALUE, False, ASM),)
     return quarters
 
 
 @triton.jit
 def channel_of(column, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr):
     """Channel in column `column` of a tile, and whether it exists: each quarter is padded."""
-    if BITS >= 4:
+    QUARTERS: tl.constexpr = CODE[BITS].quarters
+    if QUARTERS == 1:
         return column, column < DIM
     else:
-        within = column % (BLOCK_D // 4)
-        return column // (BLOCK_D // 4) * (DIM // 4) + within, within < DIM // 4
+        within = column % (BLOCK_D // QUARTERS)
+        return column // (BLOCK_D // QUARTERS) * (DIM // QUARTERS) + within, within < DIM // QUARTERS
 
 
 class PrefixMask(NamedTuple):

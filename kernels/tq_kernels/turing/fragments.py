@@ -16,6 +16,8 @@ and 2 more for i >= 8: the places of the tokens in a lane's words of values.
 import triton
 import triton.language as tl
 
+from ..format import CODE
+
 LANES = tl.constexpr(32)
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
@@ -229,12 +231,7 @@ def ones(TILES: tl.constexpr):
 
 
 @triton.constexpr_function
-def quarters_of(BITS):
-    """Number of parts of the channels that share words."""
-    return 4 if BITS < 4 else 1
-
-
-@triton.constexpr_function
 def value_tiles(DIM, BITS):
     """Number of quads in the accumulator of packed values, for one row tile."""
-    return quarters_of(BITS) * ((DIM // quarters_of(BITS) + 15) // 16)
+    quarters = CODE[BITS].quarters
+    return quarters * ((DIM // quarters + 15) // 16)

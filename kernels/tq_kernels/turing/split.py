@@ -37,20 +37,9 @@ from ..common.schedule import (
     work_of,
 )
 from ..common.softmax import log2_sum
-from ..common.unpack import PROBABILITY_BITS, small_unit
-from ..format import TOKENS
-from .fragments import (
-    LANES,
-    column_sum,
-    initial,
-    load32,
-    load_flag,
-    ones,
-    quarters_of,
-    store32,
-    value_tiles,
-    zero_quads,
-)
+from ..common.unpack import PROBABILITY_BITS
+from ..format import CODE, TOKENS
+from .fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, value_tiles, zero_quads
 from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows
 
 
@@ -143,8 +132,8 @@ def decode_split_fragments(
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
-    KEY_QUARTERS: tl.constexpr = quarters_of(C.KEY_BITS)
-    VALUE_QUARTERS: tl.constexpr = quarters_of(C.VALUE_BITS)
+    KEY_QUARTERS: tl.constexpr = CODE[C.KEY_BITS].quarters
+    VALUE_QUARTERS: tl.constexpr = CODE[C.VALUE_BITS].quarters
     KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
     FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(C.SINKS, C.RING, C.ROWS)
     heads = kv_heads * row_tiles
@@ -174,7 +163,8 @@ def decode_split_fragments(
         head = stream // row_tiles
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2 / small_unit(C.KEY_BITS), TILES)
+        unit: tl.constexpr = CODE[C.KEY_BITS].small_unit
+        factor = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2 / unit, TILES)
         gain = ones(TILES) if C.BOUNDS else factor
         q = operands(
             scratch_fp16 + ROTATED + head * rows * C.DKP, first_row, rows, g, t, C.DKP, KEY_WIDTH, KEY_QUARTERS, TILES
@@ -212,7 +202,7 @@ def decode_split_fragments(
             )  # fmt: skip
         store_partial(
             Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
-            small_unit(C.VALUE_BITS), C.DVP, C.DM, VALUE_QUARTERS, TILES, False,
+            CODE[C.VALUE_BITS].small_unit, C.DVP, C.DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip
         at += counted(blocks)
         stream += 1

@@ -8,7 +8,8 @@ import triton.language as tl
 from ..common import unpack
 from ..common.schedule import BlockParts
 from ..common.softmax import bounded
-from ..common.unpack import PROBABILITY_BITS, small_unit, unpack_scales
+from ..common.unpack import PROBABILITY_BITS, unpack_scales
+from ..format import CODE
 from .fragments import (
     LANES,
     decayed,
@@ -18,7 +19,6 @@ from .fragments import (
     multiply_add,
     ones,
     pair_of,
-    quarters_of,
     transposed,
     value_tiles,
     weights,
@@ -27,14 +27,13 @@ from .fragments import (
 
 
 @triton.jit
-def load_tile(words, mask, BITS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
-    """Load a lane's words of a row: pairs from each of the block's tiles of TILE words (1 at 4 bits, 3 at 3, or 2)."""
-    tile = (load_pair(words, mask, WIDE),)
-    if BITS != 4:
-        tile += (load_pair(words + TILE, mask, WIDE),)
-    if BITS == 3:
-        tile += (load_pair(words + 2 * TILE, mask, WIDE),)
-    return tile
+def load_tiles(words, mask, BITS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+    """Load a lane's words of a row: pairs from each of the block's tiles of TILE words."""
+    TILES: tl.constexpr = CODE[BITS].tiles
+    tiles = ()
+    for tile in tl.static_range(TILES):
+        tiles += (load_pair(words + tile * TILE, mask, WIDE),)
+    return tiles
 
 
 @triton.jit
@@ -44,22 +43,15 @@ def _levels8(word):
 
 
 @triton.jit
-def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
-    """Unpack word STEP of each pair from `load_tile` into four planes of one quarter (all channels at 4 and 8 bits):
-    pairs of levels, small ones at 3 and 4 bits."""
-    if BITS == 8:
-        return _levels8(tile[0][STEP]) + _levels8(tile[1][STEP])
-    elif BITS == 3:
-        return tl.inline_asm_elementwise(
-            unpack._ASM3_SMALL[QUARTER], "=r,=r,=r,=r,r,r", [tile[QUARTER // 2][STEP], tile[2][STEP]],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+def levels(tiles, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
+    """Unpack word STEP of each pair of `load_tiles` into four planes of one quarter (all channels at 4 and 8 bits):
+    pairs of levels, small ones where there are any."""
+    if CODE[BITS].is_fp8:
+        return _levels8(tiles[0][STEP]) + _levels8(tiles[1][STEP])
     else:
-        return tl.inline_asm_elementwise(
-            unpack._ASM4_SMALL if BITS == 4 else unpack._ASM2[QUARTER % 2], "=r,=r,=r,=r,r",
-            [tile[0 if BITS == 4 else QUARTER // 2][STEP]],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+        SIGNS: tl.constexpr = CODE[BITS].tiles - 1
+        TILE: tl.constexpr = QUARTER // CODE[BITS].tile_quarters
+        return unpack.looked_up(tiles[TILE][STEP], tiles[SIGNS][STEP], QUARTER, BITS, True, tl.int32, 1)
 
 
 @triton.jit
@@ -90,17 +82,17 @@ def packed_scores(words, q, g, t, DIM: tl.constexpr, BITS: tl.constexpr, TILES: 
         words: Pointer to the block's key words; at 4 and 8 bits those of the half's first row.
         q: TILES tuples of `load_rows`.
     """
-    QUARTERS: tl.constexpr = quarters_of(BITS)
+    QUARTERS: tl.constexpr = CODE[BITS].quarters
     WIDTH: tl.constexpr = DIM // QUARTERS
-    TILE: tl.constexpr = 32 * DIM // (2 if BITS == 8 else 8)
+    TILE: tl.constexpr = 16 * WIDTH
     ROW: tl.constexpr = WIDTH // 2
     CHUNKS: tl.constexpr = (WIDTH + 15) // 16
     at = words + (4 * (g // 2) + g % 2) * ROW + 2 * t
     s = zero_quads(4 * TILES)
     for chunk in tl.static_range(CHUNKS):
         mask = 16 * chunk + 4 * t < WIDTH
-        low = load_tile(at + 8 * chunk, mask, BITS, TILE, ROW % 2 == 0)
-        high = load_tile(at + (8 * chunk + 2 * ROW), mask, BITS, TILE, ROW % 2 == 0)
+        low = load_tiles(at + 8 * chunk, mask, BITS, TILE, ROW % 2 == 0)
+        high = load_tiles(at + (8 * chunk + 2 * ROW), mask, BITS, TILE, ROW % 2 == 0)
         for quarter in tl.static_range(QUARTERS):
             for step in tl.static_range(2):
                 a0 = levels(low, step, quarter, BITS)
@@ -122,7 +114,7 @@ def add_packed_values(acc, words, p, g, t, DIM: tl.constexpr, BITS: tl.constexpr
         words: Pointer to the block's value words of the half's first row.
         p: Operands b; plane, step and row tile i are pair (2 * plane + step) * TILES + i.
     """
-    QUARTERS: tl.constexpr = quarters_of(BITS)
+    QUARTERS: tl.constexpr = CODE[BITS].quarters
     HEIGHT: tl.constexpr = DIM // QUARTERS
     TILE: tl.constexpr = HEIGHT * 16
     CHUNKS: tl.constexpr = (HEIGHT + 15) // 16
@@ -130,8 +122,8 @@ def add_packed_values(acc, words, p, g, t, DIM: tl.constexpr, BITS: tl.constexpr
     # Go over chunks within quarters, as words hold them; quads are put in the order of channels at the end.
     found = ()
     for chunk in tl.static_range(CHUNKS):
-        low = load_tile(at + 256 * chunk, 16 * chunk + g < HEIGHT, BITS, TILE, True)
-        high = load_tile(at + (256 * chunk + 128), 16 * chunk + 8 + g < HEIGHT, BITS, TILE, True)
+        low = load_tiles(at + 256 * chunk, 16 * chunk + g < HEIGHT, BITS, TILE, True)
+        high = load_tiles(at + (256 * chunk + 128), 16 * chunk + 8 + g < HEIGHT, BITS, TILE, True)
         for quarter in tl.static_range(QUARTERS):
             quads = ()
             for tile in tl.static_range(TILES):
@@ -245,12 +237,12 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, all
     Args:
         acc, sums, maximum: Sums so far of `add_packed_values` and `decayed`, and maximum of `weights`.
         q: TILES tuples of `load_rows`, rotated.
-        factor: 2 * TILES factors to base-2 logits, over `small_unit`.
+        factor: 2 * TILES factors to base-2 logits, over `Code.small_unit`.
         half: Pointers to its first rows of words and of scales, and to the block's mean.
         allowed: If MASKED, flags; plane p, row tile i and element j of its quad are flag 4 * (p * TILES + i) + j.
         C: A `PackedShape`.
     """
-    KEY_QUARTERS: tl.constexpr = quarters_of(C.KEY_BITS)
+    KEY_QUARTERS: tl.constexpr = CODE[C.KEY_BITS].quarters
     KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
     VALUE_TILES: tl.constexpr = value_tiles(C.DVP, C.VALUE_BITS)
     s = packed_scores(half.key_words, q, g, t, C.DKP, C.KEY_BITS, C.TILES)
@@ -268,7 +260,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, all
             quad = ()
             for i in tl.static_range(4):
                 logit = s[plane * C.TILES + tile][i] * key_scale[i // 2]
-                logit += shared[tile][i] * small_unit(C.KEY_BITS)
+                logit += shared[tile][i] * CODE[C.KEY_BITS].small_unit
                 if C.BOUNDS:
                     logit = bounded(logit * factor[2 * tile + i % 2], cap_log2, C.BOUNDS)
                 if C.MASKED:

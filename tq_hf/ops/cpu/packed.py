@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from tq_kernels.format import padded_dim
+from tq_kernels.format import code_of, padded_dim
 from tq_kernels.types import PackedBlocks
 
-from ...codec.codebook import levels
 from ...codec.packing import PLANES, QUARTERS, ROWS, rotated_words
 from ...codec.rotation import rotate_back, rotation_matrix
 from ...compat import cached_table
@@ -54,15 +53,12 @@ def table(bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
     For levels in float32 an element is complex128, in bfloat16 float64. On MPS `[..., 4]` in `dtype`, the same bytes.
     """
-    index = torch.arange(0x7778 if bits == 2 else 0x10000, device="cpu")
-    of_code, columns = levels(bits, index.device), []
+    code, columns = code_of(bits), []
+    index = torch.arange(0x10000 if code.magnitudes else 0x7778, device="cpu")
+    of_code = torch.tensor(code.levels, dtype=torch.float32, device="cpu") / 64
     for i in range(4):
-        code, negative = index >> 4 * i & 7, index >> _SIGN_BITS[i] & 1
-        if bits == 3:
-            code = code + 8 * negative
-        elif bits == 4:
-            code = torch.where(negative.bool(), 7 - code, 8 + code)
-        columns.append(of_code[code])
+        signs = 1 - 2 * (index >> _SIGN_BITS[i] & 1) if code.magnitudes else 1
+        columns.append(of_code[index >> 4 * i & 7] * signs)
     entries = torch.stack(columns, -1).to(dtype)
     element = torch.complex128 if dtype == torch.float32 else torch.float64
     return entries.to(device) if device.type == "mps" else entries.view(element).squeeze(-1).to(device)
@@ -72,11 +68,6 @@ def _swapped(words: torch.Tensor, mask: int, distance: int, out: torch.Tensor) -
     """`words` with the bits of `mask` exchanged for those `distance` higher, written to `out`."""
     torch.bitwise_right_shift(words, distance, out=out)  # no temporary: an allocation takes longer than a pass
     return out.bitwise_xor_(words).bitwise_and_(mask).mul_(1 + (1 << distance)).bitwise_xor_(words)
-
-
-def _nibble_indices(words: torch.Tensor, out: torch.Tensor) -> None:
-    """Words of 4 bits to words of two indices."""
-    _swapped(words, 0x0808, 20, out)
 
 
 _LOWER_THREE = 0x77777777
@@ -93,7 +84,7 @@ def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """
     crumbs = words[..., :2, :, :]
     lower, upper = out[..., 0, :, :], out[..., 1, :, :]
-    if bits == 2:
+    if not code_of(bits).magnitudes:
         # A nibble's lowest bit is the upper one of the code before: with the lower one of the code before that.
         for part, word, other in ((lower, crumbs, 3), (upper, rotated_words(crumbs, 30), 1)):
             index = rotated_words(crumbs, other).bitwise_and_(0x11111111).bitwise_xor_(word)
@@ -139,14 +130,15 @@ def key_levels(words: torch.Tensor, bits: int, dim: int, take: Take) -> torch.Te
         8 bits: `[N, n, 128, D]`. Otherwise `[N, n, 32, D / 2, 4, 2]`: row, pair of channels, plane, channel.
     """
     lead = words.shape[:-1]
-    if bits == 8:
+    code = code_of(bits)
+    if code.is_fp8:
         out = take("key levels", (*lead, 2, 2, ROWS, dim), torch.float32)
         for v, plane in enumerate(_fp8_planes(words.unflatten(-1, (2, ROWS, dim // 2)))):
             out[..., v, :, :] = plane
         return out.view(*lead, PLANES * ROWS, dim)
-    if bits == 4:
+    if not code.is_trellis:
         index = take("key words", (*lead, ROWS, dim // 2), torch.int32)
-        _nibble_indices(words.unflatten(-1, (ROWS, dim // 2)), index)
+        _swapped(words.unflatten(-1, (ROWS, dim // 2)), 0x0808, 20, index)
     else:
         index = take("key words", (*lead, ROWS, 2, 2, dim // 8), torch.int32)
         _crumb_indices(words.unflatten(-1, (bits, ROWS, dim // 8)), bits, index.movedim(-4, -2))
@@ -159,14 +151,15 @@ def value_levels(words: torch.Tensor, bits: int, dim: int, dtype: torch.dtype, t
     Arguments are those of `key_levels`, and the dtype of the levels: float32 or bfloat16.
     """
     heads, blocks = words.shape[:-1]
-    if bits == 8:
+    code = code_of(bits)
+    if code.is_fp8:
         out = take("value levels", (heads, dim, blocks, 2, 2, ROWS), dtype)
         for v, plane in enumerate(_fp8_planes(words.unflatten(-1, (2, dim, ROWS // 2)))):
             out[..., v, :] = plane.permute(0, 3, 1, 2, 4)
         return out.view(heads, dim, blocks, PLANES * ROWS)
-    if bits == 4:
+    if not code.is_trellis:
         index = take("value words", (heads, blocks, dim, ROWS // 2), torch.int32)
-        _nibble_indices(words.unflatten(-1, (dim, ROWS // 2)), index)
+        _swapped(words.unflatten(-1, (dim, ROWS // 2)), 0x0808, 20, index)
     else:
         index = take("value words", (heads, blocks, 2, 2, dim // 4, ROWS // 2), torch.int32)
         _crumb_indices(words.unflatten(-1, (bits, dim // 4, ROWS // 2)), bits, index)
@@ -178,7 +171,7 @@ def value_levels(words: torch.Tensor, bits: int, dim: int, dtype: torch.dtype, t
 def value_order(by_token: torch.Tensor, bits: int) -> torch.Tensor:
     """`[..., 128]` in the order of tokens to the order in which `value_levels` has them: token 32 p + 2 j + e (plane p)
     is at 8 j + 2 p + e, and at 8 bits where it was."""
-    if bits == 8:
+    if code_of(bits).is_fp8:
         return by_token
     # Pairs are moved as one element each, in a quarter of the time.
     pairs = torch.view_as_complex(by_token.unflatten(-1, (PLANES, ROWS // 2, 2)))
@@ -275,7 +268,7 @@ class PackedTile:
         """Values token by token as they are stored, `[N, n * 128, Dv padded]` in `products`."""
         levels = self._values.transpose(1, 2)
         heads, blocks, dim = levels.shape[:3]
-        if self.blocks.layout.value_bits == 8:
+        if code_of(self.blocks.layout.value_bits).is_fp8:
             by_token = levels.unflatten(-1, (PLANES, ROWS // 2, 2)).movedim(2, -1)
         else:
             by_token = levels.unflatten(-1, (ROWS // 2, PLANES, 2)).movedim(2, -1).transpose(2, 3)
@@ -290,7 +283,7 @@ class PackedTile:
         if self.many:
             return query @ self.key_rows.mT
         # Tokens come first: these products are a third faster than with the few rows of queries first.
-        if self.blocks.layout.key_bits == 8:
+        if code_of(self.blocks.layout.key_bits).is_fp8:
             scores = self._keys.flatten(1, 2) @ query.mT
             scores = scores.mT
         else:
