@@ -69,17 +69,17 @@ class BlockLayout:
         """int32 words of value codes in a block."""
         return self.tokens * self.value_dim_padded * self.value_bits // 32
 
-    @property
+    @cached_property
     def scales_at(self) -> int:
         """int32 words of a block before its scales."""
         return self.key_words + self.value_words
 
-    @property
+    @cached_property
     def means_at(self) -> int:
         """int32 words of a block before its key mean."""
         return self.scales_at + self.tokens
 
-    @property
+    @cached_property
     def block_words(self) -> int:
         """int32 words of a block."""
         return self.block_bytes // 4

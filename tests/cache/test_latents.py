@@ -80,7 +80,7 @@ def test_what_is_held_is_the_latent(name, room):
     footprint, layout = cache.memory_footprint(), cache.config.of_latents().layout(LATENT, ROTARY)
     assert layout.slot_bytes == LATENT // 2 + ROTARY + 4
     blocks = 5 if room is None else (room - 4 - 128) // BLOCK
-    assert footprint.packed == LAYERS * blocks * BLOCK * (LATENT // 2 + ROTARY)
+    assert footprint.packed == LAYERS * blocks * layout.block_bytes
     assert footprint.bf16_equivalent == LAYERS * 772 * (LATENT + ROTARY) * 2
     assert footprint.total == sum(storages_reachable_from(cache).values())
 
