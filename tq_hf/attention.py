@@ -73,8 +73,9 @@ def turboquant_attention(
         return _attend_outside_of_graphs(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
-    _check_call(module, attention_mask, kwargs.pop("sinks", None))
-    view, latents = None, take()
+    if "sinks" in kwargs or (attention_mask is not None and attention_mask.dtype != torch.bool):
+        _check_call(module, attention_mask, kwargs.pop("sinks", None))
+    view, latents = None, take() if torch.compiler.is_dynamo_compiling() else None
     if latents is None:
         view, key, value = resolve(key, value, module, query, attention_mask)
         latents = key._expansion.handle if isinstance(key, ExpandedStates) else None
@@ -93,8 +94,12 @@ def turboquant_attention(
     if view is not None and view.counts is not None:
         if refused:
             _refuse_compressed(dropout)
-        attention_mask, options = _in_order(query, view, attention_mask, options)
-        return _read_packed(key, query, view, attention_mask, options), None
+        if is_empty or view.tensors.order is not None:
+            attention_mask, options = _in_order(query, view, attention_mask, options)
+        attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
+        if torch.is_grad_enabled() or autocast_dtype(query) is not None:
+            return _read_packed(attend, key, query, view, attention_mask, options), None
+        return attend(query, view, attention_mask, options), None
     sliding = view is None and kwargs.get("sliding_window") is not None
     return _attend_dense(module, query, key, value, attention_mask, dropout, options, sliding, kwargs)
 
@@ -195,14 +200,13 @@ def _in_order(
 
 
 def _read_packed(
-    key: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
+    attend: Any, key: torch.Tensor, query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
-    """Attend over packed blocks, under `torch.autocast` in the dtype of the cache. The backward pass raises where
-    gradients are lost: those of earlier states, or all in kernels."""
+    """Run `attend`, under `torch.autocast` in the dtype of the cache. The backward pass raises where gradients are
+    lost: those of earlier states, or all in kernels."""
     if (lower := autocast_dtype(query)) is not None:
         with outside_autocast(query):
-            return _read_packed(key, query.to(view.tensors.row.dtype), view, mask, options).to(lower)
-    attend = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
+            return _read_packed(attend, key, query.to(view.tensors.row.dtype), view, mask, options).to(lower)
     if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return attend(query, view, mask, options)
     lost = key._handle.sources  # type: ignore[attr-defined]

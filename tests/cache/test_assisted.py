@@ -217,18 +217,6 @@ def test_a_graph_that_is_used_again_gives_the_logits_of_its_step(captured, way, 
 
 
 @WAYS
-def test_a_second_turn_follows(pair, way) -> None:
-    model, turns = pair[0], []
-    for options in ({}, drafts(pair, way)):
-        ids, cache = repeating(model)[:, :60], None
-        for _ in range(2):
-            ids, cache = decode(model, ids, cache, **options)
-            ids = torch.cat([ids, repeating(model)[:, :9]], dim=1)
-        turns.append(ids)
-    assert torch.equal(*turns)
-
-
-@WAYS
 def test_left_padded_prompts_are_continued_on_one_cache(captured, way) -> None:
     """Padding gives rows another order in both caches, and a captured step reads that order."""
     model, ids = captured[0], repeating(captured[0])

@@ -56,13 +56,6 @@ def test_unknown_preset_lists_the_valid_ones(preset):
     assert repr(preset) in str(error.value) and all(name in str(error.value) for name in PRESETS)
 
 
-@pytest.mark.parametrize("option", ["key_bits", "value_bits"])
-@pytest.mark.parametrize("bits", [0, 1, 5, 16, "4"])
-def test_wrong_bits_list_the_valid_ones(option, bits):
-    with pytest.raises(ValueError, match=f"`{option}` is {bits!r}.*2, 3, 4, 8"):
-        TurboQuantCache(llama_config(), **{option: bits})
-
-
 def test_unknown_option_lists_the_valid_ones():
     with pytest.raises(ValueError, match="nbits.*Valid options:.*residual_length"):
         TurboQuantCache(llama_config(), nbits=4)

@@ -77,8 +77,8 @@ def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
 def first_inputs(
     model: Any, cache: Cache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], torch.Tensor | None, Masks]:
-    """Inputs of the first step of `tokens` tokens after `ids` `[B, T]`, of which `cached` are in the cache: constant
-    ones, position ids, masks.
+    """Inputs of the first step of `tokens` tokens after `ids` `[B, T]`: constant ones, position ids, masks. The cache
+    has `cached` tokens.
 
     EXAONE 4.5 hands on no positions, and counts from the length of its cache. That is a number on the host where the
     first layer slides, which graphs keep and drafts leave behind. The step gets the positions of that count then.

@@ -157,9 +157,9 @@ def leave(handle: Any) -> None:
 
 
 def take() -> Any:
-    """Take the `Handle` that an update left in this graph; `None` in eager mode, or if the graph broke in between."""
+    """Take the `Handle` that an update left in the graph that is being compiled; `None` if the graph broke since."""
     global _left
-    if not (torch.compiler.is_dynamo_compiling() and _is_marked()):
+    if not _is_marked():
         return None
     handle, _left = _left, None
     return handle
