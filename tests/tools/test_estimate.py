@@ -137,8 +137,8 @@ def documented(config: PreTrainedConfig, context: int) -> dict[str, int]:
     dims = (config.kv_lora_rank, config.qk_rope_head_dim) if mla else (config.head_dim, config.head_dim)
     blocks = (context - 4 - 128) // 128
     full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
-    # 4 bits a channel, but 8 for rotary keys.
-    packed = full * heads * blocks * 128 * (sum(dims) + mla * dims[1]) // 2
+    # 4 bits a channel, but 8 for rotary keys; two scales of 2 bytes a token, and a mean of 2 bytes a channel of keys.
+    packed = full * heads * blocks * (128 * ((sum(dims) + mla * dims[1]) // 2 + 4) + 2 * dims[0])
     linear = 0
     if "linear_attention" in kinds:
         keys = config.linear_num_key_heads * config.linear_key_head_dim

@@ -147,11 +147,12 @@ def test_a_cache_takes_what_is_counted_by_hand(estimated):
     sliding = windows * sliding_heads * sliding_channels
     dynamic = estimator.footprint(None, CONTEXT)
     assert dynamic.total == itemsize * CONTEXT * (full + sliding) + 8 * windows
-    # 4 bits a channel, for all whole blocks of 128 tokens between 4 sinks and a window of 128.
-    packed = (CONTEXT - 4 - 128) // 128 * 128
+    # All whole blocks of 128 tokens between 4 sinks and a window of 128: 4 bits a channel, two scales a token and a mean
+    # of the keys, of 2 bytes each.
+    blocks = (CONTEXT - 4 - 128) // 128
     ours = estimator.footprint("4bit_nc", CONTEXT)
-    rotary = 61 * 64 if name == "deepseek-v3" else 0  # 8 bits a channel
-    assert ours.packed == (full + rotary) * packed // 2
+    rotary, keys = (61 * 64, 512) if name == "deepseek-v3" else (0, channels // 2)  # 8 bits a channel
+    assert ours.packed == blocks * (128 * (full + rotary) // 2 + layers * heads * (4 * 128 + 2 * keys))
     assert ours.sinks == itemsize * 4 * full
     assert ours.uncompressed == itemsize * (window - 1) * sliding + 8 * windows if windows else not ours.uncompressed
 

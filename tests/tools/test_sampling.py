@@ -168,7 +168,9 @@ def read_as(text: str, size: int, **options: Any) -> tuple[list[Any], str]:
     answer = answers.Choice(engine, 0, answers.PromptTokens([5], None, frozenset()), (), None, body)
     items, ids = [], list(text.encode())
     for end in range(size, len(ids) + size, size):
-        output = SimpleNamespace(generated_tokens=ids[:end], top_logprobs=None, is_finished=lambda e=end: e >= len(ids))
+        output = SimpleNamespace(
+            generated_tokens=ids[:end], top_logprobs=None, cached_tokens=0, is_finished=lambda e=end: e >= len(ids)
+        )
         items += answer.read(output).items
     return items, answer.finish
 
