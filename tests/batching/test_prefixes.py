@@ -344,6 +344,7 @@ def test_a_damaged_file_is_passed_over_and_written_again(
         ({"factor": -2.0}, {}),
         ({}, {"key_bits": 8}),
         ({}, {"residual_length": 64}),
+        ({}, {"seed": 1}),
         ({}, {"balance": True}),
         ({"dtype": torch.bfloat16}, {}),
     ],
