@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tests.support.batching_cases import Session, Tokens, greedy, hybrid, mixed, model_of, options, prompts
 from tq_hf import TurboQuantBatching
+from tq_hf.batching import prefixes
 from tq_hf.batching.prefixes import PrefixFolder
 
 SINKS, BLOCK = 4, 128
@@ -153,16 +155,66 @@ def test_requests_one_by_one_in_a_small_pool_find_all_that_was_read(tmp_path: Pa
     stems = prompts([700, 520, 900])
     inputs = [(*stem[:at], 1, 2, 3) for at in (400, 290, 500) for stem in stems]
     with session_of(model_of(), None) as session:
-        session.run(stems, greedy(1))
+        session.run(stems, greedy(2))
         expected = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
     with session_of(model_of(), tmp_path) as session:
-        session.run(stems, greedy(1))
+        session.run(stems, greedy(2))
     with session_of(model_of(), tmp_path, num_blocks=30) as session:
         found = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
         blocks = session.cache.prefixes.blocks  # type: ignore[union-attr]
         assert blocks["loaded"] > blocks["read"] > 0 == blocks["refused"]
     for one, other in zip(found, expected, strict=True):
         assert (one.generated_tokens, one.cached_tokens) == (other.generated_tokens, other.cached_tokens)
+
+
+class Device:
+    """Stands for streams and events of a GPU: a copy is over once it was asked for three times, or is waited for."""
+
+    def __init__(self) -> None:
+        self.waits, self.asked = 0, 0
+
+    def wait_stream(self, stream: Device) -> None:
+        self.waits += 1
+
+    wait_event = wait_stream
+
+    def record_event(self) -> Device:
+        return Device()
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 3
+
+    def synchronize(self) -> None:
+        self.asked = 3
+
+
+@pytest.mark.parametrize("blocks", [200, 30])
+def test_copies_of_a_device_are_not_waited_for(blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and slots are held until copies are over, and steps wait for the pages that came back."""
+    real, stems = prefixes.PrefixStore.__init__, prompts([700, 520])
+    inputs = [(*stem[:at], 1, 2, 3) for at in (400, 290, 500) for stem in stems]
+
+    def init(store: Any, *args: Any) -> None:
+        real(store, *args)
+        store.copies, store.stream = Device(), Device()
+
+    with session_of(model_of(), None) as session:
+        session.run(stems, greedy(2))
+        expected = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
+    monkeypatch.setattr(prefixes.PrefixStore, "__init__", init)
+    monkeypatch.setattr(prefixes, "stream_context", lambda stream: nullcontext())
+    monkeypatch.setattr(prefixes, "STEP_BYTES", 1)
+    for pool in (200, blocks):
+        with session_of(model_of(), PrefixFolder(tmp_path, memory=1), num_blocks=pool) as session:
+            session.run(stems, greedy(2))
+            found = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
+            store: Any = session.cache.prefixes
+            assert store.stream.waits and store.copies.waits and session.pages_in_use() == 0
+            assert not (store.flights or store.to_store or store.writing)
+        for one, other in zip(found, expected, strict=True):
+            assert (one.generated_tokens, one.cached_tokens) == (other.generated_tokens, other.cached_tokens)
+    assert store.blocks["read"]
 
 
 def test_a_prefix_larger_than_host_memory_comes_back_in_parts(tmp_path: Path) -> None:
@@ -292,6 +344,7 @@ def test_a_damaged_file_is_passed_over_and_written_again(
         ({"factor": -2.0}, {}),
         ({}, {"key_bits": 8}),
         ({}, {"residual_length": 64}),
+        ({}, {"seed": 1}),
         ({}, {"balance": True}),
         ({"dtype": torch.bfloat16}, {}),
     ],

@@ -356,10 +356,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
         super().free_blocks(request_id, no_cache)
 
     def evict_cached_blocks(self) -> bool:
-        """Free all pages that no request reads."""
-        if self.prefixes is not None:
+        """Free all pages that no request reads. Returns whether there were any."""
+        any_evicted = super().evict_cached_blocks()
+        if not any_evicted and self.prefixes is not None:
             self.prefixes.yield_pages()
-        return super().evict_cached_blocks()
+            any_evicted = super().evict_cached_blocks()
+        return any_evicted
 
     def count_pages(self) -> dict[str, int]:
         """Number of packed pages of the pool that are used, cached (free, with a prefix), and free."""

@@ -214,7 +214,7 @@ class PrefixStore:
 
     def found(self) -> str:
         """Sentence about the files that are there."""
-        tokens = BLOCK_TOKENS * sum(name.startswith(self.key) for name in self.folder.known)
+        tokens = BLOCK_TOKENS * sum(name.startswith(self.key) for name in tuple(self.folder.known))
         sizes = f"{self.folder.bytes / 1e9:.1f} of {self.folder.size / 1e9:.1f} GB"
         return f"Prefixes in {self.folder.path}: up to {tokens:,} tokens of this model and preset ({sizes})."
 
@@ -260,7 +260,7 @@ class PrefixStore:
 
     def yield_pages(self) -> None:
         """Hold no pages: there is no room for requests."""
-        for name in list(self.loading):
+        for name in [name for name, loading in self.loading.items() if loading.pages]:
             self.release(name)
         if self.flights:
             self.flights[-1][0].synchronize()
@@ -294,7 +294,8 @@ class PrefixStore:
 
     def flush(self) -> bool:
         """Store what is left, at the end of a session, for some seconds at most. Returns whether all is stored."""
-        self.yield_pages()
+        for name in list(self.loading):
+            self.release(name)
         while self.pump() or self.to_store or self.writing:
             if wait([*self.writing.values(), *(future for _, future in self.reading.values())], PATIENCE).not_done:
                 return False

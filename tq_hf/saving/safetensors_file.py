@@ -57,7 +57,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
 def replacing(target: Path) -> Iterator[Path]:
     """Context that yields an empty file next to `target`, which then replaces the old file in one step.
 
-    A symbolic link at `target` is replaced. What it points to does not change.
+    A symbolic link at `target` is replaced, and the file behind the link stays as it is.
 
     Raises:
         OSError: The folder does not exist or is not writable; the disk is full or fails.

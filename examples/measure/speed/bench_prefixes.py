@@ -153,7 +153,7 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, folder: Path) -> 
         idle(manager)
         evict(manager)
         for prompt in more:
-            ask(manager, prompt, 1)
+            ask(manager, prompt, 2)  # the pages of a request that ends with its first token are not shared
         before = dict(blocks)
         row["with"] = steps(manager, others, given.steps, long)
         row["blocks"] = {name: number - before.get(name, 0) for name, number in blocks.items()}
