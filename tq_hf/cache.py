@@ -349,20 +349,12 @@ class TurboQuantCache(Copyable, DynamicCache):
         self.last_update = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times.
-
-        Raises:
-            ValueError: A layer does not support this. The cache is unchanged then.
-        """
+        """Repeat every sequence `repeats` times. Raises `ValueError`, and changes nothing, if a layer cannot."""
         self._require("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`, in this order.
-
-        Raises:
-            ValueError: A layer does not support this. The cache is unchanged then.
-        """
+        """Keep the sequences `indices`, in this order. Raises `ValueError`, and changes nothing, if a layer cannot."""
         if not isinstance(indices, torch.Tensor):
             raise ValueError(f"`indices` is {indices!r}; it must be a tensor of the sequences to keep.")
         self._require("batch_select_indices")

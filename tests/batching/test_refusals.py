@@ -112,7 +112,7 @@ def test_what_is_no_model_is_refused() -> None:
     ("arguments", "words"),
     [
         (dict(preset="5bit"), "Unknown preset"),
-        (dict(skip_layers=(0, -1)), "`skip_layers` leaves no layer of .* to pack"),
+        (dict(skip_layers=(0, -1)), "has no layer to pack but those in `skip_layers`"),
         (dict(skip_layers=(2,)), "names layer 2, but the model has 2"),
         (dict(layers={0: "k8v4"}), "`layers` is \\(\\(0, 'k8v4'\\),\\): pages of all packed layers have one preset"),
         (dict(preset=TurboQuantConfig(layers={0: "k8v4"})), "`layers` is \\(\\(0, 'k8v4'\\),\\)"),

@@ -151,8 +151,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
     full = [i for i in kinds[FULL_ATTENTION] if owners[i] == i]
     dense = [i for i in full if presets[i] is None]
     if dense == full:
-        instead = INSTEAD if linear else unpacked
-        raise ValueError(f"`skip_layers` leaves no layer of {type(model).__name__} to pack. {instead}")
+        refuse(model, "has no layer to pack but those in `skip_layers`", INSTEAD if linear else unpacked)
     if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
         refuse(model, "takes no positions (`position_ids`), so it reads the requests of a batch as one text")
     if model.config._attn_implementation != NAME or model not in probes:  # otherwise a manager may serve it
@@ -167,10 +166,8 @@ def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], pag
     if probe.twice:
         refuse(model, f"attends twice in layer {probe.twice[0]}, and pages hold one set of values per layer")
     if probe.unexplained:
-        raise ValueError(
-            f"Keys and values of layer {probe.unexplained[0]} of {type(model).__name__} are not its latents times the "
-            f"weight of `kv_b_proj`, as pages of latent attention (MLA) need. Merge adapters. {INSTEAD}"
-        )
+        why = f"expands latents (MLA) of layer {probe.unexplained[0]} not by the weight of `kv_b_proj`, as pages need"
+        refuse(model, why, f"Merge adapters. {INSTEAD}")
     if missing := sorted(linear - probe.shapes.keys()):
         do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
         refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
@@ -226,14 +223,8 @@ def engine_options(
     model: Any, layout: BlockLayout, requested: ContinuousBatchingConfig, dense: list[int], processes: bool
 ) -> ContinuousBatchingConfig:
     """Copy options of the engine, with pages of 128 tokens. Graphs, asynchronous batching and memory that the user
-    leaves open are as kernels support them.
-
-    Args:
-        model: The model to serve.
-        layout: Sizes of a block.
-        requested: The options of the user.
-        dense: Full-attention layers that are not packed.
-        processes: Whether all requests have processors of logits by default.
+    leaves open are as kernels support them. `dense` full-attention layers are not packed, and all requests have
+    processors of logits by default if it `processes`.
 
     Raises:
         ValueError: The options have another page size or wrong numbers, or ask for CUDA graphs of steps that read

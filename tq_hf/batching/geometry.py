@@ -26,13 +26,8 @@ Length = TypeVar("Length", int, torch.Tensor)
 
 
 class TableShape(NamedTuple):
-    """Columns of a block table (see `tq_hf.tensors.pages`).
-
-    Args:
-        sinks, residual: Number of tokens at the start and at the end that are read as rows.
-        ring_pages: Number of pages of a ring.
-        page_rows: Number of rows of a page.
-    """
+    """Columns of a block table (see `tq_hf.tensors.pages`): `sinks` and `residual` tokens at the start and at the end
+    are read as rows, and a ring has `ring_pages` pages of `page_rows` rows."""
 
     sinks: int
     residual: int

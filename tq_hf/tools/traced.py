@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -29,22 +28,23 @@ WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechS
 """Auto classes that build a whole multimodal or encoder-decoder model."""
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A model on the meta device, and the calls of its layers to the cache."""
+class Trace(NamedTuple):
+    """A model on the meta device, and the calls of its layers to the cache.
+
+    Args:
+        config: Config of the decoder.
+        model: The whole model, or its decoder if another part needs a package that is not installed.
+        whole: Whether `model` is the whole model.
+        cache, calls: Cache that the run filled, and calls by layer of it.
+        cross_bytes: Number of bytes of keys and values that an encoder-decoder caches per token of its encoder.
+    """
 
     config: PreTrainedConfig
-    """Config of the decoder."""
     model: PreTrainedModel
-    """The whole model, or its decoder if another part needs a package that is not installed."""
     whole: bool
-    """Whether `model` is the whole model."""
     cache: DynamicCache
-    """Cache that the run filled."""
     calls: list[list[Call]]
-    """Calls by layer of the cache."""
     cross_bytes: int
-    """Number of bytes of keys and values that an encoder-decoder caches per token of its encoder."""
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
@@ -53,8 +53,6 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     name = type(model_config).__name__
     if not has_attention_heads(model_config.get_text_config(decoder=True)):
         TurboQuantCache(model_config)  # raises: the config has no keys and values
-    if not model_config.is_encoder_decoder and getattr(model_config, "is_decoder", None) is False:
-        raise ValueError(f"{name} is the config of an encoder (`is_decoder` is False): there is no cache to estimate.")
     try:
         result = _run_in_either_way(model_config, dtype)
     except Exception as error:  # transformers raises any exception for a config that it cannot build or run
