@@ -132,7 +132,7 @@ if Version(transformers.__version__) >= Version("5.19"):
     ENGINE = by_name(
         {
             "model": [api.ContinuousMixin, api.ContinuousBatchingManager],
-            "state child s": [states.RequestState],
+            "state child s made": [states.RequestState],
             "request future": [states.FutureRequestState],
             "output newest": [states.GenerationOutput],
             "scheduler": [FIFOScheduler],

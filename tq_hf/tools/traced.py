@@ -53,6 +53,8 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     name = type(model_config).__name__
     if not has_attention_heads(model_config.get_text_config(decoder=True)):
         TurboQuantCache(model_config)  # raises: the config has no keys and values
+    if not model_config.is_encoder_decoder and getattr(model_config, "is_decoder", None) is False:
+        raise ValueError(f"{name} is the config of an encoder (`is_decoder` is False): there is no cache to estimate.")
     try:
         result = _run_in_either_way(model_config, dtype)
     except Exception as error:  # transformers raises any exception for a config that it cannot build or run
