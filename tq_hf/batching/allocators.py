@@ -149,9 +149,8 @@ class TurboQuantAllocator(_PoolAllocator):
     """Allocator of the packed pages of all full-attention layers.
 
     Args:
-        tq_config: Encoding of blocks.
+        tq_config, layout: Encoding of blocks, and their sizes.
         channel_scales: Channel scales `[1, Hkv, D]` by layer. A layer that is not listed has scales of 1.
-        layout: Sizes of a block.
         **options: Arguments of transformers' allocator.
     """
 

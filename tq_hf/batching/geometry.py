@@ -115,14 +115,9 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
 
 
 class StateStep(NamedTuple):
-    """Pages of the states of all requests of a step.
-
-    Args:
-        sources: Page `[B]` that each request reads its states from, int64. Page 0, which is zero, for a new request.
-        targets: Page `[B]` that each request writes its states to, int64.
-        rows: Requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]` in the row of the
-            step; `None` if every request has one new token.
-    """
+    """Pages `[B]` int64 that the requests of a step read their states from (page 0, which is zero, for a new request)
+    and write them to. `rows` are requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]`
+    in the row of the step; `None` if every request has one new token."""
 
     sources: torch.Tensor
     targets: torch.Tensor

@@ -30,7 +30,6 @@ CPU_STEP_TOKENS = 256
 LISTED = 8
 """Maximum number of requests that a line of the log names."""
 
-
 SHORT_STEPS = "short_steps"
 """Name of the scheduler `ShortSteps`."""
 
