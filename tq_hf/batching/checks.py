@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cache_allocators import FULL_AT
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
-from ..compat import CACHE_NAME, attention_of_parts, device_of_inputs, restore_attention
+from ..compat import CACHE_NAME, attention_of_parts, restore_attention
 from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
@@ -73,7 +73,7 @@ class StepProbe(TurboQuantPagedCache):
         self.twice, self.unexplained = list[int](), list[int]()
         """Layers that attended again, and layers whose keys and values are not their latents times `kv_b_proj`."""
         self.states: Any = self  # whose pages are read and written by linear layers
-        before, ids = attention_of_parts(model), torch.arange(TOKENS, device=device_of_inputs(model))[None]
+        before, ids = attention_of_parts(model), torch.arange(TOKENS, device=model.device)[None]
         try:
             model.set_attn_implementation(NAME)
             self.linear.switch()
@@ -82,7 +82,9 @@ class StepProbe(TurboQuantPagedCache):
                 model.get_decoder()(**inputs | {PAGES: self} | ({CACHE_NAME: self} if self.holds_latents else {}))
         except NoPages:
             refuse(model, "has layers that do not hand the arguments of a call on to attention")
-        except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+                raise
             refuse(model, f"does not run over pages ({one_line(error)[:200]})")
         finally:
             self.linear.restore()
