@@ -78,7 +78,7 @@ def test_heads_wider_than_the_kernels_are_refused_on_a_gpu(monkeypatch: pytest.M
 
 
 def test_models_of_sliding_windows_only_are_refused() -> None:
-    with pytest.raises(ValueError, match="sliding windows only.*`model.generate_batch`"):
+    with pytest.raises(ValueError, match="no full attention, .*`model.generate_batch`"):
         TurboQuantBatching(build("mistral", sliding_window=64))
 
 

@@ -72,7 +72,7 @@ def test_a_seeded_token_depends_on_nothing_else_in_the_batch() -> None:
         ({"logprobs": True}, {"top_logprobs": 0}),
         ({"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}),
         ({"logprobs": False}, {}),
-        ({"stop": "a"}, {"stop_strings": ["a"]}),
+        ({"stop": "a"}, {"stop_strings": "a"}),
         ({"n": 2, "max_tokens": 5, "max_completion_tokens": 6}, {"num_return_sequences": 2, "max_new_tokens": 6}),
         (
             {"generation_config": '{"top_k": 5, "seed": 4, "use_cache": true}', "seed": 6},

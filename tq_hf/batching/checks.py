@@ -103,7 +103,8 @@ class StepProbe(TurboQuantPagedCache):
         self.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
     def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        self.unexplained += [layer_idx] if self.holds_latents else []
+        if self.holds_latents:
+            raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
         return self._note(layer_idx, *states)
 
     def attend_latents(
@@ -141,11 +142,9 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
     if others := sorted(kinds.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
         held = "full attention, sliding windows and the states of linear layers"
         refuse(model, f"has layers of the kind {', '.join(others)}, and pages hold {held} only")
-    unpacked = "Use transformers' own `model.generate_batch`, which needs the same memory."
-    if FULL_ATTENTION not in kinds and linear:
-        refuse(model, "has no full attention beside its linear layers, so nothing is packed")
+    unpacked = INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory."
     if FULL_ATTENTION not in kinds:
-        refuse(model, "has sliding windows only, which are never packed", unpacked)
+        refuse(model, "has no full attention, and nothing else is packed", unpacked)
     if SLIDING_ATTENTION in kinds and (linear or holds_latents(decoder)):
         other = "linear layers" if linear else "latent attention (MLA)"
         refuse(model, f"has sliding windows and {other}, and a pool holds one of them beside full attention")
@@ -153,7 +152,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
     full = [i for i in kinds[FULL_ATTENTION] if owners[i] == i]
     dense = [i for i in full if presets[i] is None]
     if dense == full:
-        refuse(model, "has no layer to pack but those in `skip_layers`", INSTEAD if linear else unpacked)
+        refuse(model, "has no layer to pack but those in `skip_layers`", unpacked)
     if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
         refuse(model, "takes no positions (`position_ids`), so it reads the requests of a batch as one text")
     if model.config._attn_implementation != NAME or model not in probes:  # otherwise a manager may serve it
