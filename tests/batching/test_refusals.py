@@ -96,6 +96,14 @@ def test_encoder_decoders_are_refused() -> None:
         TurboQuantBatching(T5ForConditionalGeneration(config))
 
 
+def test_a_model_that_is_served_is_not_probed_again(batching: TurboQuantBatching) -> None:
+    """A probe switches the attention of the model, which the engine's thread runs."""
+    with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
+        before = checks.probes[batching.model]
+        TurboQuantBatching(batching.model, balance=False)
+        assert checks.probes[batching.model] is before
+
+
 def test_models_over_several_devices_are_refused() -> None:
     model = model_of()
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}

@@ -133,7 +133,7 @@ class LinearLayers:
             for requests, tokens in (1, 512), (16, 1):
                 before = torch.cuda.memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                held = shapes[layer].items()
+                held = shapes.get(layer, {}).items()
                 states = {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in held}
                 row = self.like.new_zeros(requests, tokens, self.like.shape[-1])
                 module(row, **{parameter: RequestStates(states)})
