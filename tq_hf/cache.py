@@ -277,8 +277,8 @@ class TurboQuantCache(Copyable, DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _begin_call(self, tokens: int) -> None:
-        """Finish the call before, and prepare for `tokens` new tokens. transformers makes masks before it updates any
-        layer: a compiled step never finds a deferred prompt."""
+        """Prepare for `tokens` new tokens. A compiled step never finds a deferred prompt: masks are made before
+        updates."""
         if self._is_encoder_decoder:
             self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:

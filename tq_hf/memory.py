@@ -57,8 +57,8 @@ def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
     (`by_kind`). All tensors of other layers are "uncompressed"."""
     if hasattr(layer, "by_kind"):
         return layer.by_kind()
-    leaves = (value for _, _, value in leaves_of(layer, (dict, list, tuple)).values())
-    return {"uncompressed": [value for value in leaves if isinstance(value, torch.Tensor)]}
+    leaves = leaves_of(layer, (dict, list, tuple)).values()
+    return {"uncompressed": [value for _, _, value in leaves if isinstance(value, torch.Tensor)]}
 
 
 def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:

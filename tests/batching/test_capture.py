@@ -131,8 +131,8 @@ def test_a_warm_up_of_more_tokens_than_a_model_has_positions(
     seen: list[int] = []
     monkeypatch.setattr(runner.TurboQuantModelRunner, "list_warm_ups", LIST_WARM_UPS)
     model = model_of("gpt2", n_positions=300)
-    hook = model.transformer.wpe.register_forward_pre_hook(lambda _, ids: seen.append(int(ids[0].max())))
     manager = TurboQuantBatching(model, balance=False).init_continuous_batching(greedy(2), options())
+    hook = model.transformer.wpe.register_forward_pre_hook(lambda _, ids: seen.append(int(ids[0].max())))
     manager.warmup(now=True)
     hook.remove()
     manager.restore_attention()

@@ -170,7 +170,7 @@ def test_a_step_that_inductor_compiled_answers_alike(model: PreTrainedModel) -> 
 def test_an_expansion_that_is_not_one_product_is_refused() -> None:
     model = model_of("deepseek_v3")
     attention: Any = model.model.layers[1].self_attn
-    words = r"Keys and values of layer 1 of DeepseekV3ForCausalLM are not its latents.*TurboQuantCache"
+    words = r"DeepseekV3ForCausalLM expands latents .MLA. of layer 1 not by .*TurboQuantCache"
     with session_of(model) as session:
         session.run(prompts([40]), greedy(2))
         session.batching.sleep()

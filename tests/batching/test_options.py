@@ -170,6 +170,7 @@ def test_unset_fields_are_those_of_the_models_own_config() -> None:
     merged = with_defaults(GenerationConfig(temperature=0.5, max_new_tokens=4), own)
     assert (merged.repetition_penalty, merged.temperature, merged.top_k, merged.do_sample) == (1.05, 0.5, 20, True)
     assert merged.max_new_tokens == 4 and own.max_new_tokens is None
+    assert of(GenerationConfig(seed=5, logit_bias={7: 1.0})) == of(extra={"seed": 5, "logit_bias": {7: 1.0}})
 
 
 class Occurrences(LogitsProcessor):

@@ -78,7 +78,7 @@ def test_heads_wider_than_the_kernels_are_refused_on_a_gpu(monkeypatch: pytest.M
 
 
 def test_models_of_sliding_windows_only_are_refused() -> None:
-    with pytest.raises(ValueError, match="sliding windows only.*`model.generate_batch`"):
+    with pytest.raises(ValueError, match="no full attention, .*`model.generate_batch`"):
         TurboQuantBatching(build("mistral", sliding_window=64))
 
 
@@ -94,6 +94,14 @@ def test_encoder_decoders_are_refused() -> None:
     config = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
     with pytest.raises(ValueError, match="encoder-decoder"):
         TurboQuantBatching(T5ForConditionalGeneration(config))
+
+
+def test_a_model_that_is_served_is_not_probed_again(batching: TurboQuantBatching) -> None:
+    """A probe switches the attention of the model, which the engine's thread runs."""
+    with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
+        before = checks.probes[batching.model]
+        TurboQuantBatching(batching.model, balance=False)
+        assert checks.probes[batching.model] is before
 
 
 def test_models_over_several_devices_are_refused() -> None:
@@ -112,7 +120,7 @@ def test_what_is_no_model_is_refused() -> None:
     ("arguments", "words"),
     [
         (dict(preset="5bit"), "Unknown preset"),
-        (dict(skip_layers=(0, -1)), "`skip_layers` leaves no layer of .* to pack"),
+        (dict(skip_layers=(0, -1)), "has no layer to pack but those in `skip_layers`"),
         (dict(skip_layers=(2,)), "names layer 2, but the model has 2"),
         (dict(layers={0: "k8v4"}), "`layers` is \\(\\(0, 'k8v4'\\),\\): pages of all packed layers have one preset"),
         (dict(preset=TurboQuantConfig(layers={0: "k8v4"})), "`layers` is \\(\\(0, 'k8v4'\\),\\)"),

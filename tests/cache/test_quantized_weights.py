@@ -81,5 +81,5 @@ def test_batches_refuse_latents_of_quantized_weights():
     model = quantized("deepseek_v3")
     model.set_attn_implementation("turboquant")
     batching = pytest.importorskip("tq_hf.batching", exc_type=ImportError)
-    with pytest.raises(ValueError, match="not its latents times the weight of `kv_b_proj`"):
+    with pytest.raises(ValueError, match="layer 0 has no weight of `kv_b_proj`, or a quantized one"):
         batching.TurboQuantBatching(model).generate_batch([IDS[0].tolist()], max_new_tokens=2, progress_bar=False)

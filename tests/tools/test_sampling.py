@@ -72,7 +72,7 @@ def test_a_seeded_token_depends_on_nothing_else_in_the_batch() -> None:
         ({"logprobs": True}, {"top_logprobs": 0}),
         ({"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}),
         ({"logprobs": False}, {}),
-        ({"stop": "a"}, {"stop_strings": ["a"]}),
+        ({"stop": "a"}, {"stop_strings": "a"}),
         ({"n": 2, "max_tokens": 5, "max_completion_tokens": 6}, {"num_return_sequences": 2, "max_new_tokens": 6}),
         (
             {"generation_config": '{"top_k": 5, "seed": 4, "use_cache": true}', "seed": 6},
@@ -214,7 +214,7 @@ def form_of(endpoint: str, **options: Any) -> Any:
     answer = SimpleNamespace(index=0, finish="", sent_calls=0)
     exchange: Any = SimpleNamespace(
         body=read_body(BODIES[endpoint], json.dumps(asked | options).encode()), engine=SimpleNamespace(name="m"),
-        answers=[answer], parts=parts, usage=lambda: (3, 5),
+        answers=[answer], parts=parts, usage=lambda: (3, 5, 0),
     )  # fmt: skip
     return (serve.ResponseForm if endpoint == "responses" else serve.CompletionForm)(exchange)
 

@@ -238,7 +238,7 @@ def test_a_model_that_pages_cannot_hold_is_refused_before_the_server_starts(
         raise AssertionError("the server was started")
 
     output = served(ask, saved_model("mistral", tmp_path, sliding_window=64), status=1)
-    assert "Error: " in output and "sliding windows only" in output and "Traceback" not in output
+    assert "Error: " in output and "no full attention" in output and "Traceback" not in output
 
 
 def chat(**options: Any) -> dict[str, Any]:

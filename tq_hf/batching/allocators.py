@@ -57,13 +57,8 @@ StateName = tuple[str, int]
 
 
 class StateSizes(NamedTuple):
-    """Sizes of the states of linear layers.
-
-    Args:
-        shapes: Shape and dtype of each state of a request, by layer and name.
-        token_bytes: Bytes that a linear layer takes at its peak per new token of a step.
-        request_bytes: Peak bytes of a linear layer per request, in a step of one new token each.
-    """
+    """Sizes of the states of linear layers: shape and dtype of each by layer and name, and the bytes that a linear
+    layer takes at its peak per new token of a step, and per request of a step of one new token each."""
 
     shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]
     token_bytes: int = 0
@@ -101,13 +96,8 @@ def page_owners(config: PreTrainedConfig) -> dict[int, int]:
 
 
 class LayerSpec(NamedTuple):
-    """Heads and channels that a layer stores. Latents are the keys of one head, and rotary keys its values.
-
-    Args:
-        query_heads, heads: Number of query heads and of KV heads of this process.
-        key_dim, value_dim: Number of channels of a key and of a value.
-        dtype: Dtype of keys and values.
-    """
+    """Heads of a layer in this process, channels of a key and of a value, and their dtype. Latents are the keys of one
+    head, and rotary keys its values."""
 
     query_heads: int
     heads: int
@@ -168,9 +158,8 @@ class TurboQuantAllocator(_PoolAllocator):
     """Allocator of the packed pages of all full-attention layers.
 
     Args:
-        tq_config: Encoding of blocks.
+        tq_config, layout: Encoding of blocks, and their sizes.
         channel_scales: Channel scales `[1, Hkv, D]` by layer. A layer that is not listed has scales of 1.
-        layout: Sizes of a block.
         **options: Arguments of transformers' allocator.
     """
 

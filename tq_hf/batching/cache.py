@@ -52,14 +52,8 @@ CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
-    """transformers' calculation of the number of pages that fit into memory.
-
-    Masks and gathered keys are not counted: attention reads pages in place.
-
-    Args:
-        tp_size: Number of GPUs that heads are divided among.
-        *args, **kwargs: Arguments of transformers' class.
-    """
+    """transformers' calculation of the number of pages that fit into memory. Heads are divided among `tp_size` GPUs.
+    Masks and gathered keys are not counted: attention reads pages in place."""
 
     def __init__(self, *args: Any, tp_size: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **(kwargs | memory_per_gpu(PagedAttentionMemoryHandler, tp_size)))
@@ -125,8 +119,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         config: Config of the text decoder.
         continuous_batching_config: Options of the engine, with a `page_size` of 128.
         requests: Lengths and number of all requests, if known. They limit the number of pages.
-        specs: Layers with attention.
-        state_sizes: Sizes of the states of linear layers; without any, shapes are empty.
+        probe: What layers store: a `tq_hf.batching.checks.StepProbe`.
         like: A tensor with the dtype and the device of the model.
         distributed_helper, model_supports_logits_to_keep: Arguments of transformers' cache.
     """
@@ -141,8 +134,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         continuous_batching_config: ContinuousBatchingConfig,
         like: torch.Tensor,
         distributed_helper: DistributedHelper,
-        specs: dict[int, LayerSpec],
-        state_sizes: StateSizes,
+        probe: Any,
         model_supports_logits_to_keep: bool = False,
         requests: WorkloadHints | None = None,
     ) -> None:
@@ -158,8 +150,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.owners = page_owners(config)
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
-        self._make_allocators(tq_config, channel_scales, specs, state_sizes)
-        reserved = self._make_memory(continuous_batching_config, specs, model_supports_logits_to_keep, requests)
+        self._make_allocators(tq_config, channel_scales, probe.specs, probe.linear.sizes)
+        reserved = self._make_memory(continuous_batching_config, probe.specs, model_supports_logits_to_keep, requests)
         self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
         if self.num_sectors < (least := self._sectors_of(1)):
             raise ValueError(

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cache_allocators import FULL_AT
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
-from ..compat import CACHE_NAME, attention_of_parts, device_of_inputs, restore_attention
+from ..compat import CACHE_NAME, attention_of_parts, restore_attention
 from ..config import TurboQuantConfig, config_of, holds_latents
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
@@ -73,7 +73,7 @@ class StepProbe(TurboQuantPagedCache):
         self.twice, self.unexplained = list[int](), list[int]()
         """Layers that attended again, and layers whose keys and values are not their latents times `kv_b_proj`."""
         self.states: Any = self  # whose pages are read and written by linear layers
-        before, ids = attention_of_parts(model), torch.arange(TOKENS, device=device_of_inputs(model))[None]
+        before, ids = attention_of_parts(model), torch.arange(TOKENS, device=model.device)[None]
         try:
             model.set_attn_implementation(NAME)
             self.linear.switch()
@@ -82,7 +82,9 @@ class StepProbe(TurboQuantPagedCache):
                 model.get_decoder()(**inputs | {PAGES: self} | ({CACHE_NAME: self} if self.holds_latents else {}))
         except NoPages:
             refuse(model, "has layers that do not hand the arguments of a call on to attention")
-        except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+                raise
             refuse(model, f"does not run over pages ({one_line(error)[:200]})")
         finally:
             self.linear.restore()
@@ -101,7 +103,8 @@ class StepProbe(TurboQuantPagedCache):
         self.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
     def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        self.unexplained += [layer_idx] if self.holds_latents else []
+        if self.holds_latents:
+            raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
         return self._note(layer_idx, *states)
 
     def attend_latents(
@@ -139,11 +142,9 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
     if others := sorted(kinds.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
         held = "full attention, sliding windows and the states of linear layers"
         refuse(model, f"has layers of the kind {', '.join(others)}, and pages hold {held} only")
-    unpacked = "Use transformers' own `model.generate_batch`, which needs the same memory."
-    if FULL_ATTENTION not in kinds and linear:
-        refuse(model, "has no full attention beside its linear layers, so nothing is packed")
+    unpacked = INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory."
     if FULL_ATTENTION not in kinds:
-        refuse(model, "has sliding windows only, which are never packed", unpacked)
+        refuse(model, "has no full attention, and nothing else is packed", unpacked)
     if SLIDING_ATTENTION in kinds and (linear or holds_latents(decoder)):
         other = "linear layers" if linear else "latent attention (MLA)"
         refuse(model, f"has sliding windows and {other}, and a pool holds one of them beside full attention")
@@ -151,8 +152,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
     full = [i for i in kinds[FULL_ATTENTION] if owners[i] == i]
     dense = [i for i in full if presets[i] is None]
     if dense == full:
-        instead = INSTEAD if linear else unpacked
-        raise ValueError(f"`skip_layers` leaves no layer of {type(model).__name__} to pack. {instead}")
+        refuse(model, "has no layer to pack but those in `skip_layers`", unpacked)
     if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
         refuse(model, "takes no positions (`position_ids`), so it reads the requests of a batch as one text")
     if model.config._attn_implementation != NAME or model not in probes:  # otherwise a manager may serve it
@@ -167,10 +167,8 @@ def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], pag
     if probe.twice:
         refuse(model, f"attends twice in layer {probe.twice[0]}, and pages hold one set of values per layer")
     if probe.unexplained:
-        raise ValueError(
-            f"Keys and values of layer {probe.unexplained[0]} of {type(model).__name__} are not its latents times the "
-            f"weight of `kv_b_proj`, as pages of latent attention (MLA) need. Merge adapters. {INSTEAD}"
-        )
+        why = f"expands latents (MLA) of layer {probe.unexplained[0]} not by the weight of `kv_b_proj`, as pages need"
+        refuse(model, why, f"Merge adapters. {INSTEAD}")
     if missing := sorted(linear - probe.shapes.keys()):
         do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
         refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
@@ -226,14 +224,8 @@ def engine_options(
     model: Any, layout: BlockLayout, requested: ContinuousBatchingConfig, dense: list[int], processes: bool
 ) -> ContinuousBatchingConfig:
     """Copy options of the engine, with pages of 128 tokens. Graphs, asynchronous batching and memory that the user
-    leaves open are as kernels support them.
-
-    Args:
-        model: The model to serve.
-        layout: Sizes of a block.
-        requested: The options of the user.
-        dense: Full-attention layers that are not packed.
-        processes: Whether all requests have processors of logits by default.
+    leaves open are as kernels support them. `dense` full-attention layers are not packed, and all requests have
+    processors of logits by default if it `processes`.
 
     Raises:
         ValueError: The options have another page size or wrong numbers, or ask for CUDA graphs of steps that read

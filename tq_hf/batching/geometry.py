@@ -26,13 +26,8 @@ Length = TypeVar("Length", int, torch.Tensor)
 
 
 class TableShape(NamedTuple):
-    """Columns of a block table (see `tq_hf.tensors.pages`).
-
-    Args:
-        sinks, residual: Number of tokens at the start and at the end that are read as rows.
-        ring_pages: Number of pages of a ring.
-        page_rows: Number of rows of a page.
-    """
+    """Columns of a block table (see `tq_hf.tensors.pages`): `sinks` and `residual` tokens at the start and at the end
+    are read as rows, and a ring has `ring_pages` pages of `page_rows` rows."""
 
     sinks: int
     residual: int
@@ -120,14 +115,9 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
 
 
 class StateStep(NamedTuple):
-    """Pages that hold the states of a step's requests.
-
-    Args:
-        sources: Page `[B]` that each request reads its states from, int64. Page 0, which is zero, for a new request.
-        targets: Page `[B]` that each request writes its states to, int64.
-        rows: Requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]` in the row of the
-            step; `None` if every request has one new token.
-    """
+    """Pages `[B]` int64 that the requests of a step read their states from (page 0, which is zero, for a new request)
+    and write them to. `rows` are requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]`
+    in the row of the step; `None` if every request has one new token."""
 
     sources: torch.Tensor
     targets: torch.Tensor

@@ -37,11 +37,8 @@ class LinearModule(NamedTuple):
 
 
 class RequestStates:
-    """Cache of one linear layer for one call of its module: states `[B, ...]` of the requests of the call.
-
-    Args:
-        states: States by name. A module that finds none begins a text.
-    """
+    """Cache of one linear layer for one call of its module: states `[B, ...]` of the requests of the call, by name. A
+    module that finds none begins a text."""
 
     def __init__(self, states: States) -> None:
         self.states = states
@@ -97,11 +94,7 @@ class StateOffloading(Substitute, OffloadingManager):
 
 
 class LinearLayers:
-    """Linear modules of a model, which take the rows of a step between `switch` and `restore`.
-
-    Args:
-        model: The model.
-    """
+    """Linear modules of a model, which take the rows of a step between `switch` and `restore`."""
 
     def __init__(self, model: Any) -> None:
         layers, found = linear_layers(model.config.get_text_config()), {}
@@ -140,7 +133,7 @@ class LinearLayers:
             for requests, tokens in (1, 512), (16, 1):
                 before = torch.cuda.memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                held = shapes[layer].items()
+                held = shapes.get(layer, {}).items()
                 states = {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in held}
                 row = self.like.new_zeros(requests, tokens, self.like.shape[-1])
                 module(row, **{parameter: RequestStates(states)})

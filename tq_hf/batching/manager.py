@@ -89,9 +89,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         prefix_cache: PrefixFolder | None = None,
     ) -> None:
         check_choice()
-        dense, probe = check_model(model, config)
-        self._linear, self._specs = probe.linear, probe.specs
-        self._layout = packed_layout(config, model.config.get_text_config(), probe.specs)
+        dense, self._probe = check_model(model, config)
+        self._layout = packed_layout(config, model.config.get_text_config(), self._probe.specs)
         self.model = model
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.vocabulary = model.config.get_text_config().vocab_size
@@ -177,7 +176,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
             own_attention[self.model] = attention_of_parts(model)
             model.set_attn_implementation(NAME)
-        self._linear.switch()
+        self._probe.linear.switch()
 
     def _serves_elsewhere(self) -> bool:
         """Whether another manager serves the model."""
@@ -188,7 +187,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Set the parts of the model to the attention they had before `switch_to_cb_friendly_attn`, unless another
         manager serves the model."""
         if not self._serves_elsewhere():
-            self._linear.restore()
+            self._probe.linear.restore()
             restore_attention(own_attention.pop(self.model, []))
 
     @contextmanager
@@ -512,8 +511,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             continuous_batching_config=options,
             like=torch.empty(0, dtype=self.model.dtype, device=self.model.device),
             distributed_helper=self.distributed_helper,
-            specs=self._specs,
-            state_sizes=self._linear.sizes,
+            probe=self._probe,
             model_supports_logits_to_keep=callable(keeps) and keeps(),
             requests=self.requests or self._default_requests,
         )

@@ -329,17 +329,9 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 def options_of(
     config: GenerationConfig, options: dict[str, Any] | None = None, *, prompt: int, vocabulary: int
 ) -> RequestOptions:
-    """Return the options of a request.
-
-    Args:
-        config: Generation config of the request.
-        options: Options that replace those of the config, or are of `REQUEST_FIELDS`.
-        prompt: Number of tokens of the prompt.
-        vocabulary: Number of tokens of the model.
-
-    Raises:
-        ValueError: An option does not exist, would change the answer and is not applied, or is outside its range.
-    """
+    """Return the options of a request with a prompt of `prompt` tokens: those of its generation config, replaced by
+    `options`, which may also be of `REQUEST_FIELDS`. Raises `ValueError` if an option does not exist, would change the
+    answer and is not applied, or is outside its range."""
     options = options or {}
     known = (vars(GenerationConfig()).keys() | UNCHANGED.keys()) - NEUTRAL | REQUEST_FIELDS.keys()
     if unknown := sorted(options.keys() - known):

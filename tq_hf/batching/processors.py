@@ -200,15 +200,9 @@ class PreparedStep:
 
 
 class BatchOptions(ContinuousBatchingLogitsProcessorList):
-    """Processors of an engine, in the place of transformers' list.
-
-    Args:
-        default: Options of requests without their own: those of a warm-up.
-        requests: Maximum number of requests per step.
-        vocabulary: Number of tokens of the model.
-        device: Device of the model.
-        compiled: Whether processors that go over all logits number by number are compiled, as the model's step is.
-    """
+    """Processors of an engine, in the place of transformers' list. A step has up to `requests` requests; those without
+    options of their own, of a warm-up, have the `default`. `compiled`: whether processors that go over all logits
+    number by number are compiled, as the model's step is."""
 
     def __init__(
         self, default: RequestOptions, requests: int, vocabulary: int, device: torch.device, compiled: bool = False

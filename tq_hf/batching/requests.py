@@ -32,7 +32,6 @@ CPU_STEP_TOKENS = 256
 LISTED = 8
 """Maximum number of requests that a line of the log names."""
 
-
 SHORT_STEPS = "short_steps"
 """Name of the scheduler `ShortSteps`."""
 
@@ -412,8 +411,8 @@ class AnswerRouter(OutputRouter):
 
     def fail_and_deliver(self, state: RequestState, error: Exception) -> None:
         """Fail a request, and its further answers that do not exist yet: callers wait for them, too."""
-        failed = [TurboQuantRequest.of(state, None)]
-        for name in answer_ids(state.request_id, 1 + failed[0].num_children)[1:]:
+        failed = [made := TurboQuantRequest.of(state, None)]
+        for name in answer_ids(state.request_id, 1 + made.num_children)[1:]:
             child = RequestState(name, state.initial_tokens, logit_processor_kwargs=state.logit_processor_kwargs)
             failed.append(TurboQuantRequest.of(child, None))
         for each in failed:

@@ -55,7 +55,8 @@ def _named(index: int) -> Iterator[None]:
 
 
 class Loader:
-    """Checks of the description of a file against a model, and the restored cache.
+    """Checks of the description of a file against a model, and the restored cache. Raises `ValueError` if the
+    description does not match a cache of this model.
 
     Args:
         kind: Class of the cache (`TurboQuantCache`, which this module cannot import).
@@ -63,9 +64,6 @@ class Loader:
         config: Configuration of the saved cache.
         state: Description in the file, with checked types of fields.
         room: `max_cache_len` of the restored cache, or `None`. The saved cache may have had another one.
-
-    Raises:
-        ValueError: The description does not match a cache of this model.
     """
 
     def __init__(

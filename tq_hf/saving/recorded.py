@@ -107,13 +107,8 @@ def replay(calls: Iterable[Call], layer: Any, second: Any, batch: int, tokens: i
 
 
 class RecordedLayer:
-    """Adapter that gives a transformers layer the methods for saving and loading.
-
-    Args:
-        layer: The layer.
-        second: The same layer of an empty cache with the room of the file.
-        calls, batch: Calls of the run, and number of sequences in the file.
-    """
+    """Adapter that gives a transformers layer the methods for saving and loading. `second` is the same layer of an
+    empty cache with the room of the file, which has `batch` sequences; `calls` are those of the run."""
 
     state_fields: ClassVar[dict[str, Any]] = {"values": dict, "rows": (int, type(None))}
 

@@ -323,7 +323,7 @@ class Engine:
                 applied = self.manager.options_of(self.manager.generation_config, options, len(tokens))
                 self.cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens))
                 stops = applied.stop_strings
-                if "stop_strings" in options and (len(stops) > MOST_STOPS or max(map(len, stops)) > LONGEST_STOP):
+                if options.get("stop_strings") and (len(stops) > MOST_STOPS or max(map(len, stops)) > LONGEST_STOP):
                     raise ValueError(f"`stop_strings` must be up to {MOST_STOPS} texts of {LONGEST_STOP} characters.")
                 if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
                     raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")

@@ -102,10 +102,7 @@ class Message(BaseModel):
 
 def _prompts(given: Any) -> list[Any]:
     """Prompts of a request: a text, token ids, or a list of them, which the engine checks."""
-    prompts = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
-    if len(prompts) > MOST_ANSWERS:
-        raise ValueError(f"`prompt` has {len(prompts):,} prompts; at most {MOST_ANSWERS} are answered at once.")
-    return prompts
+    return given if isinstance(given, list) and given and type(given[0]) is not int else [given]
 
 
 def _items(given: Any) -> Any:
@@ -123,7 +120,6 @@ def _field(note: str = "", **limits: Any) -> Any:
 
 
 _MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)])
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -185,9 +181,7 @@ class GeneratingBody(Body):
     max_tokens: Tokens | None = _field(
         f"default: {DEFAULT_TOKENS:,}, or the `max_new_tokens` of the model if that is larger"
     )
-    stop: Annotated[list[Stop] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = (
-        _field(f"the text ends before it; up to {MOST_STOPS} of {LONGEST_STOP} characters", max_length=MOST_STOPS)
-    )
+    stop: Any = _field(f"the text ends before it; up to {MOST_STOPS} of {LONGEST_STOP} characters")
     frequency_penalty: float | None = _field("over the answer", ge=-2, le=2)
     presence_penalty: float | None = _field("over the answer", ge=-2, le=2)
     logit_bias: dict[str, Any] | None = _field(max_length=MOST_BIASES)
@@ -266,10 +260,6 @@ class ChatBody(GeneratingBody, ToolBody):
 
     def template_options(self) -> dict[str, Any]:
         begins, continues = self.add_generation_prompt is not False, bool(self.continue_final_message)
-        if begins and continues:
-            raise ValueError(
-                "`continue_final_message` is true, and a message begins. Set `add_generation_prompt` to false."
-            )
         variables = self.chat_template_kwargs or {}
         if refused := sorted(variables.keys() & _ARGUMENTS):
             raise ValueError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -29,22 +28,23 @@ WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechS
 """Auto classes that build a whole multimodal or encoder-decoder model."""
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A model on the meta device, and the calls of its layers to the cache."""
+class Trace(NamedTuple):
+    """A model on the meta device, and the calls of its layers to the cache.
+
+    Args:
+        config: Config of the decoder.
+        model: The whole model, or its decoder if another part needs a package that is not installed.
+        whole: Whether `model` is the whole model.
+        cache, calls: Cache that the run filled, and calls by layer of it.
+        cross_bytes: Number of bytes of keys and values that an encoder-decoder caches per token of its encoder.
+    """
 
     config: PreTrainedConfig
-    """Config of the decoder."""
     model: PreTrainedModel
-    """The whole model, or its decoder if another part needs a package that is not installed."""
     whole: bool
-    """Whether `model` is the whole model."""
     cache: DynamicCache
-    """Cache that the run filled."""
     calls: list[list[Call]]
-    """Calls by layer of the cache."""
     cross_bytes: int
-    """Bytes of keys and values that an encoder-decoder caches per token of its encoder."""
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
