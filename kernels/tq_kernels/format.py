@@ -34,8 +34,8 @@ class Trellis:
         unit: Number of steps of a standard deviation.
         limit: Channels are clamped to this number of steps before they are coded.
         errors: Error `a + b x` that a level adds to a path, for a channel x (its size at 3 bits): the level's square
-            less twice its product with x, plus a constant equal for all levels. In 1/50 (2 bits) and 1/133 of the
-            square of a level of 1, slopes rounded: errors of paths then fit in 11 bits. It costs 0.3% in squared error
+            less twice its product with x, plus a constant equal for all levels. In 1/50 (2 bits) and 1/133 of a
+            squared level of 1, slopes rounded: errors of paths then fit in 11 bits. It costs 0.3% in squared error
             at 2 bits, 0.2% at 3.
         far: Initial error of a path that starts in a wrong state, more than later errors of two states can differ;
             times the exclusive or of both states at 2 bits.
@@ -87,7 +87,7 @@ class Code:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of words of a block, equal in size: each has four bits for the channels of a quarter."""
+        """Number of equal tiles that a block's words are in: each has four bits for the channels of a quarter."""
         return self.bits * self.quarters // 4
 
     @property

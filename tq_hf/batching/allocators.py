@@ -72,7 +72,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def linear_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the layers of a decoder that have states of a fixed size."""
+    """Indices of a decoder's layers with states of a fixed size."""
     return [i for i, kind in enumerate(layer_kinds(config)[: config.num_hidden_layers]) if kind in LINEAR]
 
 
@@ -107,13 +107,13 @@ class LayerSpec(NamedTuple):
 
 
 def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig, specs: dict[int, LayerSpec]) -> BlockLayout:
-    """Sizes of a block of any full-attention layer of a decoder."""
+    """Sizes of a block in any full-attention layer of a decoder."""
     _, _, key_dim, value_dim, _ = specs[paged_layers(decoder)[FULL_ATTENTION][0]]
     return tq_config.of_layer(decoder).layout(key_dim, value_dim)
 
 
 def block_hash(parent: int | None, tokens: list[int]) -> int:
-    """Hash of the tokens of a block and of all before them: even, 128 bits, as it also names files."""
+    """Hash of a block's tokens and of all before them: even, 128 bits, as it also names files."""
     before = b"" if parent is None else parent.to_bytes(16, "little")
     digest = blake2b(before + array("i", tokens).tobytes(), digest_size=16).digest()
     return int.from_bytes(digest, "little") & ~1
@@ -347,7 +347,7 @@ class TurboQuantAllocator(_PoolAllocator):
 
 
 class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
-    """Allocator of the dense pages of the windows of all sliding layers. A page has a multiple of `unit` bytes.
+    """Allocator of dense pages for the windows of all sliding layers. A page has a multiple of `unit` bytes.
     `options` are arguments of transformers' allocator, without `page_size`."""
 
     supports_block_table = True

@@ -79,7 +79,7 @@ def checked_schema(schema: Any) -> Any:
 
 
 def calls_grammar(functions: list[dict[str, Any]]) -> dict[str, Any]:
-    """`structured_outputs` of a call of one of `functions`, with arguments by its JSON schema."""
+    """`structured_outputs` for a call to one of `functions`, with arguments by its JSON schema."""
     calls = []
     for each in functions:
         schema = each.get("parameters") or {"type": "object", "properties": {}}

@@ -49,8 +49,8 @@ READERS, PATIENCE = 12, 5.0
 class PrefixFolder:
     """A folder for pages of prefixes: one safetensors file per block. Several processes may use the folder.
 
-    The name of a file is a hash of all tokens up to the end of its block, and of all else that its bytes depend on. The
-    header repeats the name, and has a checksum of the bytes.
+    A file's name is a hash of all tokens up to its block's end, and of all else that its bytes depend on. The header
+    repeats the name, and has a checksum of the bytes.
 
     Args:
         folder: Path of the folder, which is created if there is none.

@@ -36,7 +36,7 @@ class Trace(NamedTuple):
         model: The whole model, or its decoder if another part needs a package that is not installed.
         whole: Whether `model` is the whole model.
         cache, calls: Cache that the run filled, and calls by layer of it.
-        cross_bytes: Number of bytes of keys and values that an encoder-decoder caches per token of its encoder.
+        cross_bytes: Bytes of keys and values that an encoder-decoder caches per token of its encoder.
     """
 
     config: PreTrainedConfig

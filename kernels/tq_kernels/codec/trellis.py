@@ -425,7 +425,7 @@ def _table(first, bits):
 
 @triton.jit
 def _looked_up(words, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Entries of the low three bits of the eight nibbles of words: bytes of two uint32."""
+    """Entries for the low three bits of words' eight nibbles: bytes of two uint32."""
     low = tl.full(words.shape, _table(0, BITS), tl.uint32)
     high = tl.full(words.shape, _table(4, BITS), tl.uint32)
     if ASM >= TURING:

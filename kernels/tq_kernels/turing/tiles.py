@@ -44,7 +44,7 @@ def _levels8(word):
 
 @triton.jit
 def levels(tiles, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
-    """Unpack word STEP of each pair of `load_tiles` into four planes of one quarter (all channels at 4 and 8 bits):
+    """Unpack word STEP of each pair from `load_tiles` into four planes of one quarter (all channels at 4 and 8 bits):
     pairs of levels, small ones where there are any."""
     if CODE[BITS].is_fp8:
         return _levels8(tiles[0][STEP]) + _levels8(tiles[1][STEP])
