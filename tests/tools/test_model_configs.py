@@ -147,8 +147,8 @@ def test_a_cache_takes_what_is_counted_by_hand(estimated):
     sliding = windows * sliding_heads * sliding_channels
     dynamic = estimator.footprint(None, CONTEXT)
     assert dynamic.total == itemsize * CONTEXT * (full + sliding) + 8 * windows
-    # All whole blocks of 128 tokens between 4 sinks and a window of 128: 4 bits a channel, and in 2 bytes each two scales
-    # a token and a mean a channel of keys.
+    # All whole blocks of 128 tokens between 4 sinks and a window of 128: 4 bits a channel; two scales a token and a
+    # mean a channel of keys, in 2 bytes each.
     blocks = (CONTEXT - 4 - 128) // 128
     ours = estimator.footprint("4bit_nc", CONTEXT)
     rotary, keys = (61 * 64, 512) if name == "deepseek-v3" else (0, channels // 2)  # 8 bits a channel
