@@ -32,7 +32,8 @@ def batching() -> TurboQuantBatching:
     ("family", "words"),
     [
         ("bart", "takes no positions"),
-        ("hrm_text", "does not run over pages .* no attribute"),
+        ("hrm_text", "asks pages for `is_initialized`"),
+        ("opt", "asks pages for `get_seq_length`"),
         ("minimax", "does not run over pages .MiniMaxLightningAttention"),
         ("falcon_h1", "layers of the kind hybrid"),
         ("lara_mini", "sliding windows and linear layers"),
@@ -56,7 +57,7 @@ def test_layers_that_find_the_states_of_others_in_the_cache_are_refused(monkeypa
     TurboQuantBatching(model, balance=False)
     attention = type(model.model.layers[0].self_attn)
     monkeypatch.setattr(attention, "forward", lambda self, *args, **kwargs: kwargs["cache"].shared_layers[0])
-    with pytest.raises(ValueError, match="does not run over pages .* no attribute 'shared_layers'.*TurboQuantCache"):
+    with pytest.raises(ValueError, match="asks pages for `shared_layers`.*TurboQuantCache"):
         TurboQuantBatching(model, balance=False)
 
 

@@ -119,7 +119,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         config: Config of the text decoder.
         continuous_batching_config: Options of the engine, with a `page_size` of 128.
         requests: Lengths and number of all requests, if known. They limit the number of pages.
-        probe: `tq_hf.batching.checks.StepProbe` of the model.
+        probe: A `tq_hf.batching.checks.StepProbe` of the model.
         like: A tensor with the dtype and the device of the model.
         distributed_helper, model_supports_logits_to_keep: Arguments of transformers' cache.
     """

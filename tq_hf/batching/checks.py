@@ -79,13 +79,17 @@ class StepProbe(TurboQuantPagedCache):
             self.linear.switch()
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 inputs = dict(input_ids=ids % decoder.vocab_size, position_ids=ids, use_cache=False, cache=self)
-                model.get_decoder()(**inputs | {PAGES: self} | ({CACHE_NAME: self} if self.holds_latents else {}))
+                parts = model.get_decoder(), model  # ModernBERT's "decoder" is its head
+                run = next(part for part in parts if "input_ids" in signature(type(part).forward).parameters)
+                run(**inputs | {PAGES: self} | ({CACHE_NAME: self} if self.holds_latents else {}))
         except NoPages:
             refuse(model, "has layers that do not hand the arguments of a call on to attention")
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
                 raise
-            refuse(model, f"does not run over pages ({one_line(error)[:200]})")
+            asked = getattr(error, "name", None) if getattr(error, "obj", None) is self else None
+            why = f"asks pages for `{asked}`" if asked else f"does not run over pages ({one_line(error)[:200]})"
+            refuse(model, why)
         finally:
             self.linear.restore()
             restore_attention(before)

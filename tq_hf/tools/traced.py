@@ -21,7 +21,7 @@ from transformers import (
 
 from ..cache import TurboQuantCache
 from ..compat import as_input, has_attention_heads
-from ..saving.recorded import TOKENS, Call, record, replay
+from ..saving.recorded import TOKENS, Call, record, replay, shapes
 
 META = torch.device("meta")
 WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
@@ -70,7 +70,8 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
         )
     again = DynamicCache(config=result.config)
     for layer, other, calls in zip(result.cache.layers, again.layers, result.calls, strict=True):
-        if not replay(calls, layer, other, 1, TOKENS):
+        replay(calls, other, 1, TOKENS)
+        if shapes(layer) != shapes(other):
             raise ValueError(
                 f"The cache of a {name} cannot be estimated from its config: the model fills a {type(layer).__name__} "
                 "in an unknown way. Load the model, and call `cache.memory_footprint()`."
