@@ -41,14 +41,14 @@ def test_a_dense_layer_takes_a_page_of_rows_and_the_others_packed_ones(model: Pr
         dense = -(-heads * rows // packed) * packed
         assert allocator.bytes_per_block == heads * 2 * packed + dense
         pages: LayerPages = allocator.pages[2]
-        assert pages.blocks is not None and pages.blocks.shape[1:] == (2, 2, 128, allocator.head_dim)
+        assert pages.blocks is not None and pages.blocks.shape[1:] == (2, 128, 2 * allocator.head_dim)
         assert pages.blocks.dtype == torch.float32
 
 
 def test_steps_that_read_dense_blocks_are_not_captured(model: PreTrainedModel) -> None:
     batching = TurboQuantBatching(model, PRESET, skip_layers=(1,), balance=False)
     for graphs in (True, (False, True)):
-        with pytest.raises(ValueError, match=r"dense blocks of pages \(layers \[1\] by `skip_layers`\)"):
+        with pytest.raises(ValueError, match=r"dense layers \(\[1\] by `skip_layers`\)"):
             batching.init_continuous_batching(greedy(2), options(use_cuda_graph=graphs))
 
 

@@ -202,7 +202,7 @@ def test_every_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
 
 
 def test_shorter_prompts_go_first_until_a_longer_one_has_waited_its_time() -> None:
-    cache = SimpleNamespace(check_room=lambda state: None, config=LlamaConfig())
+    cache = SimpleNamespace(check_room=lambda state: None, config=LlamaConfig(), prefixes=None)
     scheduler = scheduler_class("shortest_first")(cache, None, 8)
     arrivals = {
         "long": (0.0, 4000),

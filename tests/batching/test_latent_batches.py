@@ -127,7 +127,7 @@ def test_pages_have_the_bytes_of_latents_and_rotary_keys(model: PreTrainedModel)
         assert session.cache.bytes_per_block == allocator.bytes_per_block == layout.block_bytes + dense
         packed, plain = allocator.pages[0], allocator.pages[1]
         assert packed.tensors.rows.shape[1:] == (1, allocator.shape.page_rows, 48)
-        assert plain.blocks is not None and plain.blocks.shape[1:] == (1, 1, 128, 48)
+        assert plain.blocks is not None and plain.blocks.shape[1:] == (1, 128, 48)
         assert plain.blocks.dtype == torch.float32
 
 

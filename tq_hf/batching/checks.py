@@ -241,8 +241,9 @@ def engine_options(
     latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans
     reads = dense or SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or latents
     if (graphs[0] and (reads or (on_gpu and not supports_paged_prompts(states, layout)))) or (graphs[1] and dense):
-        what, instead = ("all steps", "") if dense else ("steps with prompts", ", or say `(False, True)`")
-        what += f" of this {type(model).__name__}"
+        what, instead = f"steps with prompts of this {type(model).__name__}", ", or say `(False, True)`"
+        if dense:
+            what, instead = f"all steps with dense layers ({dense} by `skip_layers`)", ""
         raise ValueError(
             f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and {what} read lengths on the host, so they cannot be "
             f"captured in graphs. Leave it out{instead}."

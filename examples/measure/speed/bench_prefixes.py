@@ -66,6 +66,13 @@ def ask(manager: Any, prompt: list[int], new: int = 8) -> tuple[float, Any]:
     return 1e3 * (result.timestamps[0] - begin), result
 
 
+def equal(some: list[tuple[float, Any]], others: list[tuple[float, Any]]) -> bool:
+    """Whether the outputs of `ask` have the same tokens."""
+    return all(
+        one.generated_tokens == other.generated_tokens for (_, one), (_, other) in zip(some, others, strict=True)
+    )
+
+
 def idle(manager: Any) -> float:
     """Seconds until all pages are stored."""
     begin, store = time.perf_counter(), manager.batch_processor.cache.prefixes
@@ -123,9 +130,11 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, folder: Path) -> 
     row: dict[str, Any] = {"context": given.context, "batch": given.batch, "prompt": given.prompt}
     with engine(model, files, room) as manager:
         read = [ask(manager, prompt)[0] for prompt in long]
-        again = [ask(manager, prompt) for prompt in long]
-        row |= {"read_ms": read, "in_pool_ms": [ms for ms, _ in again], "stored_s": idle(manager)}
+        row["stored_s"] = idle(manager)
+        again, twice = ([ask(manager, prompt) for prompt in long] for _ in range(2))
+        row |= {"read_ms": read, "in_pool_ms": [ms for ms, _ in again], "equal_in_pool": equal(again, twice)}
         say(f"read {[round(x) for x in read]} ms, in the pool {[round(ms) for ms, _ in again]} ms")
+        say(f"stored in {row['stored_s']:.1f} s, equal in the pool {row['equal_in_pool']}")
         config = model.config.get_text_config()
         heads = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         blocks = sum(path.stat().st_size > files.bytes / len(files.known) / 2 for path in folder.iterdir())
@@ -136,8 +145,7 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, folder: Path) -> 
         say(manager.batch_processor.cache.prefixes.found())
         found = [ask(manager, prompt) for prompt in long]
         row["from_files_ms"] = [ms for ms, _ in found]
-        pairs = zip(found, again, strict=True)
-        row["equal"] = all(one.generated_tokens == other.generated_tokens for (_, one), (_, other) in pairs)
+        row["equal"] = equal(found, again)
         row["cached_tokens"] = [result.cached_tokens for _, result in found]
         evict(manager)
         row["from_memory_ms"] = ask(manager, long[-1])[0]
@@ -147,7 +155,7 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, folder: Path) -> 
         say(f"over reading {row['first_token_over_reading']:.3f}; cached {row['cached_tokens']}; equal {row['equal']}")
         blocks = manager.batch_processor.cache.prefixes.blocks
         rest = given.context - found[0][1].cached_tokens
-        steps(manager, others, 24, [])  # captures what is captured
+        steps(manager, others, given.steps, [])  # captures what is captured
         row["without"] = steps(manager, others, given.steps, prompts(3, rest))
         say(f"without: {row['without']}")
         idle(manager)
