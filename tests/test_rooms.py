@@ -107,9 +107,9 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_850, 36_240
+PRODUCT, TESTS = 28_849, 36_240
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
-Prefixes in files and grammars were granted 700, and were paid for but for 11."""
+Prefixes in files and grammars were granted 700, and were paid for but for 10."""
 FILES = 128  # stores/assigned.py; latents; ops/latent_pages.py; batching/{batch_processor,linear,prefixes,grammars}.py
 
 

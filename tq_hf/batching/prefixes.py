@@ -208,6 +208,8 @@ class PrefixStore:
         """Requests whose prefix comes back; and pages to be stored, by hash, which may be evicted before."""
         self.copying, self.flights = list[tuple[int, int | None, int]](), deque[tuple[Any, list[Any]]]()
         """Copies of this step (hash, page unless it goes to the pool, slot); copies that may not be over, by event."""
+        self.came: Any = None
+        """Event after the latest copies to the pool. Steps wait for these, never for copies that store pages."""
         self.readers = ThreadPoolExecutor(max(1, min(READERS, (os.cpu_count() or 2) - 1)), "prefixes")
         self.writer = ThreadPoolExecutor(1, "prefixes")
         self.blocks = Counter[str]()
@@ -267,9 +269,9 @@ class PrefixStore:
             self._land()
 
     def wait(self) -> None:
-        """Let the next step wait for all copies, on the device."""
-        if self.flights:
-            self.stream.wait_event(self.flights[-1][0])
+        """Let the next step wait for pages that come back, on the device."""
+        if self.came is not None:
+            self.stream.wait_event(self.came)
 
     def pump(self, busy: bool = False, margin: float = 0.0) -> bool:
         """Go on with all copies, without waiting; short ones if `busy` with answers. `margin` is the share of the pool
@@ -284,6 +286,8 @@ class PrefixStore:
             with stream_context(self.copies):
                 for loading in self.loading.values():
                     self._load(loading, budget, busy, margin)
+                if self.copying and self.copies is not None:
+                    self.came = self.copies.record_event()
                 self._store(len(self.copying) + budget)
         if self.copying:
             self.flights.append((self.copies and self.copies.record_event(), self.copying))

@@ -73,11 +73,8 @@ def encode_shape(
     layout: BlockLayout, is_value: bool, dtype: torch.dtype, on: Target, matrix: Any
 ) -> tuple[EncodeConfig, EncodeShape]:
     """Launch parameters and constants for the keys or values of blocks."""
-    dim, padded, bits, words_at = (
-        (layout.value_dim, layout.value_dim_padded, layout.value_bits, layout.key_words)
-        if is_value
-        else (layout.key_dim, layout.key_dim_padded, layout.key_bits, 0)
-    )
+    dim, padded = ((layout.key_dim, layout.key_dim_padded), (layout.value_dim, layout.value_dim_padded))[is_value]
+    bits, words_at = layout.bits[is_value], is_value * layout.key_words
     tile = max(16, triton.next_power_of_2(padded))
     config = encode_config(tile, padded, layout.bits, dtype.itemsize, on.capability)
     of_block = (dim, padded, tile, bits, is_value, matrix, config.k_step, on.asm)
@@ -110,10 +107,9 @@ def encode(
     Raises:
         ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
     """
-    data, all_states = packed.data, zip((keys, values), rotations, packed.channel_scales, strict=True)
-    of_states = [(states, data, rotation, scales) for states, rotation, scales in all_states]
+    of_states = list(zip((keys, values), (packed.data,) * 2, rotations, packed.channel_scales, strict=True))
     first, stop = tokens or (0, keys.shape[2])
-    kind = (keys.dtype, (keys.device, values.device, data.device), packed.block_strides, packed.layout)
+    kind = (keys.dtype, (keys.device, values.device, packed.data.device), packed.block_strides, packed.layout)
     launches, steps = _encode_launches(
         ENCODE, keys.shape[:2], keys.stride(), values.stride(), (stop - first, start), kind
     )
@@ -257,7 +253,6 @@ def dequantize(
     if batch * heads * blocks == 0:
         return
     on, layout = target(keys.device), packed.layout
-    offsets = ((0, layout.scales_at), (layout.key_words, layout.scales_at))
     for is_value, states, rotation, own_scales in zip(
         (False, True), (keys, values), rotations, packed.channel_scales, strict=True
     ):
@@ -268,7 +263,7 @@ def dequantize(
         tiles = triton.cdiv(dim, columns)
         programs = 2 * on.multiprocessors // (batch * heads * tiles)  # two of a multiprocessor
         constants = (states.shape[-1], dim, tile, bits, is_value, config.chunks, columns, config.resident, on.asm)
-        constants = (*constants, layout.block_words, *offsets[is_value])
+        constants = (*constants, layout.block_words, is_value * layout.key_words, layout.scales_at)
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
             (packed.data, rotation, own_scales, states),

@@ -99,7 +99,7 @@ class DecodeLaunch:
             ring: tuple[Any, ...] = (held.rows,)
             self.written = (blocks, *encoder, held.value_channel_scales)
             self.layout, self.kv_heads = held.layout, held.rows.shape[1]
-            dense, sizes = (None,) * 4, (held.place, held.page_blocks, held.ring_pages)
+            dense, sizes = (None,) * 4, (held.place, held.page_blocks)
         else:
             packed, sinks, ring = held
             self.written = ()
@@ -108,8 +108,8 @@ class DecodeLaunch:
             self.kv_heads, self.capacity = blocks.shape[1:3]
             self.sinks = sinks[0].shape[2]
             dense = (*sinks, *ring)
-            sizes = (self.sinks, ring[0].shape[2:], sinks[0].stride(), ring[0].stride(), self.capacity)
-            sizes = (*sizes, self.block_strides)
+            strides = (sinks[0].stride(), ring[0].stride(), self.block_strides)
+            sizes = (self.sinks, ring[0].shape[2], self.capacity, strides)
         self.value_dim, self.ring, self.dtype, self.device = self.layout.value_dim, ring, ring[0].dtype, blocks.device
         self.on_gpu = self.device.type == "cuda"
         # Tensors of blocks, dense rows, queries and outputs.
@@ -122,7 +122,7 @@ class DecodeLaunch:
         self.addresses = tuple(parts)
         every = (*parts, self.ring_at, self.written_at)
         self.aligned = all(not address or address % 16 == 0 for part in every for address in part)
-        self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.value_dim, self.layout.bits, sizes))
+        self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.layout, sizes))
 
     def __call__(
         self,
