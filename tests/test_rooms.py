@@ -89,7 +89,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2945,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
-        "batching": 5175,  # latents; options by request; requests that fail alone; prefixes in files; grammars
+        "batching": 5179,  # latents; options by request; requests that fail alone; prefixes in files; grammars
         "graph_decoding": 1217,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 917,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1852,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
