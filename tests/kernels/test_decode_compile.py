@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.decode.append import append_tails, append_to_pages, rotate_and_append
-from tq_kernels.decode.plan import Plan, plan_decode
+from tq_kernels.decode.plan import Plan
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
 from tq_kernels.prefix.windows import window_attention
 
 from examples.measure.compile.builds import build_append, build_paged_split, build_reduce, build_rotate, build_small
-from examples.measure.compile.sass import SHARED, build_split, inner_loop, per_element, plan, resources, target_of
+from examples.measure.compile.sass import SHARED, build_split, inner_loop, per_element, plan, resources
 from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import cards, within
@@ -116,7 +116,7 @@ def test_heads_of_512_have_no_stack_in_the_loop(preset: str, queries: int) -> No
 )
 def test_what_a_program_of_the_merge_takes(arch, batch, heads, dim, slots, warps) -> None:
     """All slots of the longest rows at a time, in registers."""
-    made = plan_decode(batch, *heads, 1, dim, dim, 4, 4, 256, 260, True, 0, False, False, target_of(arch))
+    made = plan(arch, 4, 4, dim=dim, batch=batch, heads=heads)
     assert (made.reduce.BLOCK_S, made.reduce_warps) == (slots, warps)
     used = resources(build_reduce(arch, (4, 4), dim=dim, batch=batch, heads=heads))
     assert used.stack == 0 and used.shared < SHARED[arch] * 1024

@@ -256,8 +256,7 @@ def place_of(layout: BlockLayout, dtype: str) -> tuple[int, int, int]:
 
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
-    bits = bits_of(preset)
-    shape = (SEQUENCES, 32, 8, 1, dim, dim, *bits, 256, 128)
+    shape = (SEQUENCES, 32, 8, 1, BlockLayout(dim, dim, *bits_of(preset)), 256, 128)
     return plan_decode(*shape, False, 0, softcap, False, target_of(arch), 1, place(preset, dim))
 
 

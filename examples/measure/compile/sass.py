@@ -19,6 +19,7 @@ from tq_kernels.common.device import Target
 from tq_kernels.common.launcher import ALWAYS
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.split import decode_split
+from tq_kernels.layout import BlockLayout
 from tq_kernels.turing.split import decode_split_fragments
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -63,10 +64,8 @@ def plan(
     batch: int = 1,
     heads: tuple[int, int] = (32, 8),
 ) -> Plan:
-    return plan_decode(
-        batch, *heads, queries, dim, value_dim or dim, key_bits, value_bits, 256, 260, True, mask_rows, False, False,
-        target_of(arch),
-    )  # fmt: skip
+    layout = BlockLayout(dim, value_dim or dim, key_bits, value_bits)
+    return plan_decode(batch, *heads, queries, layout, 256, 260, True, mask_rows, False, False, target_of(arch))
 
 
 def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:

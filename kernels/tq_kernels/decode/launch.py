@@ -18,6 +18,7 @@ import triton
 from ..codec.launch import encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
+from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
 from .append import AppendLaunch, append_and_rotate, append_to_pages, rotate_and_append
@@ -295,7 +296,7 @@ class DecodeLaunch:
             (_, query_heads, key_dim), queries, (batch, width, least, fill) = query.shape, 1, shown
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
         plan = plan_decode(
-            *(batch, query_heads, kv_heads, queries, key_dim, value_dim, *self.layout.bits, *room),
+            *(batch, query_heads, kv_heads, queries, self.layout, *room),
             *(options.causal, mask_rows, *options.flags, on, least, pages and pages.place),
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
@@ -388,8 +389,8 @@ class DecodeLaunch:
 
 
 def paged_scratch_bytes(
-    count: int, query_heads: int, kv_heads: int, dim: int, bits: tuple[int, int], rows: int, device: torch.device
+    count: int, query_heads: int, kv_heads: int, layout: BlockLayout, rows: int, device: torch.device
 ) -> int:
     """Scratch bytes of a step over pages for `count` sequences of any length, with `rows` rows of ring and sinks."""
-    shape = (count, query_heads, kv_heads, 1, dim, dim, *bits, 1 << 20, rows)
+    shape = (count, query_heads, kv_heads, 1, layout, 1 << 20, rows)
     return 4 * plan_decode(*shape, False, 0, False, False, target(device)).scratch.size

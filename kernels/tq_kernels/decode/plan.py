@@ -134,10 +134,6 @@ def _mean_tile(key_dim: int, key_chunks: int, warps: int) -> int:
     return max(16, triton.next_power_of_2(key_dim), least)
 
 
-def _blocks(dkp: int, dvp: int, value_dim: int) -> tuple[int, int]:
-    return max(16, triton.next_power_of_2(dkp)), max(16, triton.next_power_of_2(max(dvp, value_dim)))
-
-
 @dataclass(frozen=True)
 class ScratchLayout:
     """Offsets into a call's scratch tensor, in lines of 32 float32, and its size in float32."""
@@ -189,10 +185,7 @@ def plan_decode(
     query_heads: int,
     kv_heads: int,
     queries: int,
-    key_dim: int,
-    value_dim: int,
-    key_bits: int,
-    value_bits: int,
+    layout: BlockLayout,
     capacity: int,
     dense_capacity: int,
     causal: bool,
@@ -205,11 +198,11 @@ def plan_decode(
 ) -> Plan:
     """Plan; `least` is the number of sequences that the merge is compiled for at least, `place` that of `Pages`."""
     heads, rows = batch * kv_heads, query_heads // kv_heads * queries
-    dkp, dvp = padded_dim(key_dim), padded_dim(value_dim)
+    key_dim, value_dim, dkp, dvp = layout.key_dim, layout.value_dim, layout.key_dim_padded, layout.value_dim_padded
     if on.fragments:
         config = _fragments_config(dkp, dvp, rows)
     else:
-        config = _split_config(dkp, dvp, key_bits, value_bits, rows, on)
+        config = _split_config(dkp, dvp, *layout.bits, rows, on)
     dense_splits = -(-dense_capacity // DENSE_TOKENS.value)
     row_tiles = -(-rows // config.block_rows)
     streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)
@@ -218,13 +211,12 @@ def plan_decode(
     # (4 bits, H200).
     resident = on.multiprocessors * config.programs_per_multiprocessor
     workers = min(resident, streams * (capacity + START.value + dense_splits))
-    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
+    block_dk, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (dkp, max(dvp, value_dim)))
     # Slots loaded at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
     reduced = max(batch, least) * kv_heads * row_tiles
     reduce_slots = min(triton.next_power_of_2(resident // reduced + 2), 16384 // triton.next_power_of_2(dvp))
     pages = (*place, triton.next_power_of_2(max(batch, least))) if place else (0,) * 4
-    block_words = BlockLayout(key_dim, value_dim, key_bits, value_bits).block_words
     key_chunks, value_chunks = config.key_chunks, config.value_chunks
     return Plan(
         config=config,
@@ -239,12 +231,12 @@ def plan_decode(
         reduce_warps=2 if reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
         rotate_constants=(key_dim, dkp, block_dk, 1),
         split=DecodeShape(
-            *(key_dim, value_dim, dkp, dvp, max(value_dim, dvp), key_bits, value_bits),
+            *(key_dim, value_dim, dkp, dvp, max(value_dim, dvp), *layout.bits),
             *(causal and queries > 1 and not mask_rows, mask_rows, bounds, key_chunks, value_chunks),
             max(16, triton.next_power_of_2(dkp // key_chunks)),
             max(16, triton.next_power_of_2(dvp // value_chunks)),
             *(block_dk, block_dv, _mean_tile(dkp, key_chunks, config.warps), config.block_rows),
-            *(on.small_levels, on.asm, on.dependent_launch, block_words, *pages),
+            *(on.small_levels, on.asm, on.dependent_launch, layout.block_words, *pages),
         ),
         reduce=ReduceShape(
             *(value_dim, dvp, block_dv, reduce_slots, REDUCE_DENSE, has_aux),

@@ -71,9 +71,8 @@ def decode_scratch_bytes(
     """
     if not supports_paged_decode(like, layout):
         return 0
-    bits = (config.key_bits, config.value_bits)
     rows = ring_pages(config, layout, like.dtype) * rows_per_page(layout, like.dtype) + config.sink_tokens
-    return paged_scratch_bytes(requests, *heads, layout.key_dim, bits, rows, like.device)
+    return paged_scratch_bytes(requests, *heads, layout, rows, like.device)
 
 
 def step_scratch_bytes(
