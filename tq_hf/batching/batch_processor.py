@@ -29,18 +29,19 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     `prefixes`: first arguments of `PrefixStore`, or `None`.
     """
 
+    cache: TurboQuantPagedCache
+
     def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
-        self.prefixes: PrefixStore | None = None
         prefixes = kwargs.pop("prefixes")
         super().__init__(*args, **kwargs)
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
         cast(TurboQuantModelRunner, self.model_runner).take_over(graphs_are_requested)
-        if cast(TurboQuantPagedCache, self.cache).states is not None:
+        if self.cache.states is not None:
             self.offloading_manager = StateOffloading.like(self.offloading_manager)
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
         io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
         if prefixes is not None:
-            self.prefixes = cast(Any, self.cache).prefixes = PrefixStore(self.cache, io.compute_stream, *prefixes)
+            self.cache.prefixes = PrefixStore(self.cache, io.compute_stream, *prefixes)
         self._wait_for_device()
 
     def reset(self) -> None:
@@ -49,7 +50,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
     def work_ahead(self, model: torch.nn.Module) -> bool:
         """Capture a graph or begin to compile if there is no request. Returns whether there may be more to do."""
-        if self.prefixes is not None and self.prefixes.pump():
+        if self.cache.prefixes is not None and self.cache.prefixes.pump():
             return True
         runner: Any = self.model_runner
         if not runner.ahead or self.has_pending_requests():
@@ -77,8 +78,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def prepare_next_batch(self) -> bool:
         """Choose the requests of the next step and write its inputs."""
         self._inputs.logits_indices.zero_()
-        if self.prefixes is not None:
-            self.prefixes.pump(bool(self.scheduler.active_requests), self.scheduler.safety_margin)
+        if self.cache.prefixes is not None:
+            self.cache.prefixes.pump(bool(self.scheduler.active_requests), self.scheduler.safety_margin)
         return super().prepare_next_batch()
 
     def _generation_step(self, model: torch.nn.Module) -> None:
@@ -119,11 +120,11 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def forget_prefixes(self) -> None:
         """Share no page of a request that has begun with later requests: the weights have changed."""
         offloaded = [name for name, state in self.scheduler.waiting_requests.items() if state.is_cpu_offloaded]
-        cast(TurboQuantPagedCache, self.cache).allocator.forget_prefixes(offloaded)
-        if self.prefixes is not None:
+        self.cache.allocator.forget_prefixes(offloaded)
+        if self.cache.prefixes is not None:
             logger.warning("The model has changed: prefixes in files are neither read nor saved from now on.")
-            self.prefixes.yield_pages()
-            self.prefixes = cast(Any, self.cache).prefixes = None
+            self.cache.prefixes.yield_pages()
+            self.cache.prefixes = None
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         if isinstance(error, ValueError):

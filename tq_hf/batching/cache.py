@@ -331,8 +331,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
             if not self.pool.num_free_sectors:
                 return 0
             self.pool.allocate_sector(0)
-        if self.prefixes is not None:
-            self.prefixes.wait()
         tokens = super().search_prefix_match(request_id, prompt_ids)
         if self.prefixes is not None:
             self.prefixes.release(request_id)

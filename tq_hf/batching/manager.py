@@ -442,7 +442,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             at_end.callback(setattr, self, "_processor", None)
             at_end.callback(self._end_session)
             at_end.callback(lambda: runner is None or self._keeps_pages or runner.cancel(0))
-            at_end.callback(lambda: self._processor and self._processor.prefixes and self._processor.prefixes.flush())
+            at_end.callback(lambda: self._processor and (store := self._processor.cache.prefixes) and store.flush())
             at_end.callback(self._fail_unread)
             try:
                 super()._run_generation_loop(*args, **options)

@@ -209,7 +209,7 @@ class PrefixStore:
         self.copying, self.flights = list[tuple[int, int | None, int]](), deque[tuple[Any, list[Any]]]()
         """Copies of this step (hash, page unless it goes to the pool, slot); copies that may not be over, by event."""
         self.came: Any = None
-        """Event after the latest copies to the pool. Steps wait for these, never for copies that store pages."""
+        """Event after copies to the pool that no step waits for yet. Copies that store pages are never waited for."""
         self.readers = ThreadPoolExecutor(max(1, min(READERS, (os.cpu_count() or 2) - 1)), "prefixes")
         self.writer = ThreadPoolExecutor(1, "prefixes")
         self.blocks = Counter[str]()
@@ -255,8 +255,8 @@ class PrefixStore:
 
     def release(self, request_id: str) -> None:
         """Let go of the pages that are held for a request: it has begun with them, or does not need them."""
+        self.wait()
         if (loading := self.loading.pop(request_id, None)) is not None:
-            self.wait()
             for page in loading.pages:
                 self._release(page)
 
@@ -272,6 +272,7 @@ class PrefixStore:
         """Let the next step wait for pages that come back, on the device."""
         if self.came is not None:
             self.stream.wait_event(self.came)
+            self.came = None
 
     def pump(self, busy: bool = False, margin: float = 0.0) -> bool:
         """Go on with all copies, without waiting; short ones if `busy` with answers. `margin` is the share of the pool
