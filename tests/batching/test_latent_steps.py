@@ -84,7 +84,7 @@ def test_captured_and_compiled_steps_answer_as_others_and_torch_attends_in_none(
             found.append(session.run(inputs, greedy(NEW)))
             runner = session.manager.batch_processor.model_runner
             assert runner.use_cuda_graph_decode == (way is not plain)
-            assert (runner._compiled_decode is not None) == ("default_compile_level" in way)
+            assert (runner.layers is not None) == ("default_compile_level" in way)
             assert session.pages_in_use() == 0
         assert steps["kernels"] >= steps["decode"] > 0, "no step of one token each by torch"
         assert (steps["kernels"] >= 30 * 2) == (way is plain), "replayed steps launch nothing"

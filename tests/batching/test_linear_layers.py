@@ -200,7 +200,7 @@ def test_captured_and_compiled_steps_answer_as_others(family: str) -> None:
             found.append(session.run(inputs, greedy(40)))
             runner = session.manager.batch_processor.model_runner
             assert runner.use_cuda_graph_decode == (way is not plain)
-            assert (runner._compiled_decode is not None) == ("default_compile_level" in way)
+            assert (runner.layers is not None) == ("default_compile_level" in way)
             assert session.pages_in_use() == 0
             assert pages_that_nobody_writes(session).count_nonzero() == 0
             expected = [session.oracle.generate(prompt, 40) for prompt in inputs]

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from tq_kernels.common.device import Target
 from tq_kernels.decode import launch as decode_launch
 from tq_kernels.prefix import launch as prefix_launch
-from tq_kernels.types import Sequences, Tokens
+from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from tests.support.kernel_cases import DEVICE, INTERPRETED, child, gpu, relative_rms, runs_kernels
 from tests.support.paged_cases import Inputs, Step, make, sequences_of
@@ -126,7 +127,31 @@ def test_agrees_with_the_reference(step: Step) -> None:
     check(step)
 
 
+def flash_in_torch(
+    new: Tokens, cu_seqlens: torch.Tensor, tokens: int, most: int, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `flash_attention`, in torch; numbers that are undefined there are no numbers here."""
+    query, groups = new.query, new.query.shape[1] // new.key.shape[1]
+    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[1::-1], torch.nan)
+    for start, end in pairwise(cu_seqlens.tolist()):
+        q, k, v = (x[start:end].float() for x in new)
+        logits = torch.einsum("shd,thd->hst", q, k.repeat_interleave(groups, 1)) * options.scaling
+        logits = logits.masked_fill(torch.ones(end - start, end - start).triu(1).bool(), -torch.inf)
+        lse[:, start:end] = logits.logsumexp(2)
+        out[start:end] = torch.einsum("hst,thd->shd", logits.softmax(2), v.repeat_interleave(groups, 1)).to(out.dtype)
+    out[tokens:] = 0
+    return out, lse
+
+
 if INTERPRETED:
+
+    @pytest.mark.parametrize("step", [x for x in PREFILLING if not x.s_aux and x.D <= 256], ids=str)
+    def test_cached_tokens_join_what_flash_attention_has_of_new_ones(
+        step: Step, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton_pages, "flash_takes", lambda *_: True)
+        monkeypatch.setattr(triton_pages, "flash_attention", flash_in_torch)
+        check(step)
 
     def test_shares_span_blocks_and_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         """A device so small that every program has several blocks to read, and some several sequences."""

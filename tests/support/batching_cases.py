@@ -222,7 +222,7 @@ def check_one_graph(
             if captures:
                 compiled.capture()
             assert compiled.run(inputs, greedy(10)) == expected
-            assert compiled.manager.batch_processor.model_runner._compiled_decode is not None
+            assert compiled.manager.batch_processor.model_runner.layers is not None
         counters = torch._dynamo.utils.counters
         assert not counters["graph_break"] and bool(counters["stats"]) == first
         del compiled
@@ -236,8 +236,8 @@ class Steps:
         self.seen: list[tuple[str, list[int], list[int]]] = []
         real = paged_cache.sequences_of
 
-        def spied(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
-            sequences = real(kwargs, shape)
+        def spied(kwargs: dict[str, Any], shape: TableShape, filled: Any) -> Sequences:
+            sequences = real(kwargs, shape, filled)
             kind = "table" if kwargs["block_table"] is not None else "lists"
             new, lengths = sequences.cu_seqlens_q.diff().tolist(), sequences.cu_seqlens_k.diff().tolist()
             self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))

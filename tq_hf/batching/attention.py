@@ -3,9 +3,8 @@
 No mask function is registered under this name. Otherwise transformers would build a mask of all tokens by all tokens at
 every step.
 
-A compiled step calls the operator `tq_hf::attend_pages` in each layer, so that the whole forward pass is one graph. The
-operator finds the cache by a number and writes to pages that are not inputs of the graph. The order of layers follows
-from their outputs alone.
+A compiled layer calls the operator `tq_hf::attend_pages`. The operator finds the cache by a number, and there the
+arguments of the step. It writes to pages that are not inputs of the graph.
 """
 
 from __future__ import annotations
@@ -28,6 +27,11 @@ PAGES = "turboquant_pages"
 The engine's own argument `cache` reaches attention up to transformers 5.23. From 5.24 on, models take `cache` and call
 its `update`.
 """
+
+
+LAYER = "tq_hf_layer"
+"""Attribute of modules with `layer_idx`: the index as a tensor `[]` int64 on the CPU. Layers that only differ in a
+number of Python would be compiled one by one."""
 
 
 class NoPages(ValueError):
@@ -79,24 +83,17 @@ def turboquant_paged_attention(
             "Use `generate()` with a `TurboQuantCache`."
         )
     options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
-    layer: Any = module.layer_idx
     expanded, weight = (key, value), None
     if cache.holds_latents:
-        (key, value), weight = cache.latents_of(layer), up_projection(module)
-    if torch.compiler.is_dynamo_compiling() and kwargs["block_table"] is not None:
-        tensors = [query, key, value, kwargs["block_table"], kwargs["cu_seq_lens_q"]]
-        tensors.append(kwargs["cu_seq_lens_k"]["full_attention"])
-        numbers = options.scaling, options.softcap, cache.number, layer
-        return attend_pages(tensors, weight, options.s_aux, *numbers), None
+        (key, value), weight = cache.take_latents(), up_projection(module)
+    if torch.compiler.is_dynamo_compiling():
+        number = module.__dict__[LAYER]
+        numbers = options.scaling, options.softcap, cache.number
+        return attend_pages([query, key, value, number], weight, options.s_aux, *numbers), None
+    layer: Any = module.layer_idx
     if weight is not None:
-        latents = (layer, weight, query, (key, value), expanded, kwargs, options)
-        return _outside_of_graphs(cache.attend_latents, *latents), None
-    return _outside_of_graphs(cache.attend, layer, Tokens(query, key, value), kwargs, options), None
-
-
-@torch.compiler.disable
-def _outside_of_graphs(attend: Any, *arguments: Any) -> torch.Tensor:
-    return attend(*arguments)
+        return cache.attend_latents(layer, weight, query, (key, value), expanded, kwargs, options), None
+    return cache.attend(layer, Tokens(query, key, value), kwargs, options), None
 
 
 class Rehearsal(threading.local):
@@ -108,12 +105,6 @@ class Rehearsal(threading.local):
 rehearsal = Rehearsal()
 
 
-def step_arguments(step: list[torch.Tensor]) -> dict[str, Any]:
-    """Arguments of the engine for a step of one new token per request: block table, cumulative lengths of queries and
-    of keys."""
-    return dict(block_table=step[0], cu_seq_lens_q=step[1], cu_seq_lens_k={"full_attention": step[2]})
-
-
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
 def attend_pages(
     tensors: list[torch.Tensor],
@@ -122,19 +113,17 @@ def attend_pages(
     scaling: float,
     softcap: float | None,
     cache: int,
-    layer: int,
 ) -> torch.Tensor:
-    """Call `TurboQuantPagedCache.attend` for requests with one new token each, or `attend_latents` with the
-    up-projection `weight`. `tensors` are queries, keys (or latents), values (or rotary keys) and those of
-    `step_arguments`."""
+    """Call `TurboQuantPagedCache.attend`, or `attend_latents` with the up-projection `weight`, with the arguments of the
+    engine in `TurboQuantPagedCache.step`. `tensors` are queries, keys (or latents), values (or rotary keys) and the
+    index of the layer."""
     if rehearsal.active:
         return _attended(tensors, weight).zero_()
-    query, key, value, *step = tensors
-    kwargs = step_arguments(step)
-    options = AttentionOptions(scaling, True, softcap, s_aux)
+    query, key, value, layer = tensors[0], tensors[1], tensors[2], int(tensors[3])
+    pages, options = CACHES[cache], AttentionOptions(scaling, True, softcap, s_aux)
     if weight is not None:
-        return CACHES[cache].attend_latents(layer, weight, query, (key, value), None, kwargs, options)
-    return CACHES[cache].attend(layer, Tokens(query, key, value), kwargs, options).contiguous()
+        return pages.attend_latents(layer, weight, query, (key, value), None, pages.step, options)
+    return pages.attend(layer, Tokens(query, key, value), pages.step, options).contiguous()
 
 
 @attend_pages.register_fake

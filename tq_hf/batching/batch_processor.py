@@ -25,17 +25,17 @@ logger = logging.get_logger(__name__)
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' batch processor, able to continue after a failed step.
 
-    `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which torch keeps.
-    `prefixes`: first arguments of `PrefixStore`, or `None`.
+    `model`: the model. `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which
+    torch keeps. `prefixes`: first arguments of `PrefixStore`, or `None`.
     """
 
     cache: TurboQuantPagedCache
 
-    def __init__(self, *args: Any, graphs_are_requested: bool, streams: dict[torch.device, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, model: Any, graphs_are_requested: bool, streams: Any, **kwargs: Any) -> None:
         prefixes = kwargs.pop("prefixes")
         super().__init__(*args, **kwargs)
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
-        cast(TurboQuantModelRunner, self.model_runner).take_over(graphs_are_requested)
+        cast(TurboQuantModelRunner, self.model_runner).take_over(model, graphs_are_requested)
         if self.cache.states is not None:
             self.offloading_manager = StateOffloading.like(self.offloading_manager)
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)

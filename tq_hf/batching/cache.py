@@ -175,11 +175,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
         self.prefixes: PrefixStore | None = None
         """Pages of prefixes in host memory and files."""
+        self.step: dict[str, Any] = {}
+        """Arguments of the model in the running step."""
+        self.filled: tuple[int, int] | None = None
+        """Number of requests and of new tokens in the running step."""
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._state_step: StateStep | None = None
-        self._latents: dict[int, KeyValue] = {}
-        """Latents and rotary keys of the new tokens, by layer, between `update` and attention."""
+        self._latents: KeyValue | None = None
+        """Latents and rotary keys of the new tokens of a layer, between `update` and attention."""
         self.before_layer: Callable[[], None] = lambda: None
         """Function called before each layer of a step. An exception of it fails the step."""
 
@@ -377,19 +381,20 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeyValue:
         """Return the new keys and values of a layer unchanged: `attend` stores them. Latents and rotary keys, which the
-        model expands next, are kept for `latents_of`.
+        model expands next, are kept for `take_latents`.
 
         Models call this method from transformers 5.24 on, models with latents in all versions.
         """
         if self.holds_latents:
-            self._latents[layer_idx] = key_states, value_states
+            self._latents = key_states, value_states
         return key_states, value_states
 
-    def latents_of(self, layer_idx: int) -> KeyValue:
-        """Take the latents and rotary keys of the last `update` of a layer. Raises `ValueError` if there was none."""
-        if layer_idx not in self._latents:
-            raise ValueError(f"Layer {layer_idx} attends without an update of the cache. {INSTEAD}")
-        return self._latents.pop(layer_idx)
+    def take_latents(self) -> KeyValue:
+        """Take the latents and rotary keys of the last `update`. Raises `ValueError` if there was none."""
+        latents, self._latents = self._latents, None
+        if latents is None:
+            raise ValueError(f"A layer attends without an update of the cache. {INSTEAD}")
+        return latents
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
         """Return the pages of states in a step, by the arguments that the engine passes to attention functions. Each
@@ -417,7 +422,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 self._window_step = plan_step(sequences, len(new.query), windows)
             return dispatch.windowed_step(new, windows, self._window_step, options, store=store)[None]
         if self._sequences is None or first:
-            self._sequences = sequences_of(kwargs, self.allocator.shape)
+            self._sequences = sequences_of(kwargs, self.allocator.shape, self.filled)
         pages = self.allocator.pages[owner]
         return paged_step(new, pages, self._sequences, options, self.scratch, store=store)[None]
 

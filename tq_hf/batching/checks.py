@@ -65,7 +65,7 @@ class StepProbe(TurboQuantPagedCache):
 
     def __init__(self, model: Any) -> None:
         self.linear, decoder = LinearLayers(model), model.config.get_text_config()
-        self.holds_latents, self._latents = holds_latents(decoder), {}
+        self.holds_latents, self._latents = holds_latents(decoder), None
         self.specs: dict[int, LayerSpec] = {}
         """Layers with attention."""
         self.shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]] = {}

@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from ..compat import outside_inference_mode
 from ..layers.base import Substitute
 from .allocators import StateName, StateSizes, linear_layers
-from .attention import pages_of_step, rehearsal, step_arguments
+from .attention import LAYER, pages_of_step, rehearsal
 from .cache import CACHES, TurboQuantPagedCache
 
 States = dict[StateName, torch.Tensor]
@@ -152,17 +152,17 @@ def _forward_of_rows(linear: LinearModule, like: States) -> Callable:
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         cache = pages_of_step(kwargs)
-        if not torch.compiler.is_dynamo_compiling() or kwargs["block_table"] is None:
+        if not torch.compiler.is_dynamo_compiling():  # a step with prompts never is
             return _step(cache, layer, run, hidden_states, kwargs)
-        step = [kwargs["block_table"], kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]]
-        states = dict(zip(like, read_states(step, list(like.values()), cache.number, layer), strict=True))
+        number = vars(module)[LAYER]
+        read = read_states(hidden_states, list(like.values()), cache.number, number)
+        states = dict(zip(like, read, strict=True))
         out = run(hidden_states.transpose(0, 1), states)
-        return write_states(out, [states[name] for name in like], step, cache.number, layer).transpose(0, 1)
+        return write_states(out, [states[name] for name in like], cache.number, number).transpose(0, 1)
 
     return forward
 
 
-@torch.compiler.disable
 def _step(
     cache: TurboQuantPagedCache, layer: int, run: Callable, hidden_states: torch.Tensor, kwargs: dict[str, Any]
 ) -> torch.Tensor:
@@ -183,37 +183,38 @@ def _step(
 
 
 @torch.library.custom_op("tq_hf::read_states", mutates_args=())
-def read_states(step: list[torch.Tensor], like: list[torch.Tensor], cache: int, layer: int) -> list[torch.Tensor]:
+def read_states(
+    hidden_states: torch.Tensor, like: list[torch.Tensor], cache: int, layer: torch.Tensor
+) -> list[torch.Tensor]:
     """Read the states `[B, ...]` of a linear layer in a step of one new token per request.
 
     Args:
-        step: Tensors of `step_arguments`.
+        hidden_states: `[1, B, hidden_size]`. Without them, all layers could be read before the first is written.
         like: A tensor `[0, ...]` per state, with its shape and dtype.
-        cache, layer: Number of the cache in `CACHES`, and index of the layer.
+        cache: Number of the cache in `CACHES`.
+        layer: Index of the layer, `[]` on the CPU.
     """
     if rehearsal.active:
-        return [states.zero_() for states in _read(step, like)]
+        return [states.zero_() for states in _read(hidden_states, like)]
     pages = CACHES[cache]
     assert pages.states is not None
-    return list(pages.states.read(layer, pages.state_step(layer, step_arguments(step)).sources).values())
+    return list(pages.states.read(int(layer), pages.state_step(int(layer), pages.step).sources).values())
 
 
 @read_states.register_fake
-def _read(step: list[torch.Tensor], like: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-    return [step[0].new_empty(step[0].shape[1], *states.shape[1:], dtype=states.dtype) for states in like]
+def _read(hidden_states: torch.Tensor, like: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+    return [hidden_states.new_empty(hidden_states.shape[1], *x.shape[1:], dtype=x.dtype) for x in like]
 
 
 @torch.library.custom_op("tq_hf::write_states", mutates_args=())
-def write_states(
-    out: torch.Tensor, states: list[torch.Tensor], step: list[torch.Tensor], cache: int, layer: int
-) -> torch.Tensor:
-    """Write the states `[B, ...]` that `read_states`, with the same arguments, has read before. Returns a copy of
-    `out`, the output of the layer, so that no compiler drops the call."""
+def write_states(out: torch.Tensor, states: list[torch.Tensor], cache: int, layer: torch.Tensor) -> torch.Tensor:
+    """Write the states `[B, ...]` that `read_states` has read before. Returns a copy of `out`, the output of the layer,
+    so that no compiler drops the call."""
     if not rehearsal.active:
-        pages = CACHES[cache]
+        pages, index = CACHES[cache], int(layer)
         assert pages.states is not None
-        targets = pages.state_step(layer, step_arguments(step)).targets
-        pages.states.write(layer, targets, dict(zip(pages.states.shapes[layer], states, strict=True)))
+        targets = pages.state_step(index, pages.step).targets
+        pages.states.write(index, targets, dict(zip(pages.states.shapes[index], states, strict=True)))
     return out.clone()
 
 

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ..balance import Balance
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
 from ..config import TurboQuantConfig
+from ..joined import join, separate
 from ..ops.dispatch import check_choice
 from ..saving import fingerprint
 from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
@@ -100,7 +101,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
         self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
-        self._computing, self._keeps_pages = False, False
+        self._computing, self._keeps_pages, self._joined = False, False, list[Any]()
         self._graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
@@ -170,13 +171,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return TableShape.of(self.config, self._layout, self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Set the model's attention to `turboquant_paged`."""
+        """Set the model's attention to `turboquant_paged`, and join projections."""
         decoder = model.config.get_text_config()
         if not model.config._attn_implementation == decoder._attn_implementation == NAME:
             # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
             own_attention[self.model] = attention_of_parts(model)
             model.set_attn_implementation(NAME)
         self._probe.linear.switch()
+        if model.device.type == "cuda":
+            self._joined += join(model)
 
     def _serves_elsewhere(self) -> bool:
         """Whether another manager serves the model."""
@@ -188,6 +191,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         manager serves the model."""
         if not self._serves_elsewhere():
             self._probe.linear.restore()
+            separate(self._joined)
             restore_attention(own_attention.pop(self.model, []))
 
     @contextmanager
@@ -390,7 +394,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             if behind and alone and not self.warmed_up:
                 runner.warm_up_behind(self._wake_up_loop.set)
                 runner.compile_kernels(self.model, 2)  # a step with a prompt, and one with a token
-            if now or not (alone or runner._compiled_decode is None):
+            if now or not (alone or runner.layers is None):
                 runner.compile_kernels(self.model)
                 while runner.missing:
                     runner.warm_up(self.model)
@@ -551,6 +555,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             model_dtype=self.model.dtype,
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
+            model=self.model,
             graphs_are_requested=self._graphs_are_requested,
             streams=self._streams,
             prefixes=self.prefix_cache and (self.prefix_cache, self.model, self._wake_up_loop.set),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,12 +15,20 @@ from transformers import CompileConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer, stream_context
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from ..compat import CACHE_NAME, capture_failure, ending_failed_capture, outside_inference_mode, trace_apart
+from ..compat import (
+    CACHE_NAME,
+    capture_failure,
+    ending_failed_capture,
+    is_capturing,
+    outside_inference_mode,
+    trace_apart,
+)
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels
-from .attention import PAGES, rehearsal
+from .attention import LAYER, PAGES, rehearsal
 from .cache import TurboQuantPagedCache
 from .options import number_of_positions
 from .processors import BatchOptions, Features, PreparedStep
@@ -72,22 +82,6 @@ def copied(arguments: Any) -> Any:
     return replaced(arguments, torch.Tensor, copy_of)
 
 
-def _holding(lock: threading.Lock, function: Callable) -> Callable:
-    """`function`, called while holding a lock."""
-
-    def call(*arguments: Any) -> Any:
-        with lock:
-            return function(*arguments)
-
-    return call
-
-
-def changes_itself(model: Any) -> bool:
-    """Whether steps may change a model: rotary embeddings that depend on lengths do, and code from elsewhere may."""
-    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
-    return "dynamic" in rope or "longrope" in rope or not type(model).__module__.startswith("transformers.")
-
-
 def compile_config_of(level: int) -> CompileConfig | None:
     """Compile options of steps with one token per request, equal to transformers' for a `default_compile_level`."""
     if level == 0:
@@ -102,69 +96,84 @@ def compiling_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class BackgroundCompile(threading.Thread):
-    """Thread that compiles the step of requests with one token each, while an engine runs the same step uncompiled.
-
-    The compiled step runs on copies of the inputs of earlier steps, and touches no page (`rehearsal`). Copies have the
-    sizes and views of the originals, so that the engine's own inputs compile nothing again. torch cannot trace a model
-    that another thread changes. Tracing therefore holds `lock`, and so do the engine's calls of a model that changes
-    itself (`changes_itself`), but for replayed graphs. The compiler's backend knows a graph only and holds no lock.
+class CompiledLayers:
+    """Decoder layers of a model, compiled by `torch.compile`: layers that are alike once, for any number of tokens.
 
     Args:
-        step: The step.
-        config: Options of `torch.compile`, as `CompileConfig.to_dict` returns them.
-        calls: Arguments of a call per number of requests. The thread empties the list.
+        model: The model. Layers whose `forward` something else has replaced stay as they are.
+        config: Options of `torch.compile`.
+    """
+
+    def __init__(self, model: Any, config: CompileConfig) -> None:
+        layers = (each for each in model.get_decoder().modules() if isinstance(each, GradientCheckpointingLayer))
+        self.layers = [each for each in layers if "forward" not in vars(each)]
+        for module in chain(*(each.modules() for each in self.layers)):
+            if isinstance(index := getattr(module, "layer_idx", None), int):
+                vars(module)[LAYER] = torch.tensor(index)
+        kinds = {type(each) for each in self.layers}
+        self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
+
+    def __call__(self, layer: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a layer."""
+        return self.forward[type(layer)](layer, *arguments, **options)
+
+    def within(self, function: Callable) -> Callable:
+        """`function`, in which the model calls the compiled layers."""
+
+        def call(*arguments: Any) -> Any:
+            for layer in self.layers:
+                vars(layer)["forward"] = functools.partial(self.forward[type(layer)], layer)
+            try:
+                return function(*arguments)
+            finally:
+                for layer in self.layers:
+                    del vars(layer)["forward"]
+
+        return call
+
+    @contextmanager
+    def recording(self, calls: list[Any]) -> Iterator[None]:
+        """Add the layers that are called, and their arguments, to `calls`."""
+        with ExitStack() as hooks:
+            for layer in self.layers:
+                hook = layer.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+                hooks.callback(hook.remove)
+            yield
+
+
+class BackgroundCompile(threading.Thread):
+    """Thread that compiles layers, while an engine runs them uncompiled.
+
+    Layers run on copies of the inputs of earlier steps, and touch no page (`rehearsal`). Copies have the sizes and
+    views of the originals, so that the engine's own inputs compile nothing again.
+
+    Args:
+        model: The model.
+        config: Options of `torch.compile`.
+        calls: Arguments of `CompiledLayers`. The thread empties the list.
         then: Function that is called at the end.
     """
 
     error: Exception | None = None
     done = False
 
-    def __init__(
-        self, step: Callable, config: dict[str, Any], calls: list[tuple[Any, ...]], then: Callable[[], None]
-    ) -> None:
+    def __init__(self, model: Any, config: CompileConfig, calls: list[Any], then: Callable[[], None]) -> None:
         super().__init__(name="tq_hf compiles", daemon=True)
-        self.config, self.calls, self.lock = config, calls, threading.Lock()
+        self.calls = calls
         self.then: Callable[[], None] | None = then
-        self.device, self.inference = calls[0][-1].device, torch.is_inference_mode_enabled()
-        self.excludes = changes_itself(calls[0][0])
-        options = dict(fullgraph=config["fullgraph"], dynamic=config["dynamic"])
-        self.step: Callable | None = torch.compile(step, backend=self._backend, **options)
-
-    def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
-        """Compile a graph, without the lock in this thread."""
-        if threading.current_thread() is not self:
-            return self._compile(graph, inputs)
-        self.lock.release()
-        try:
-            return self._compile(graph, inputs)
-        finally:
-            self.lock.acquire()
-
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
-        import torch._inductor
-
-        if callable(self.config["backend"]):
-            return self.config["backend"](graph, inputs)
-        if self.config["backend"] != "inductor":
-            return torch._dynamo.lookup_backend(self.config["backend"])(graph, inputs)
-        options = dict(self.config["options"] or ())
-        if self.config["mode"] is not None:
-            options |= torch._inductor.list_mode_options(self.config["mode"], self.config["dynamic"])
-        return torch._inductor.compile(graph, inputs, options=options)
+        self.device, self.inference = model.device, torch.is_inference_mode_enabled()
+        self.layers: CompiledLayers | None = CompiledLayers(model, config)
 
     def run(self) -> None:
-        assert self.step is not None and self.then is not None
-        rehearsal.active, device, step, then = True, self.device, self.step, self.then
+        assert self.layers is not None and self.then is not None
+        rehearsal.active, device, layers, then = True, self.device, self.layers, self.then
         stream = compiling_stream(device) if device.type == "cuda" else None
         try:
             if stream is not None:
                 stream.wait_stream(torch.cuda.default_stream(device))  # of the copies
             with short_turns, torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
                 while self.calls:
-                    arguments = self.calls.pop(0)
-                    with self.lock:
-                        step(*arguments)
+                    layers(*self.calls.pop(0))
             if stream is not None:
                 stream.synchronize()
         except Exception as error:
@@ -178,10 +187,10 @@ class BackgroundCompile(threading.Thread):
         self.join(timeout)
         self.take()
 
-    def take(self) -> Callable | None:
-        """Return the compiled step, and let go of the step and its engine: torch keeps the backend forever."""
-        step, self.step, self.then = self.step, None, None
-        return step
+    def take(self) -> CompiledLayers | None:
+        """Return the compiled layers, and let go of them and the engine: torch keeps the backend forever."""
+        layers, self.layers, self.then = self.layers, None, None
+        return layers
 
 
 class TurboQuantModelRunner(Substitute, ModelRunner):
@@ -206,8 +215,12 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     """Whether a warm-up compiles kernels and launches none."""
     ahead = False
     """Whether to work while there is no request."""
-    calls: dict[int, tuple[Any, ...]] | None = None
-    """Copies of a step's arguments by number of requests, until steps are compiled in the background."""
+    layers: CompiledLayers | None = None
+    """Layers that steps run compiled."""
+    uncompiled: CompiledLayers
+    """Layers whose calls are recorded."""
+    calls: dict[int, list[Any]] | None = None
+    """Copies of the arguments of layers by number of requests, until layers are compiled in the background."""
     decoded = 0
     """Number of decode steps since `warm_up_behind`."""
     behind: BackgroundCompile | None = None
@@ -216,15 +229,14 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     wake_up: Callable[[], None]
     """Function that wakes the engine once steps or kernels are compiled."""
 
-    def take_over(self, graphs_are_requested: bool) -> None:
+    def take_over(self, model: Any, graphs_are_requested: bool) -> None:
         """Complete a runner that is `like` one of transformers."""
         trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
         # transformers has compiled its own step, which chooses by one set of options for all.
-        self.do_sample = False
+        self.do_sample, self._compiled_decode = False, None
         if (config := self.cb_config.decode_compile_config) is not None:
-            step: Any = self._forward_process_and_sample
-            self._compiled_decode = torch.compile(step, **config.to_dict())
+            self.layers = CompiledLayers(model, config)
         self.list_warm_ups()
         self.missing = [*dict.fromkeys((requests, None) for requests, _ in self.missing), *self.missing]
 
@@ -248,30 +260,29 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         self.ahead, self.wake_up = True, wake_up
         if not self.use_cuda_graph_varlen:  # a request would wait for the longest prompt, and no graph comes of it
             self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
-        if self._compiled_decode is not None:
-            self._compiled_decode, self.calls = None, {}
+        if self.layers is not None:
+            self.uncompiled, self.layers, self.calls = self.layers, None, {}
             # A processor would wait for the thread to compile.
             self._processors_are_compiled, self.logit_processor.compiled = self.logit_processor.compiled, False
 
-    def _begin_compiling(self) -> None:
+    def _begin_compiling(self, model: Any) -> None:
         assert self.calls and self.cb_config.decode_compile_config is not None
-        calls, self.calls = list(self.calls.values()), None
-        step: Any = self._forward_process_and_sample
-        self.behind = BackgroundCompile(step, self.cb_config.decode_compile_config.to_dict(), calls, self.wake_up)
+        calls, self.calls = [*chain(*self.calls.values())], None
+        self.behind = BackgroundCompile(model, self.cb_config.decode_compile_config, calls, self.wake_up)
         self.behind.start()
 
     def _take_compiled(self) -> None:
-        """Go on with the compiled step, once it is there."""
+        """Go on with the compiled layers, once they are there."""
         if self.behind is None or not self.behind.done:
             return
         behind, self.behind = self.behind, None
-        step = behind.take()
+        layers = behind.take()
         if behind.error is None:
-            self._compiled_decode = step
+            self.layers = layers
             self.logit_processor.compiled = self._processors_are_compiled
             kernels = [each for each in self.missing if each[1] is None]
             self.list_warm_ups()
-            self.missing = kernels + [each for each in self.missing if each[0]]  # steps with prompts are not compiled
+            self.missing = kernels + [each for each in self.missing if each[0]]  # steps with prompts are not captured
         else:
             reason = " ".join(str(behind.error).split()[:40])
             logger.warning(f"The step cannot be compiled, and stays as it is, which is slower: {reason}")
@@ -296,7 +307,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             self.warm_up(model)
             return True
         if self.calls:
-            self._begin_compiling()
+            self._begin_compiling(model)
         return False
 
     def compile_kernels(self, model: torch.nn.Module, steps: int | None = None, behind: bool = False) -> None:
@@ -383,30 +394,29 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         positions, positions are clamped: an index outside of the embedding leaves a GPU unusable.
         """
         self._take_compiled()
-        batch_data[PAGES] = self.cache
+        batch_data[PAGES], self.cache.step = self.cache, batch_data
         if self.cache.holds_latents:
             batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
         batch_data.pop("is_causal", None)
         host, device = self._buffers()
+        self.cache.filled = host.num_request_in_batch, host.total_seqlen_q
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
             self.features = self.logit_processor.begin()
         graphs = vars(device).setdefault("graphs_by_features", {})  # freed together with the buffers that they read
-        kind = Features(grammar=True) if self.features.grammar else self.features, self._compiled_decode is None
+        kind = Features(grammar=True) if self.features.grammar else self.features, self.layers is None
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
         if self.features.grammar:
             self._choose_allowed(batch_data)
         if self.calls is not None and self.inputs_and_outputs.use_block_table and not self.only_compiles:
-            if (size := batch_data["input_ids"].shape[1]) not in self.calls:
-                self.calls[size] = (model, *self._copied_arguments(batch_data))
             self.decoded += 1
             # Steps of one request and of several compile apart, and a step would wait for the kind that is left out.
             both = len({min(size, 2) for size in self.calls}) == min(self.cb_config.max_requests_per_batch or 2, 2)
             if self.decoded >= COMPILE_AFTER and both:
-                self._begin_compiling()
+                self._begin_compiling(model)
         with stream_context(self.inputs_and_outputs.compute_stream):
             self.steps[id(host)] = self.logit_processor.end()
 
@@ -425,13 +435,6 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]
             processor.choose(processor.logits[: len(tokens)], tokens, self.features, io.get_cb_kwargs()[-1])
 
-    @outside_inference_mode
-    def _copied_arguments(self, batch_data: dict[str, Any]) -> tuple[Any, ...]:
-        """Copies of the tensors of a step, after it."""
-        if (stream := self.inputs_and_outputs.compute_stream) is not None:
-            stream.synchronize()  # copies are made on another one
-        return copied((batch_data, *self.inputs_and_outputs.get_cb_kwargs()))
-
     def _buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
         """Buffers of the step on the host and on the device: one pair, or the same ones."""
         io = self.inputs_and_outputs
@@ -445,10 +448,12 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if self.only_compiles:
             return self._forward_process_and_sample, False
         forward, captured = super()._get_forward_fn(use_block_table)
+        # A step with prompts calls a linear layer once for each of their lengths.
+        if self.layers is not None and (use_block_table or self.cache.states is None):
+            forward = self.layers.within(forward)
         if self.behind is not None:
             # While another thread uses the device, no graph can be captured.
             captured = captured and self.inputs_and_outputs.get_graph() is not None
-            forward = _holding(self.behind.lock, forward) if self.behind.excludes else forward
         features = self.features
         if not any(features):
             return forward, captured
@@ -474,11 +479,22 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     ) -> torch.Tensor:
         """Run the model and choose the likeliest tokens. Returns logits `[N, vocabulary]` of the last tokens."""
         self.inputs_and_outputs.carry_over_tokens(batch_data["input_ids"], carry_over_ids, prev_output_ids)
-        logits = model(**batch_data).logits
+        logits = self._call(model, batch_data).logits
         if "logits_to_keep" not in batch_data:
             logits = logits[:, batch_data["logits_indices"], :]
         self._sample(logits.float(), output_ids)
         return logits[0]
+
+    def _call(self, model: Any, batch_data: dict[str, Any]) -> Any:
+        """Call the model. Record calls of layers that are compiled later, in a step of one new token per request."""
+        size, calls = batch_data["input_ids"].shape[1], list[Any]()
+        decodes = self.inputs_and_outputs.use_block_table and not self.only_compiles
+        if self.calls is None or size in self.calls or not decodes or is_capturing():
+            return model(**batch_data)
+        with self.uncompiled.recording(calls):
+            outputs = model(**batch_data)
+        self.calls[size] = outside_inference_mode(copied)(calls)
+        return outputs
 
     def _capture_graph(self, forward_fn: Callable, compute_stream: torch.cuda.Stream, *args: Any) -> None:
         """Compute a step, then capture it."""

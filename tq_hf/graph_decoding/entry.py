@@ -19,6 +19,7 @@ from ..compat import (
     prefill,
     switches_rope,
 )
+from ..joined import joined
 from .assisted import AssistedLoop, check_room_for_drafts, drafts_of, expect_drafts
 from .loop import Loop, check_layers
 
@@ -98,7 +99,7 @@ def graph_decoding(
     del outputs
     call = (model, cache, input_ids, logits_processor, stopping_criteria, generation_config, arguments.get("streamer"))
     loop = Loop(*call) if drafts is None else AssistedLoop(drafts, *call)
-    with optimized_for_decode(model):
+    with optimized_for_decode(model), joined(model):
         return loop.run(logits, model_kwargs)
 
 

@@ -81,7 +81,8 @@ class PrefixScratch(NamedTuple):
 
 class PrefixShape(NamedTuple):
     """Constants of `prefix_attention`: STEP, 64 or 128, is the number of tokens between two updates of the maximum;
-    those from SINKS on are `Pages.place` and the padded number of sequences, 0 without a block table."""
+    those from SINKS to BLOCK_B are `Pages.place` and the padded number of sequences, 0 without a block table. MERGE:
+    `out` and `new_lse` have the attention to the new tokens."""
 
     DK: Any
     DV: Any
@@ -104,6 +105,7 @@ class PrefixShape(NamedTuple):
     RING: Any = 0
     ROWS: Any = 0
     BLOCK_B: Any = 0
+    MERGE: Any = False
 
 
 @triton.jit
@@ -276,6 +278,7 @@ def prefix_attention(
     cu_seqlens_k,  # [B + 1] int32
     block_table,  # [B, W] int32, or None
     packed_blocks,  # [B] int32
+    new_lse,  # [Hq, T] float32, base e, with MERGE
     query_b, query_h, query_s,
     blocks_b,  # strides in blocks
     blocks_h,
@@ -292,13 +295,15 @@ def prefix_attention(
     tile_count,  # tiles of rows
     count,  # with a block table: B
     width,  # W
+    lse_h,  # stride of `new_lse` over heads
     SHAPE: tl.constexpr,  # a `PrefixShape`
 ):  # fmt: skip
     """Attend to everything with many queries. Grid: (row tiles, B * Hkv, splits).
 
     With a block table: sequences with several new tokens, over the pages of `tq_kernels.common.schedule`. Tensors then
     have one batch row with the new tokens of all sequences; `residual_keys` are the layer's first page, `blocks_b`
-    blocks before the next; `rows` counts rows of all sequences. Programs without a tile end at once.
+    blocks before the next; `rows` counts rows of all sequences. Programs without a tile end at once. With MERGE, only
+    cached tokens are attended to, and rows without any stay as they are.
     """
     C: tl.constexpr = constants_of(SHAPE)
     head = tl.program_id(1)
@@ -316,6 +321,9 @@ def prefix_attention(
         if not exists:
             return
         token, queries, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        if C.MERGE and not C.SPLIT:
+            if past == 0:
+                return
         new_count, rows = queries, queries * groups
         blocks, sink_count = packed_of(packed_blocks, sequence, count), tl.minimum(past, C.SINKS)
         residual_count = past - sink_count - blocks * TOKENS
@@ -337,8 +345,10 @@ def prefix_attention(
     query_inside = row_mask[:, None] & (dk < C.DK)[None, :]
 
     # This program's share, in units of 128 tokens: packed blocks, then the dense tokens that these rows see.
-    dense_count = sink_count + residual_count + new_count
-    if C.CAUSAL:
+    dense_count = sink_count + residual_count
+    if not C.MERGE:
+        dense_count += new_count
+    if C.CAUSAL and not C.MERGE:
         dense_count = tl.minimum(
             dense_count, dense_count - queries + 1 + (tl.minimum(first_row + C.BLOCK_R, rows) - 1) // groups
         )
@@ -395,16 +405,25 @@ def prefix_attention(
     row_mask = r < rows
     s = r // groups
     head_q = kv_head * groups + r % groups
-    maximum, total, acc = state.maximum, state.total, state.output
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    maximum, total, acc = finite(state.maximum) * scale.gain, state.total, state.output
     inside = row_mask[:, None] & (dv < C.DV)[None, :]
+    at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+    if C.MERGE:
+        if last == units:
+            new_at = new_lse + head_q.to(tl.int64) * lse_h + token + s
+            new_top = tl.load(new_at, mask=row_mask, other=0.0) * LOG2E
+            top = tl.maximum(tl.where(total > 0, maximum, new_top), new_top)
+            weight, decay = tl.exp2(new_top - top), tl.where(total > 0, tl.exp2(maximum - top), 0.0)
+            new = tl.load(at[:, None] + dv[None, :], mask=inside, other=0.0).to(tl.float32)
+            acc = acc * decay[:, None] + new * weight[:, None]
+            maximum, total = top, total * decay + weight
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
     if C.SPLIT:
         row = _row_of(scratch, r)
-        tl.store(lse + row, log2_sum(finite(maximum) * scale.gain, total), mask=row_mask)
+        tl.store(lse + row, log2_sum(maximum, total), mask=row_mask)
         tl.store(partial + row[:, None] * C.DV + dv[None, :], acc * inverse[:, None], mask=inside)
     else:
         if C.HAS_AUX:
             aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
-            inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - finite(maximum) * scale.gain))
-        at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+            inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - maximum))
         tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=inside)

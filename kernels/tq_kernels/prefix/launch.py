@@ -186,7 +186,7 @@ def attend_prefix(
         (
             *(query, packed.data, *rotations),
             *(*packed.channel_scales, *sinks, *residual, *fresh, seen, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 4),
+            *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 5),
         ),
         (
             *query_strides, *packed.block_strides, *dense_strides, *fresh_strides, *out_strides,
@@ -200,7 +200,7 @@ def attend_prefix(
             *mask_strides,
             *options.log2_factors,
             row_tiles,
-            *(0, 0),
+            *(0, 0, 0),
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),
@@ -274,13 +274,16 @@ def attend_many(
     *,
     allocate: Callable[[int], torch.Tensor],
     out: torch.Tensor,
+    new_lse: torch.Tensor | None = None,
 ) -> None:
     """Compute causal attention of sequences with several new tokens. Nothing is stored.
 
     Args:
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
         allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
-        out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined.
+        out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined. With `new_lse` it has
+            the attention to the new tokens, to which that to cached ones is added.
+        new_lse: `[Hq, T]` float32, log of the sum of exponentials of the logits of new tokens, or `None`.
     """
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], sequences.cu_seqlens_q.shape[0] - 1
@@ -294,7 +297,7 @@ def attend_many(
     aux = query if options.s_aux is None else options.s_aux
     flags = (True, 0, *options.flags, splits > 1)
     padded = triton.next_power_of_2(max(count, sequences.least_padding))
-    place = (*pages.place, padded)
+    place = (*pages.place, padded, new_lse is not None)
     constants = prefix_constants(pages.layout, *flags, config, on, place)
     (query_s, query_h), (new_t, new_h), (new_vt, new_vh), (out_s, out_h) = (x.stride()[:2] for x in (*tokens, out))
     strides = specialised((query_s, query_h, new_t, new_h, new_vt, new_vh, out_s, out_h))
@@ -304,7 +307,7 @@ def attend_many(
         (
             *(query, pages.blocks, *rotations),
             *(pages.key_channel_scales, pages.value_channel_scales, *[pages.rows] * 4, key, value, query, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:4]),
+            *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:4], new_lse),
         ),
         (
             *(0, query_h, query_s),
@@ -322,6 +325,7 @@ def attend_many(
             row_tiles,
             count,
             width,
+            0 if new_lse is None else new_lse.stride(0),
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),

@@ -22,7 +22,7 @@ from . import blocks
 
 if HAS_TRITON:
     from tq_kernels.codec.launch import encode_new_blocks
-    from tq_kernels.common.device import target
+    from tq_kernels.common.device import AMPERE, target
     from tq_kernels.decode.append import append_new_rows
     from tq_kernels.decode.launch import DecodeLaunch, paged_scratch_bytes
     from tq_kernels.latents.launch import attend_latents, latent_scratch_bytes
@@ -112,6 +112,31 @@ def decode_launch(pages: LayerPages) -> DecodeLaunch:
     return DecodeLaunch(pages.tensors, rotation, encoder)
 
 
+def flash_takes(query: torch.Tensor, options: AttentionOptions) -> bool:
+    """Whether torch's FlashAttention computes causal attention with these queries `[T, Hq, D]` and options."""
+    if not query.is_cuda or not options.only_scales() or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return query.shape[2] <= 256 and query.shape[2] % 8 == 0 and target(query.device).asm >= AMPERE
+
+
+def flash_attention(
+    new: Tokens, cu_seqlens: torch.Tensor, tokens: int, most: int, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of new tokens to the new tokens of their sequence: `[T, Hq, D]`, 0 after the first `tokens`, and
+    the logarithms of its sums of exponentials, `[Hq, T]` float32.
+
+    Args:
+        new: The T new tokens; the first `tokens` are those of the sequences.
+        cu_seqlens: `[sequences + 1]` int32.
+        most: Upper bound of the tokens of a sequence.
+        options: Options that `flash_takes`.
+    """
+    flash, most = torch.ops.aten._flash_attention_forward, min(most, tokens)
+    out, lse, *_ = flash(*new, cu_seqlens, cu_seqlens, most, most, 0.0, True, False, scale=options.scaling)
+    out[tokens:].zero_()
+    return out, lse
+
+
 @explains_failures
 def paged_step(
     new: Tokens,
@@ -133,17 +158,23 @@ def paged_step(
     single = sequences.max_q == 1
     # The kernels of decode write every row if they can tell padding tokens.
     fill = single and total >= count
-    out = query.new_empty(query.shape) if fill and total == count else query.new_zeros(query.shape)
     if total == 0:
-        return out
-    tokens = Tokens(*map(_rows, new))
+        return query.new_empty(query.shape)
+    tokens, new_lse = Tokens(*map(_rows, new)), None
+    if attend_prompts is None and not single and sequences.filled and flash_takes(query, options):
+        out, new_lse = flash_attention(
+            tokens, sequences.cu_seqlens_q, *sequences.filled, sequences.max_q, options.scaling
+        )
+    else:
+        out = query.new_empty(query.shape) if fill and total == count else query.new_zeros(query.shape)
     scratch = allocator(None if is_capturing() else workspace, SCRATCH, device)
     with blocks.launching_on(query):
         if attend_prompts is not None:
             attend_prompts(out)
         elif not single:
             rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
-            attend_many(tokens, pages.tensors, sequences, rotation_fp16, options, allocate=scratch, out=out)
+            arguments = (tokens, pages.tensors, sequences, rotation_fp16, options)
+            attend_many(*arguments, allocate=scratch, out=out, new_lse=new_lse)
         decode_launch(pages)(
             tokens.query, sequences, None, options, scratch, out, (tokens.key, tokens.value), fill=fill
         )
