@@ -131,7 +131,7 @@ def main() -> None:
     model, name = loaded(None, arguments.layers, device)
     with torch.no_grad():
         rows = measure(model, arguments)
-    record = provenance(device, "") | {"model": name, "requests": arguments.requests, "rows": rows}
+    record = provenance(device, name) | {"requests": arguments.requests, "rows": rows}
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     worst = max(row["over"] for row in rows)
