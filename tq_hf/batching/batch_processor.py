@@ -91,6 +91,10 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def update_batch(self) -> None:
         """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
         runner: Any = self.model_runner
+        for future in self._inputs.requests_in_batch:
+            # transformers forgets the blocks of a part of a prompt if the last part is scheduled before its end.
+            if not future.has_new_token and future.state.status == RequestStatus.DECODING:
+                self.cache.mark_complete_blocks(future.state, future.complete_blocks)
         if (step := runner.steps.pop(id(self._inputs), None)) is not None and step.details is not None:
             if not isinstance(io := self.inputs_and_outputs, ContinuousBatchingIOs):
                 io.io_pairs[io.current_pair].d2h_over.synchronize()

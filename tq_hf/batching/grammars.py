@@ -174,22 +174,25 @@ class Matching:
     def __init__(self, compiled: Any, ends: tuple[int, ...]) -> None:
         import xgrammar
 
-        self.matcher, self.tokens = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(ends)), list[int]()
+        self.matcher, self.number = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(ends)), 0
+        """The matcher, and the number of tokens that it has read."""
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
 
-    def write(self, tokens: list[int], masks: torch.Tensor, row: int) -> None:
-        """Write the mask of the token after `tokens` to a row of `masks`, `[N, 1 + vocabulary // 32]` int32. Raise
-        `ValueError` if a token does not fit the grammar, no token can follow, or the mask takes too long."""
-        began, new = time.thread_time(), tokens[len(self.tokens) :]
-        if tokens[: len(self.tokens)] != self.tokens or not all(map(self.matcher.accept_token, new)):
+    def read(self, new: list[int]) -> bool:
+        """Read the next tokens. Returns whether another one can follow. Raise `ValueError` if one does not fit."""
+        began, self.seconds = time.thread_time(), MASK_SECONDS * (1 + len(new))
+        if not all(map(self.matcher.accept_token, new)):
             raise ValueError("A token of the answer does not fit its grammar.")
-        self.tokens = tokens[:]
-        if self.matcher.is_terminated():
-            return  # an asynchronous step for an answer that has ended
+        self.number += len(new)
+        self.seconds -= time.thread_time() - began
+        return not self.matcher.is_terminated()
+
+    def write(self, masks: torch.Tensor, row: int) -> None:
+        """Write the mask of the next token to a row of `masks`, `[N, 1 + vocabulary // 32]` int32: threads may write
+        rows of others meanwhile. Raise `ValueError` if that takes too long."""
+        began = time.thread_time()
         self.matcher.fill_next_token_bitmask(masks, row)
-        if not masks[row].any():
-            raise ValueError("The grammar goes on with a text that no token of the model begins.")
-        if time.thread_time() - began > MASK_SECONDS * (1 + len(new)):
+        if time.thread_time() - began > self.seconds:
             raise ValueError(f"The grammar is ambiguous: a mask of tokens takes more than {MASK_SECONDS:g} s.")

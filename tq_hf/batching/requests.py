@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
@@ -218,15 +217,16 @@ class TurboQuantRequest(Substitute, RequestState):
         last = (self.initial_tokens[-size:] + self.generated_tokens[-size:])[-size:]
         return self.detokenizer.completes(last, self.options.stop_strings)
 
-    def write_mask(self, newest: int | None, masks: torch.Tensor, row: int) -> None:
-        """Write which tokens the grammar allows next; `newest` is the last one if the host has not read it yet."""
+    def read_answer(self, newest: int | None) -> bool:
+        """Let `matching` read the answer; `newest` is its last token if the host has not read it yet. Returns whether
+        another token can follow: asynchronous batches have a step for an answer that has ended."""
         options: Any = self.options
         prompt = self._true_initial_tokens or len(self.initial_tokens)
         answer: list[Any] = self.initial_tokens[prompt:] + self.generated_tokens
         answer += [newest] * (self.position_offset - prompt - len(answer))
         if self.matching is None:
             self.matching = Matching(options.grammar.compiled, options.eos_token_ids)
-        self.matching.write(answer, masks, row)
+        return self.matching.read(answer[self.matching.number :])
 
     def fail(self, error: Exception) -> None:
         """End this request alone, with what is generated, after the step that runs."""

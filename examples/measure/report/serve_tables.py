@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from examples.measure.report.page import cache_name, note, shape, source, table
+from examples.measure.report.page import cache_name, note, shape, source, table, tokens
 
 MIB = 2**20
 GIB = 2**30
@@ -105,3 +105,39 @@ def offload(record: dict[str, Any]) -> str:
     text += f"A request of {record['tokens']:,} tokens holds {held['pages']} pages, {held['bytes'] / MIB:,.0f} MiB; "
     text += f"in bf16 {held['bf16_bytes'] / MIB:,.0f} MiB, {held['bf16_bytes'] / held['bytes']:.2f} times as many.\n"
     return text + note(record) + source(record)
+
+
+def prefixes(record: dict[str, Any]) -> str:
+    """First tokens of prompts whose prefix is kept, and steps of others while prefixes come back."""
+    texts = []
+    for row in record["rows"]:
+        times = {
+            "read": row["read_ms"],
+            "in the pool": row["in_pool_ms"],
+            "in host memory": [row["from_memory_ms"]],
+            "in files": row["from_files_ms"],
+        }
+        best, cells = min(times["read"]), []
+        for name, found in times.items():
+            cells.append([name, ", ".join(f"{ms:.0f}" for ms in found) + " ms", f"**{min(found) / best:.3f}×**"])
+        texts.append(table([f"prompts of {tokens(row['context'])} tokens", "first token", "of reading"], cells))
+        steps, names = [], ("mean_ms", "p50_ms", "p99_ms", "longest_ms")
+        for name, label in (("without", "short prompts come"), ("with", "prefixes come back")):
+            steps.append([label, *(f"{row[name][each]:.1f} ms" for each in names)])
+        texts.append(table([f"a step of {row['batch']} requests while", "mean", "median", "p99", "longest"], steps))
+        same = "are" if row["equal"] and row["equal_in_pool"] else "are not all"
+        texts.append(
+            f"Answers {same} those of prefixes in the pool; files have {row['bytes_over_bf16']:.3f} of bf16.\n"
+        )
+    return "\n".join(texts) + f"\n{record['model']}. {note(record)}{source(record)}"
+
+
+def grammars(record: dict[str, Any]) -> str:
+    """Steps with and without answers in a form."""
+    rows = []
+    for row in record["rows"]:
+        times = [f"{row[f'ms_{name}']:.2f} ms" for name in ("without", "with")]
+        host = [f"{row['host_ms'][name]:.2f} ms" for name in ("write_masks", "choose")]
+        rows.append(["sampled" if row["sampled"] else "greedy", *times, f"**{row['over']:.3f}×**", *host])
+    header = [f"{record['requests']} requests", "step without", "step with", "", "masks, host", "launches, host"]
+    return table(header, rows) + f"\n{record['model']}. {note(record)}{source(record)}"

@@ -9,7 +9,7 @@ from typing import Any
 from examples.measure.report.card_tables import cards, compile_matrix
 from examples.measure.report.multi_gpu_tables import multi_gpu, replicas
 from examples.measure.report.page import cache_name, details, note, shape, source, table
-from examples.measure.report.serve_tables import offload, serve
+from examples.measure.report.serve_tables import grammars, offload, prefixes, serve
 from tq_hf import PRESETS
 
 MIB = 2**20
@@ -541,6 +541,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "cpu": cpu,
     "drafts": drafts,
     "generate": generate,
+    "grammars": grammars,
     "latents": latents,
     "models": models,
     "kernels": kernels,
@@ -550,6 +551,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "passkey": passkey,
     "prefill": prefill,
     "prefix": prefix,
+    "prefixes": prefixes,
     "quality": quality,
     "quantized": quantized,
     "real": real,

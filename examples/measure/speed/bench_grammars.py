@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import string
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,29 @@ def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<end>", eos_token="<end>")
 
 
+class Timed:
+    """A method of an object, and the milliseconds of its calls."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.call, self.times = getattr(owner, name), list[float]()
+        setattr(owner, name, self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self.call(*arguments)
+        finally:
+            self.times.append(1e3 * (time.perf_counter() - begin))
+
+
+def timed(processor: Any) -> dict[str, Timed]:
+    """Parts of a step on the host: masks, and what the device waits for if it takes longer than the step."""
+    runner = processor.model_runner
+    parts = [(runner.logit_processor, "write_masks"), (runner.logit_processor, "choose"), (runner, "compute_batch")]
+    parts += [(processor, "update_batch"), (processor, "prepare_next_batch")]
+    return {name: Timed(owner, name) for owner, name in parts}
+
+
 def milliseconds(manager: Any, requests: list[Request], options: dict[str, Any]) -> float:
     """Time of a step while all requests are in flight."""
     names = [
@@ -74,15 +99,21 @@ def measure(model: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with batching.continuous_batching_context_manager(
         GenerationConfig(eos_token_id=0), continuous_batching_config=options
     ) as manager:
+        milliseconds(manager, requests[:1], {"eos_token_id": -1})
+        parts = timed(manager.batch_processor)
         for samples in (False, True):
             without, times = {"do_sample": samples, "eos_token_id": -1}, {"without": [], "with": []}
             with_form = without | {"response_format": FORM, "eos_token_id": 0}
             for _ in range(1 + arguments.rounds):
                 times["without"].append(milliseconds(manager, requests, without))
+                for each in parts.values():
+                    each.times.clear()
                 times["with"].append(milliseconds(manager, requests, with_form))
             row = {f"ms_{name}": min(found[1:]) for name, found in times.items()}
-            rows.append({"sampled": samples, **row, "over": row["ms_with"] / row["ms_without"]})
+            host = {name: statistics.mean(each.times) for name, each in parts.items()}
+            rows.append({"sampled": samples, **row, "over": row["ms_with"] / row["ms_without"], "host_ms": host})
             print(rows[-1], flush=True)
+            print(f"host, ms a step of {len(requests)} rows: {host}, compute_batch with the wait for the last tokens")
     return rows
 
 
@@ -100,7 +131,7 @@ def main() -> None:
     model, name = loaded(None, arguments.layers, device)
     with torch.no_grad():
         rows = measure(model, arguments)
-    record = provenance(device, "") | {"model": name, "requests": arguments.requests, "rows": rows}
+    record = provenance(device, name) | {"requests": arguments.requests, "rows": rows}
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     worst = max(row["over"] for row in rows)
