@@ -88,7 +88,7 @@ def join(model: nn.Module) -> list[nn.Module]:
             used[id(parameter)] = used.get(id(parameter), 0) + 1
     for parent in model.modules():
         for names in GROUPS:
-            modules = [getattr(parent, name, None) for name in names]
+            modules: list[Any] = [getattr(parent, name, None) for name in names]
             if _are_joined(modules) and all(used[id(each.weight)] == 1 for each in modules):
                 Joined(modules)
                 found += modules

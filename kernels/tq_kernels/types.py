@@ -270,7 +270,7 @@ class Sequences(NamedTuple):
         packed: `[B]` int32, number of blocks to read packed. Tokens after them are in the ring, up to `ring_rows` with
             the new one. `None` for sliding windows, which have no blocks.
         max_q: Upper bound of the new tokens of a sequence; 1 if and only if all have one at most.
-        filled: Number of sequences, the first ones, that have all new tokens, and number of these tokens, if known.
+        lengths: Number of new tokens of the first sequences, if the host knows them; the others have none.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -278,7 +278,7 @@ class Sequences(NamedTuple):
     block_table: torch.Tensor
     packed: torch.Tensor | None
     max_q: int
-    filled: tuple[int, int] | None = None
+    lengths: tuple[int, ...] | None = None
 
     @property
     def least_padding(self) -> int:

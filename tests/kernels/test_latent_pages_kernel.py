@@ -77,7 +77,7 @@ class LatentInputs:
 
     def to(self, device: torch.device) -> LatentInputs:
         """A copy on `device`."""
-        *tensors, max_q = self.sequences
+        *tensors, max_q, _ = self.sequences
         return LatentInputs(
             self.step,
             self.pool.to(device, copy=True),

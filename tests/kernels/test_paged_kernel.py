@@ -127,19 +127,17 @@ def test_agrees_with_the_reference(step: Step) -> None:
     check(step)
 
 
-def flash_in_torch(
-    new: Tokens, cu_seqlens: torch.Tensor, tokens: int, most: int, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flash_in_torch(new: Tokens, sequences: Sequences, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """As `flash_attention`, in torch; numbers that are undefined there are no numbers here."""
     query, groups = new.query, new.query.shape[1] // new.key.shape[1]
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[1::-1], torch.nan)
-    for start, end in pairwise(cu_seqlens.tolist()):
+    for start, end in pairwise(sequences.cu_seqlens_q.tolist()):
         q, k, v = (x[start:end].float() for x in new)
         logits = torch.einsum("shd,thd->hst", q, k.repeat_interleave(groups, 1)) * options.scaling
         logits = logits.masked_fill(torch.ones(end - start, end - start).triu(1).bool(), -torch.inf)
         lse[:, start:end] = logits.logsumexp(2)
         out[start:end] = torch.einsum("hst,thd->shd", logits.softmax(2), v.repeat_interleave(groups, 1)).to(out.dtype)
-    out[tokens:] = 0
+    out[sum(sequences.lengths) :] = 0
     return out, lse
 
 
@@ -306,7 +304,9 @@ def test_no_prompts_need_more_scratch_than_the_bound(
     config, chance, dim = prefix_launch.prefix_config(128, 128, on), random.Random(0), 128
     bound, largest = prefix_launch.many_scratch_bytes(most, 16, heads, dim, on), 0
     for _ in range(2000):
-        total, count = int(most ** chance.random()), chance.randint(1, 16)
-        sizes = prefix_launch._many_sizes(total, count, int(2 ** chance.uniform(0, 11)), heads, dim, config, on)[2]
+        total, count, width = int(most ** chance.random()), chance.randint(1, 16), int(2 ** chance.uniform(0, 11))
+        tiles = prefix_launch._most_tiles(total, count, heads[0] // heads[1], config.block_rows)
+        tiles = chance.choice([tiles, chance.randint(1, tiles)])
+        sizes = prefix_launch._many_sizes(total, tiles, width, heads, dim, config, on)[1]
         largest = max(largest, 4 * sum(sizes))
     assert largest <= bound

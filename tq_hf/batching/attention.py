@@ -114,8 +114,8 @@ def attend_pages(
     softcap: float | None,
     cache: int,
 ) -> torch.Tensor:
-    """Call `TurboQuantPagedCache.attend`, or `attend_latents` with the up-projection `weight`, with the arguments of the
-    engine in `TurboQuantPagedCache.step`. `tensors` are queries, keys (or latents), values (or rotary keys) and the
+    """Call `TurboQuantPagedCache.attend`, or `attend_latents` with the up-projection `weight`, with the arguments of
+    the engine in `TurboQuantPagedCache.step`. `tensors` are queries, keys (or latents), values (or rotary keys) and the
     index of the layer."""
     if rehearsal.active:
         return _attended(tensors, weight).zero_()

@@ -177,8 +177,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Pages of prefixes in host memory and files."""
         self.step: dict[str, Any] = {}
         """Arguments of the model in the running step."""
-        self.filled: tuple[int, int] | None = None
-        """Number of requests and of new tokens in the running step."""
+        self.lengths: tuple[int, ...] | None = None
+        """Number of new tokens of each request in the running step."""
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._state_step: StateStep | None = None
@@ -428,7 +428,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 self._window_step = plan_step(sequences, len(new.query), windows)
             return dispatch.windowed_step(new, windows, self._window_step, options, store=store)[None]
         if self._sequences is None or first:
-            self._sequences = sequences_of(kwargs, self.allocator.shape, self.filled)
+            self._sequences = sequences_of(kwargs, self.allocator.shape, self.lengths)
         pages = self.allocator.pages[owner]
         return paged_step(new, pages, self._sequences, options, self.scratch, store=store)[None]
 

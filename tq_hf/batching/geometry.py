@@ -73,7 +73,7 @@ def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
     return ring, shape.sink_pages * (length > 0) + (length >= BLOCK_TOKENS) + rows // BLOCK_TOKENS
 
 
-def sequences_of(kwargs: dict[str, Any], shape: TableShape, filled: tuple[int, int] | None = None) -> Sequences:
+def sequences_of(kwargs: dict[str, Any], shape: TableShape, lengths: tuple[int, ...] | None = None) -> Sequences:
     """Build the sequences of a step for full-attention layers, by the arguments that the engine passes to attention
     functions. No value is read on the host, so graphs can replay this."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
@@ -96,7 +96,7 @@ def sequences_of(kwargs: dict[str, Any], shape: TableShape, filled: tuple[int, i
     packed = (past - shape.sinks - shape.residual).clamp(min=0) // BLOCK_TOKENS
     # The number of shared blocks is -1 in a table that does not list it.
     return Sequences(
-        cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.shared_blocks]), max_q, filled
+        cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.shared_blocks]), max_q, lengths
     )
 
 

@@ -110,7 +110,7 @@ class CompiledLayers:
         for module in chain(*(each.modules() for each in self.layers)):
             if isinstance(index := getattr(module, "layer_idx", None), int):
                 vars(module)[LAYER] = torch.tensor(index)
-        kinds = {type(each) for each in self.layers}
+        kinds: set[Any] = {type(each) for each in self.layers}
         self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
 
     def __call__(self, layer: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -320,7 +320,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             for requests in sizes:
                 self._run_warm_up(model, requests, None)
                 if not requests:
-                    self._run_warm_up(model, 0, None, 1)  # few queries to few heads are split, which other kernels do
+                    self._run_warm_up(model, 0, None, 2)  # few queries to few heads are split, which other kernels do
 
         def finish() -> None:
             with short_turns:
@@ -400,7 +400,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
         batch_data.pop("is_causal", None)
         host, device = self._buffers()
-        self.cache.filled = host.num_request_in_batch, host.total_seqlen_q
+        self.cache.lengths = tuple(each.query_length for each in host.requests_in_batch)
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
                 batch_data["position_ids"].clamp_(max=self._positions - 1)

@@ -107,7 +107,7 @@ def _by_kernels(
 
 def _singles(sequences: Sequences) -> tuple[torch.Tensor, Sequences]:
     """Tokens `[n]` of the n requests that have one, and these requests alone."""
-    starts, lengths, table, packed, _ = sequences
+    starts, lengths, table, packed, *_ = sequences
     assert packed is not None
     chosen = (starts.diff() == 1).nonzero()[:, 0]
     ends = torch.nn.functional.pad(lengths.diff()[chosen].cumsum(0), (1, 0)).int()

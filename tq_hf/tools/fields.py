@@ -119,7 +119,7 @@ def _field(note: str = "", **limits: Any) -> Any:
     return Field(None, description=note, **limits)
 
 
-_MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)])
+_MESSAGES: Any = TypeAdapter(Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)])
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 
 

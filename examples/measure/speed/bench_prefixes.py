@@ -5,9 +5,8 @@
 An engine on an 8B-shaped random Llama reads long prompts, and stores their pages in a folder. A second engine on that
 folder has them back: from files (in the page cache of the system, as they were just written), then from pinned memory.
 
-Others: `batch` requests are answered while short prompts come ("without"), then while long prompts are stored and
-others come back from files ("with"), of which as many tokens are left to read. A step is the time between two tokens of
-one request.
+Others: `batch` requests are answered while the long prompts come, whose pages are in the pool ("without"), then while
+they come back from files and other pages are stored ("with"). A step is the time between two tokens of one request.
 """
 
 from __future__ import annotations
@@ -163,9 +162,10 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, folder: Path) -> 
         say(f"from files {[round(x) for x in row['from_files_ms']]} ms, from memory {row['from_memory_ms']:.0f} ms")
         say(f"over reading {row['first_token_over_reading']:.3f}; cached {row['cached_tokens']}; equal {row['equal']}")
         blocks = manager.batch_processor.cache.prefixes.blocks
-        rest = given.context - found[0][1].cached_tokens
-        steps(manager, others, given.steps, [])  # captures what is captured
-        row["without"] = steps(manager, others, given.steps, prompts(3, rest))
+        for prompt in long:
+            ask(manager, prompt)
+        steps(manager, others, given.steps, long)  # captures and compiles what there is to
+        row["without"] = steps(manager, others, given.steps, long)
         say(f"without: {row['without']}")
         idle(manager)
         evict(manager)

@@ -240,18 +240,23 @@ def merge(
     )
 
 
+def _most_tiles(total: int, count: int, groups: int, block_rows: int) -> int:
+    """Most row tiles of `total` new tokens of `count` sequences with several: the last of each may be partial."""
+    return -(-groups * total // block_rows) + min(count, total // 2)
+
+
 def _many_sizes(
-    total: int, count: int, width: int, heads: tuple[int, int], dim: int, config: PrefixConfig, on: Target
-) -> tuple[int, int, list[int]]:
-    """Number of row tiles of all sequences, of programs a tile, and of float32 for operands, outputs and sums."""
+    total: int, row_tiles: int, width: int, heads: tuple[int, int], dim: int, config: PrefixConfig, on: Target
+) -> tuple[int, list[int]]:
+    """Number of programs a row tile, and of float32 for operands, outputs and sums."""
     query_heads, kv_heads = heads
-    rows = query_heads // kv_heads * total
-    # The last tile of each sequence may be partial.
-    row_tiles = -(-rows // config.block_rows) + min(count, total // 2)
-    splits = prefix_splits(row_tiles * kv_heads, width, on.multiprocessors * config.programs_per_multiprocessor)
+    rows, resident = query_heads // kv_heads * total, on.multiprocessors * config.programs_per_multiprocessor
+    # Partial results have rows for single tokens, too.
+    most = max(1, 2 * resident * config.block_rows // (kv_heads * rows))
+    splits = min(most, prefix_splits(row_tiles * kv_heads, width, resident))
     sums = splits * kv_heads * rows
     operands = splits * kv_heads * row_tiles * config.block_rows * block_of(dim) // 2
-    return row_tiles, splits, [operands, sums * dim if splits > 1 else 0, sums]
+    return splits, [operands, sums * dim if splits > 1 else 0, sums]
 
 
 def many_scratch_bytes(total: int, count: int, heads: tuple[int, int], dim: int, on: Target) -> int:
@@ -259,7 +264,7 @@ def many_scratch_bytes(total: int, count: int, heads: tuple[int, int], dim: int,
     `heads` are query and KV heads."""
     config = prefix_config(dim, dim, on)
     shared = 2 * on.multiprocessors * config.programs_per_multiprocessor
-    tiles, _, _ = _many_sizes(total, count, 1, heads, dim, config, on)
+    tiles = _most_tiles(total, count, heads[0] // heads[1], config.block_rows)
     # Tiles are split only into `shared` parts or fewer.
     rows = max(heads[1] * tiles, shared) * config.block_rows
     return 4 * (rows * block_of(dim) // 2 + rows + shared * config.block_rows * dim)
@@ -290,7 +295,12 @@ def attend_many(
     groups, width, on = query_heads // kv_heads, sequences.block_table.shape[1], target(query.device)
     config = prefix_config(dim, dim, on)
     rows = groups * total
-    row_tiles, splits, sizes = _many_sizes(total, count, width, (query_heads, kv_heads), dim, config, on)
+    row_tiles = _most_tiles(total, count, groups, config.block_rows)
+    if sequences.lengths is not None:
+        row_tiles = sum(-(-groups * n // config.block_rows) for n in sequences.lengths if n > 1)
+        if not row_tiles:
+            return
+    splits, sizes = _many_sizes(total, row_tiles, width, (query_heads, kv_heads), dim, config, on)
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     if splits > 1:
         lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here

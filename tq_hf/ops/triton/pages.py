@@ -119,21 +119,15 @@ def flash_takes(query: torch.Tensor, options: AttentionOptions) -> bool:
     return query.shape[2] <= 256 and query.shape[2] % 8 == 0 and target(query.device).asm >= AMPERE
 
 
-def flash_attention(
-    new: Tokens, cu_seqlens: torch.Tensor, tokens: int, most: int, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of new tokens to the new tokens of their sequence: `[T, Hq, D]`, 0 after the first `tokens`, and
-    the logarithms of its sums of exponentials, `[Hq, T]` float32.
-
-    Args:
-        new: The T new tokens; the first `tokens` are those of the sequences.
-        cu_seqlens: `[sequences + 1]` int32.
-        most: Upper bound of the tokens of a sequence.
-        options: Options that `flash_takes`.
-    """
-    flash, most = torch.ops.aten._flash_attention_forward, min(most, tokens)
-    out, lse, *_ = flash(*new, cu_seqlens, cu_seqlens, most, most, 0.0, True, False, scale=options.scaling)
-    out[tokens:].zero_()
+def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of new tokens to the new tokens of their sequence: `[T, Hq, D]`, 0 for padding tokens, and the
+    logarithms of its sums of exponentials, `[Hq, T]` float32. The host knows `lengths` of the sequences."""
+    assert sequences.lengths is not None
+    # For a maximum of 1, the operator expects another shape.
+    ends, most = sequences.cu_seqlens_q[: len(sequences.lengths) + 1], max(2, *sequences.lengths)
+    flash = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = flash(*new, ends, ends, most, most, 0.0, True, False, scale=options.scaling)
+    out[sum(sequences.lengths) :].zero_()
     return out, lse
 
 
@@ -161,10 +155,8 @@ def paged_step(
     if total == 0:
         return query.new_empty(query.shape)
     tokens, new_lse = Tokens(*map(_rows, new)), None
-    if attend_prompts is None and not single and sequences.filled and flash_takes(query, options):
-        out, new_lse = flash_attention(
-            tokens, sequences.cu_seqlens_q, *sequences.filled, sequences.max_q, options.scaling
-        )
+    if attend_prompts is None and not single and sequences.lengths and flash_takes(query, options):
+        out, new_lse = flash_attention(tokens, sequences, options)
     else:
         out = query.new_empty(query.shape) if fill and total == count else query.new_zeros(query.shape)
     scratch = allocator(None if is_capturing() else workspace, SCRATCH, device)
