@@ -32,7 +32,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "color", "pets"],
     "additionalProperties": False,
 }
-PEOPLE = "a baker", "a pilot", "a child", "a king", "a nurse", "a farmer", "a singer", "a judge", "a sailor", "a monk"
+PEOPLE = "baker pilot child king nurse farmer singer judge sailor monk".split()
 FORMS: dict[str, dict[str, Any]] = {
     "with": {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}},
     "without": {},
@@ -58,15 +58,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
     batching = TurboQuantBatching(model.to(device).eval(), PRESET, balance=False, tokenizer=tokenizer)
     config = GenerationConfig(do_sample=True, max_new_tokens=MOST, eos_token_id=tokenizer.eos_token_id)
-    name, rows, limit = (
-        Path(given.model).name,
-        list[dict[str, Any]](),
-        ContinuousBatchingConfig(max_requests_per_batch=64),
-    )
+    name, rows, limit = Path(given.model).name, [], ContinuousBatchingConfig(max_requests_per_batch=64)
     with batching.continuous_batching_context_manager(config, continuous_batching_config=limit) as manager:
         for form, options in FORMS.items():
             for i in range(given.answers):
-                words = f"Describe {PEOPLE[i % len(PEOPLE)]} in JSON: name, age, color (red, green or blue), pets."
+                words = f"Describe a {PEOPLE[i % len(PEOPLE)]} in JSON: name, age, color (red, green or blue), pets."
                 prompt = tokenizer.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
                 manager.add_request(list(prompt["input_ids"]), seed=i, **options)
             results = [manager.get_result() for _ in range(given.answers)]
