@@ -33,7 +33,7 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 MOST_COUNTED = 2**14 - 2
 """Number up to which the occurrences of a token in an answer are counted."""
 MASK_THREADS = min(7, max(1, (os.cpu_count() or 2) - 1))
-"""Threads that write masks beside that of the engine. A mask takes 0.15 ms while an answer is within a string."""
+"""Threads that write masks beside that of the engine. A mask takes 0.01 to 0.4 ms, by vocabulary and grammar."""
 
 
 def mixed(x: Any) -> Any:
