@@ -20,8 +20,8 @@ from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import grammars
 from tq_hf.batching.grammars import Grammars, grammar_of
-from tq_hf.batching.options import RequestOptions
-from tq_hf.batching.processors import answer_ids, masked
+from tq_hf.batching.options import Features, RequestOptions
+from tq_hf.batching.processors import BatchOptions, PreparedStep, answer_ids, masked
 from tq_hf.compat import as_input
 
 pytest.importorskip("xgrammar", reason="answers in a form need tq-hf[grammar]")
@@ -308,3 +308,16 @@ def test_a_request_that_cannot_go_on_fails_alone(
         found = {each.request_id: each for each in (manager.get_result(timeout=30) for _ in names)}
     assert {"slow": "ambiguous", "unwritable": "no token"}[fault] in found[names[0]].error
     assert found[names[1]].error is None and len(found[names[1]].generated_tokens) == 5
+
+
+def test_masks_are_written_side_by_side() -> None:
+    """Each of four answers waits for another one's mask."""
+    meeting, failed = threading.Barrier(2, timeout=30), list[Exception]()
+    matching = SimpleNamespace(write=lambda masks, row: meeting.wait())
+    state: Any = SimpleNamespace(read_answer=lambda newest: True, fail=failed.append, matching=matching)
+    processor = BatchOptions(RequestOptions(), 4, VOCAB, torch.device("cpu"))
+    asked, features = RequestOptions(grammar=grammars.Grammar("regex", "a")), Features(grammar=True)
+    processor.step = PreparedStep([state] * 4, [asked] * 4, features, processor._neutral)
+    processor.begin()
+    processor.write_masks({})
+    assert failed == []

@@ -15,7 +15,7 @@ from examples.measure.speed.bench_grammars import measure, tokenizer_of  # noqa:
 
 
 def test_steps_with_and_without_a_grammar_are_timed() -> None:
-    given = argparse.Namespace(requests=2, context=20, steps=4, rounds=1, seed=0)
+    given = argparse.Namespace(requests=2, context=20, steps=4, rounds=1, seed=0, letters=2)
     with torch.no_grad():
         rows = measure(small_model(torch.device("cpu")), given)
     assert [row["sampled"] for row in rows] == [False, True]

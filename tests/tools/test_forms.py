@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "choice": ("chat/completions", chat(**END, tools=TOOLS, tool_choice={"function": 5}), "no function of `tools`"),
     "tools": ("chat/completions", chat(**END, tools=[{"function": 5}], tool_choice="required"), "no function of"),
     "none": ("chat/completions", chat(**END, tool_choice="required"), "no function of `tools`"),
+    "strict": ("chat/completions", chat(**END, tools=TOOLS), "`strict` of the tool 'move' is True, and only calls"),
     "word": ("chat/completions", chat(**END, tools=TOOLS, tool_choice="any"), "`tool_choice"),
     "both": (
         "chat/completions",

@@ -33,7 +33,7 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 MOST_COUNTED = 2**14 - 2
 """Number up to which the occurrences of a token in an answer are counted."""
 MASK_THREADS = min(7, max(1, (os.cpu_count() or 2) - 1))
-"""Threads that write masks beside that of the engine. A mask takes 0.15 ms while an answer is within a string."""
+"""Threads that write masks beside that of the engine. A mask takes 0.01 to 0.4 ms, by vocabulary and grammar."""
 
 
 def mixed(x: Any) -> Any:
@@ -187,6 +187,8 @@ def _alone(state: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Result of a function; `None` if it fails, and with it this request alone."""
     try:
         return function(*arguments)
+    except torch.AcceleratorError:
+        raise  # the device is broken
     except Exception as error:
         state.fail(error)
 
@@ -307,12 +309,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             self.masks, self._masks = host.to(self.device), host.pin_memory() if self.device.type == "cuda" else host
         for state, load in self.step.loads:
             assert self.history is not None
-            try:
-                self.history.load(*load)
-            except Exception as error:
-                if isinstance(error, torch.AcceleratorError):
-                    raise  # the device is broken
-                cast(Any, state).fail(error)
+            _alone(state, self.history.load, *load)
         return self.step.features
 
     def write_masks(self, newest: dict[int, int]) -> None:

@@ -204,7 +204,7 @@ class ToolBody(Body):
     """Fields that both endpoints of chats apply."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = _field(
-        "if the chat template has them"
+        "if the chat template has them; `strict` for forced calls only"
     )
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = _field(
         "`none`: the template gets no tools; `required`, or a function: one call, by its schema"
@@ -217,10 +217,15 @@ class ToolBody(Body):
 
     def forced(self) -> list[dict[str, Any]]:
         """Functions to choose a call from; none if the answer needs no call."""
-        if self.tool_choice in (None, "auto", "none"):
-            return []
         functions: Any = [tool.get("function", tool) for tool in self.tools or ()]
         functions = [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        if self.tool_choice in (None, "auto", "none"):
+            if self.tool_choice != "none" and (strict := [each for each in functions if each.get("strict")]):
+                raise ValueError(
+                    f"`strict` of the tool {shown(strict[0]['name'])} is {shown(strict[0]['strict'])}, and only calls "
+                    "that are forced follow a schema. Leave it out, or set `tool_choice` to `required` or a function."
+                )
+            return []
         if isinstance(self.tool_choice, dict):
             chosen: Any = self.tool_choice.get("function", self.tool_choice)
             functions = [each for each in functions if isinstance(chosen, dict) and each["name"] == chosen.get("name")]

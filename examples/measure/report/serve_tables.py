@@ -141,3 +141,14 @@ def grammars(record: dict[str, Any]) -> str:
         rows.append(["sampled" if row["sampled"] else "greedy", *times, f"**{row['over']:.3f}×**", *host])
     header = [f"{record['requests']} requests", "step without", "step with", "", "masks, host", "launches, host"]
     return table(header, rows) + f"\n{record['model']}. {note(record)}{source(record)}"
+
+
+def forms(record: dict[str, Any]) -> str:
+    """Answers that validate by a schema, with the schema as their form and without."""
+    rows = [
+        [f"{row['form']} a form", *(f"{row[name]}/{row['answers']}" for name in ("ended", "valid"))]
+        + [f"{row['mean_tokens']:.0f}"]
+        for row in record["rows"]
+    ]
+    header = [f"{record['model']}, `{record['preset']}`", "ended", "valid by the schema", "mean tokens"]
+    return table(header, rows) + note(record) + source(record)

@@ -2,7 +2,7 @@
 
 Requests with and without a grammar take turns in one engine. All are in flight for the steps that count; times are of
 the fastest round. The grammar is a JSON schema of objects with texts, numbers and choices, of which there are more than
-an answer has room for. The vocabulary is random text, of a real one's size.
+an answer has room for. The vocabulary is random text, of a real one's size; by default its masks take longer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ ITEM = {
 FORM = {"type": "json_schema", "schema": {"type": "array", "items": ITEM, "minItems": 1000}}
 
 
-def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of all characters that can be printed and of random texts of up to 8 of them."""
+def tokenizer_of(vocabulary: int, letters: int = 1) -> PreTrainedTokenizerFast:
+    """A tokenizer of all characters that can be printed and of random texts of up to 8 of them. A letter is `letters`
+    times as likely as another character: 7% of tokens have quotes, with 10 1% (of SmolLM2 0.3%). A mask within a string
+    takes 0.15 ms, with 10 0.01 ms (of SmolLM2 as well), and within a number 0.44 and 0.07 ms (0.02 ms)."""
     generator, texts = random.Random(0), ["<end>", *string.printable]
     texts += [" " * length for length in range(2, 20)]
-    known = set(texts)
+    known, characters = set(texts), string.ascii_letters * letters + ' _.,:;-"{}[]0123456789'
     while len(texts) < vocabulary:
-        part = "".join(generator.choices(string.ascii_letters + ' _.,:;-"{}[]0123456789', k=generator.randint(2, 8)))
+        part = "".join(generator.choices(characters, k=generator.randint(2, 8)))
         if part not in known:
             known.add(part)
             texts.append(part)
@@ -91,7 +93,9 @@ def milliseconds(manager: Any, requests: list[Request], options: dict[str, Any])
 def measure(model: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for greedy answers, and one for sampled ones."""
     vocabulary = model.config.vocab_size
-    batching = TurboQuantBatching(model, "4bit_nc", balance=False, tokenizer=tokenizer_of(vocabulary))
+    batching = TurboQuantBatching(
+        model, "4bit_nc", balance=False, tokenizer=tokenizer_of(vocabulary, arguments.letters)
+    )
     requests = decode_requests(arguments.requests, arguments.context, vocabulary, arguments)
     pages = 2 * len(requests) * -(-(arguments.context + requests[0].new) // 128)
     options = ContinuousBatchingConfig(num_blocks=pages + 64, max_requests_per_batch=len(requests))
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=96, help="steps that are measured")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of which the fastest counts, after one")
+    parser.add_argument("--letters", type=int, default=1, help="how many times as likely letters are in tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file; by default none")
     arguments = parser.parse_args()
