@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,20 @@ logger = logging.get_logger(__name__)
 
 CACHED_MANAGER = "_cached_continuous_batching_manager"
 """Attribute of a model under which transformers keeps a manager for the next session."""
+
+
+@contextmanager
+def objects_passed_over() -> Iterator[None]:
+    """Context in which garbage collection passes over the objects that there are: transformers collects at the end of a
+    session, and to look at all objects takes longer than an answer of few tokens."""
+    frozen = gc.get_freeze_count()
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
 
 
 class TurboQuantBatching(ContinuousMixin):
@@ -140,7 +155,8 @@ class TurboQuantBatching(ContinuousMixin):
         vocabulary = self.model.config.get_text_config().vocab_size
         inputs = [prompt_ids(prompt, vocabulary) for prompt in inputs]
         options_of(generation_config, prompt=max(map(len, inputs), default=0), vocabulary=vocabulary)
-        outputs = super().generate_batch(inputs, generation_config, *args, **kwargs)
+        with objects_passed_over():
+            outputs = super().generate_batch(inputs, generation_config, *args, **kwargs)
         reasons: dict[str, list[str]] = {}
         for name, output in outputs.items():
             if output.error is not None:

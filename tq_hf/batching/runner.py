@@ -482,7 +482,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         logits = self._call(model, batch_data).logits
         if "logits_to_keep" not in batch_data:
             logits = logits[:, batch_data["logits_indices"], :]
-        self._sample(logits.float(), output_ids)
+        self._sample(logits.float() if self.return_logprobs else logits, output_ids)
         return logits[0]
 
     def _call(self, model: Any, batch_data: dict[str, Any]) -> Any:
