@@ -122,7 +122,10 @@ def prefixes(record: dict[str, Any]) -> str:
             cells.append([name, ", ".join(f"{ms:.0f}" for ms in found) + " ms", f"**{min(found) / best:.3f}×**"])
         texts.append(table([f"prompts of {tokens(row['context'])} tokens", "first token", "of reading"], cells))
         steps, names = [], ("mean_ms", "p50_ms", "p99_ms", "longest_ms")
-        for name, label in (("without", "short prompts come"), ("with", "prefixes come back")):
+        for name, label in (
+            ("without", "such prompts come, from the pool"),
+            ("with", "from files, and others are stored"),
+        ):
             steps.append([label, *(f"{row[name][each]:.1f} ms" for each in names)])
         texts.append(table([f"a step of {row['batch']} requests while", "mean", "median", "p99", "longest"], steps))
         same = "are" if row["equal"] and row["equal_in_pool"] else "are not all"
@@ -130,6 +133,24 @@ def prefixes(record: dict[str, Any]) -> str:
             f"Answers {same} those of prefixes in the pool; files have {row['bytes_over_bf16']:.3f} of bf16.\n"
         )
     return "\n".join(texts) + f"\n{record['model']}. {note(record)}{source(record)}"
+
+
+def prompts(record: dict[str, Any]) -> str:
+    """Milliseconds of prompts in batches by kind of kernel, and seconds of calls with one short prompt."""
+    kinds = list(record["rows"][0].get("kernels_ms", {}))
+    rows = [
+        [tokens(row["tokens"]), f"**{row['ms']:,.1f}** ms", f"{row['tokens_per_second']:,.0f}"]
+        + [f"{row['kernels_ms'][kind]:,.2f}" for kind in kinds]
+        for row in record["rows"]
+    ]
+    text = table(["prompts of", "each", "tokens/s", *(f"{kind}, ms" for kind in kinds)], rows)
+    calls = [
+        f"{record[f'{name}_call_s']:.3f} s with {which}"
+        for name, which in (("kept", "a kept manager"), ("fresh", "a new one"))
+    ]
+    text += f"\nA call of `generate_batch` with one prompt of 16 tokens and one new token: {', '.join(calls)}. "
+    text += f"The first warm-up at compile level {record['level']} took {record['warm_up_s']:.0f} s.\n"
+    return text + f"\n{record['model']}. {note(record)}{source(record)}"
 
 
 def grammars(record: dict[str, Any]) -> str:

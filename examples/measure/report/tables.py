@@ -9,7 +9,7 @@ from typing import Any
 from examples.measure.report.card_tables import cards, compile_matrix
 from examples.measure.report.multi_gpu_tables import multi_gpu, replicas
 from examples.measure.report.page import cache_name, details, note, shape, source, table
-from examples.measure.report.serve_tables import forms, grammars, offload, prefixes, serve
+from examples.measure.report.serve_tables import forms, grammars, offload, prefixes, prompts, serve
 from tq_hf import PRESETS
 
 MIB = 2**20
@@ -553,6 +553,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prefill": prefill,
     "prefix": prefix,
     "prefixes": prefixes,
+    "prompts": prompts,
     "quality": quality,
     "quantized": quantized,
     "real": real,
