@@ -400,7 +400,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
         batch_data.pop("is_causal", None)
         host, device = self._buffers()
-        self.cache.lengths = tuple(each.query_length for each in host.requests_in_batch)
+        # Kernels of single tokens beside prompts are compiled, too.
+        self.cache.lengths = tuple(each.query_length for each in host.requests_in_batch) + (1,) * self.only_compiles
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
                 batch_data["position_ids"].clamp_(max=self._positions - 1)

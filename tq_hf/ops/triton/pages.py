@@ -167,9 +167,9 @@ def paged_step(
             rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
             arguments = (tokens, pages.tensors, sequences, rotation_fp16, options)
             attend_many(*arguments, allocate=scratch, out=out, new_lse=new_lse)
-        decode_launch(pages)(
-            tokens.query, sequences, None, options, scratch, out, (tokens.key, tokens.value), fill=fill
-        )
+        if sequences.lengths is None or single or 1 in sequences.lengths:
+            step = decode_launch(pages)
+            step(tokens.query, sequences, None, options, scratch, out, (tokens.key, tokens.value), fill=fill)
         if store and not single:
             encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
             append_new_rows(tokens, pages.tensors, sequences)
