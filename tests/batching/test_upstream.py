@@ -55,7 +55,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "__init__": ("7846b73eca22 c64951fe6abb", "copied: batching/cache.py"),
         "search_prefix_match": ("cc74bff7058f", "extended: batching/cache.py"),
         "count_new_complete_blocks": ("17dfa11a642a", "relied upon: batching/allocators.py"),
-        "mark_complete_blocks": ("f6255bb6c6a6", "replaced: batching/cache.py"),
+        "mark_complete_blocks": ("f6255bb6c6a6", "relied upon: batching/batch_processor.py"),
     },
     PagedAttentionMemoryHandler: {
         "__init__": ("26595d2cfbe5 61c50474b2ea", "extended: batching/cache.py"),

@@ -92,9 +92,10 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
         runner: Any = self.model_runner
         for future in self._inputs.requests_in_batch:
-            # transformers forgets the blocks of a part of a prompt if the last part is scheduled before its end.
-            if not future.has_new_token and future.state.status == RequestStatus.DECODING:
+            # transformers forgets the blocks of an answer that ends, and of a part whose next one is scheduled.
+            if future.state.status not in (RequestStatus.FINISHED, RequestStatus.PENDING):
                 self.cache.mark_complete_blocks(future.state, future.complete_blocks)
+            future.complete_blocks = {}
         if (step := runner.steps.pop(id(self._inputs), None)) is not None and step.details is not None:
             if not isinstance(io := self.inputs_and_outputs, ContinuousBatchingIOs):
                 io.io_pairs[io.current_pair].d2h_over.synchronize()

@@ -377,12 +377,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
         new = due_blocks(past + request_len, sinks, 0) - before
         return {FULL_ATTENTION: new} if new else {}
 
-    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        """Register the hashes of blocks that a step completed, also if an answer has ended with it."""
-        for new in complete_blocks.values():
-            tokens = state.initial_tokens + state.generated_tokens
-            self.allocator.mark_complete_blocks(state.request_id, tokens, new)
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeyValue:

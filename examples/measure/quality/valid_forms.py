@@ -1,4 +1,4 @@
-"""How many answers of a model parse and validate by a JSON schema: with the schema as their form, and without.
+"""How many answers of a model parse and validate by the JSON schema that is their form.
 
     python -m examples.measure.quality.valid_forms build/smollm2 [--answers 200]
 
@@ -33,10 +33,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 PEOPLE = "baker pilot child king nurse farmer singer judge sailor monk".split()
-FORMS: dict[str, dict[str, Any]] = {
-    "with": {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}},
-    "without": {},
-}
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 
 
 def is_valid(text: str) -> bool:
@@ -58,21 +55,20 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
     batching = TurboQuantBatching(model.to(device).eval(), PRESET, balance=False, tokenizer=tokenizer)
     config = GenerationConfig(do_sample=True, max_new_tokens=MOST, eos_token_id=tokenizer.eos_token_id)
-    name, rows, limit = Path(given.model).name, [], ContinuousBatchingConfig(max_requests_per_batch=64)
+    name, limit = Path(given.model).name, ContinuousBatchingConfig(max_requests_per_batch=64)
     with batching.continuous_batching_context_manager(config, continuous_batching_config=limit) as manager:
-        for form, options in FORMS.items():
-            for i in range(given.answers):
-                words = f"Describe a {PEOPLE[i % len(PEOPLE)]} in JSON: name, age, color (red, green or blue), pets."
-                prompt = tokenizer.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
-                manager.add_request(list(prompt["input_ids"]), seed=i, **options)
-            results = [manager.get_result() for _ in range(given.answers)]
-            tokens = [len(result.generated_tokens) for result in results]
-            valid = sum(is_valid(tokenizer.decode(x.generated_tokens, skip_special_tokens=True)) for x in results)
-            row = {"form": form, "answers": len(results), "ended": sum(number < MOST for number in tokens)}
-            rows.append(row | {"valid": valid, "mean_tokens": sum(tokens) / len(tokens)})
-            print(rows[-1], flush=True)
-    record = provenance(device, name) | {"preset": PRESET, "rows": rows}
+        for i in range(given.answers):
+            words = f"Describe a {PEOPLE[i % len(PEOPLE)]} in JSON: name, age, color (red, green or blue), pets."
+            prompt = tokenizer.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
+            manager.add_request(list(prompt["input_ids"]), seed=i, response_format=FORM)
+        results = [manager.get_result() for _ in range(given.answers)]
+    tokens = [len(result.generated_tokens) for result in results]
+    valid = sum(is_valid(tokenizer.decode(x.generated_tokens, skip_special_tokens=True)) for x in results)
+    row = {"form": "with", "answers": len(results), "ended": sum(number < MOST for number in tokens)}
+    row |= {"valid": valid, "mean_tokens": sum(tokens) / len(tokens)}
+    record = provenance(device, name) | {"preset": PRESET, "rows": [row]}
     (RESULTS / f"forms-{name}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(row)
 
 
 if __name__ == "__main__":

@@ -165,11 +165,11 @@ def grammars(record: dict[str, Any]) -> str:
 
 
 def forms(record: dict[str, Any]) -> str:
-    """Answers that validate by a schema, with the schema as their form and without."""
+    """Answers that validate by the schema that is their form."""
     rows = [
-        [f"{row['form']} a form", *(f"{row[name]}/{row['answers']}" for name in ("ended", "valid"))]
+        [f"{record['model']}, `{record['preset']}`"]
+        + [f"{row[name]}/{row['answers']}" for name in ("ended", "valid")]
         + [f"{row['mean_tokens']:.0f}"]
         for row in record["rows"]
     ]
-    header = [f"{record['model']}, `{record['preset']}`", "ended", "valid by the schema", "mean tokens"]
-    return table(header, rows) + note(record) + source(record)
+    return table(["model", "ended", "valid", "mean tokens"], rows) + note(record) + source(record)
