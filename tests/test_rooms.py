@@ -31,7 +31,7 @@ ROOMS = {
         ["codec"],
         ["tensors"],
         ["config"],
-        ["compat"],
+        ["compat", "joined"],
     ],
 }
 """Top to bottom; rooms side by side do not know one another."""

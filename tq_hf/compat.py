@@ -292,6 +292,25 @@ def trace_apart() -> None:
     _Patcher.patch_method = patch_in_thread  # type: ignore[method-assign]
 
 
+def flash_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    lengths: tuple[int, ...],
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal FlashAttention `[T, Hq, D]` of sequences of these lengths among T tokens, and base-e logarithms `[Hq, T]`.
+
+    The public `torch.nn.attention.varlen.varlen_attn` calls the same operator, with other arguments in each release.
+    """
+    # For a maximum of 1 the operator expects another shape.
+    ends, most = cu_seqlens[: len(lengths) + 1], max(2, *lengths)
+    flash = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = flash(query, key, value, ends, ends, most, most, 0.0, True, False, scale=scaling)
+    return out, lse
+
+
 def current_raw_stream(device: int) -> int:
     """Handle of the current CUDA stream, without a `torch.cuda.Stream` around it (torch 2.9 to 2.15)."""
     return torch._C._cuda_getCurrentRawStream(device)

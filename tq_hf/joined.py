@@ -7,7 +7,7 @@ the parameters of the model stay what they are.
 
 from __future__ import annotations
 
-import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -50,7 +50,7 @@ def project(module: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parameters: list[Any]) -> torch.Tensor:
-    """Rows of all parameters as one tensor, of which each becomes a view."""
+    """Join the rows of all parameters in one tensor. Each parameter becomes a view."""
     first, rows = parameters[0], sum(len(each) for each in parameters)
     end, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for each in parameters:
@@ -63,10 +63,12 @@ def _joined(parameters: list[Any]) -> torch.Tensor:
     for each in parameters:
         each.data = joined[start : start + len(each)]
         start += len(each)
+    if joined.is_cuda:
+        torch.cuda.empty_cache()  # the pieces that were joined are too short for the next ones
     return joined
 
 
-def _are_joined(modules: list[Any]) -> bool:
+def _are_alike(modules: list[Any], device: str | None) -> bool:
     """Whether modules can have one product: plain linear modules of one width, dtype and device, none of them replaced
     or shared."""
     if not all(type(each) is nn.Linear and "forward" not in vars(each) for each in modules):
@@ -77,40 +79,31 @@ def _are_joined(modules: list[Any]) -> bool:
     }
     weights = [each.weight for each in modules]
     plain = all(type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_meta for weight in weights)
-    return plain and len(kinds) == 1
+    return plain and len(kinds) == 1 and device in (None, weights[0].device.type)
 
 
-def join(model: nn.Module) -> list[nn.Module]:
-    """Join projections of a model, in place. Returns the modules whose `forward` is replaced, for `separate`."""
-    found, used = list[nn.Module](), dict[int, int]()
-    for each in model.modules():
-        for parameter in vars(each).get("_parameters", {}).values():
-            used[id(parameter)] = used.get(id(parameter), 0) + 1
+def join(model: nn.Module, device: str | None = None) -> None:
+    """Join projections of a model in place, until `separate`; those on devices of one kind, by default on all."""
+    used = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     for parent in model.modules():
         for names in GROUPS:
             modules: list[Any] = [getattr(parent, name, None) for name in names]
-            if _are_joined(modules) and all(used[id(each.weight)] == 1 for each in modules):
+            if _are_alike(modules, device) and all(used[id(each.weight)] == 1 for each in modules):
                 Joined(modules)
-                found += modules
-    if found and torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()  # pieces of the weights that were joined
-    return found
 
 
-def separate(modules: list[nn.Module]) -> None:
-    """Undo `join`, and empty the list. Weights stay views of one tensor."""
-    while modules:
-        module = modules.pop()
-        for name in ("forward", "tq_hf_joined", "tq_hf_index"):
-            vars(module).pop(name, None)
+def separate(model: nn.Module) -> None:
+    """Undo `join`. Weights stay views of one tensor."""
+    for own in map(vars, model.modules()):
+        if own.pop("tq_hf_joined", None) is not None:
+            del own["forward"], own["tq_hf_index"]
 
 
 @contextmanager
-def joined(model: Any) -> Iterator[None]:
+def joined(model: nn.Module) -> Iterator[None]:
     """Context in which projections of a model on a GPU are joined."""
-    modules = join(model) if model.device.type == "cuda" else []
+    join(model, "cuda")
     try:
         yield
     finally:
-        separate(modules)
+        separate(model)

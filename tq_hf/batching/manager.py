@@ -101,7 +101,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
         self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
-        self._computing, self._keeps_pages, self._joined = False, False, list[Any]()
+        self._computing, self._keeps_pages = False, False
         self._graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
@@ -118,7 +118,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Identity of the model at the end of the last session. Pages kept from it depend on them."""
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
-        # Do not compile steps with prompts (as with flash attention): their graph would break at every layer.
+        # Our runner compiles layers, for steps with prompts too.
         options.default_compile_level = 0
         with self._restoring_on_failure(), layer_types_known(LINEAR + WITHOUT_CACHE):
             # transformers would create processors for all requests from the generation config.
@@ -178,8 +178,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             own_attention[self.model] = attention_of_parts(model)
             model.set_attn_implementation(NAME)
         self._probe.linear.switch()
-        if model.device.type == "cuda":
-            self._joined += join(model)
+        join(model, "cuda")
 
     def _serves_elsewhere(self) -> bool:
         """Whether another manager serves the model."""
@@ -191,7 +190,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         manager serves the model."""
         if not self._serves_elsewhere():
             self._probe.linear.restore()
-            separate(self._joined)
+            separate(self.model)
             restore_attention(own_attention.pop(self.model, []))
 
     @contextmanager
@@ -389,8 +388,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         with self._restoring_on_failure():
             if self.batch_processor is None:
                 self.batch_processor = self._create_batch_processor()
-            runner: Any = self.batch_processor.model_runner
-            alone = self.distributed_helper.tp_size == 1
+            runner, alone = self._runner, self.distributed_helper.tp_size == 1
             if behind and alone and not self.warmed_up:
                 runner.warm_up_behind(self._wake_up_loop.set)
                 runner.compile_kernels(self.model, 2)  # a step with a prompt, and one with a token

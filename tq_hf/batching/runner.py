@@ -220,7 +220,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     uncompiled: CompiledLayers
     """Layers whose calls are recorded."""
     calls: dict[int, list[Any]] | None = None
-    """Copies of the arguments of layers by number of requests, until layers are compiled in the background."""
+    """Copies of arguments of layers, by number of requests, until layers are compiled in the background."""
     decoded = 0
     """Number of decode steps since `warm_up_behind`."""
     behind: BackgroundCompile | None = None
@@ -401,7 +401,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         batch_data.pop("is_causal", None)
         host, device = self._buffers()
         # Kernels of single tokens beside prompts are compiled, too.
-        self.cache.lengths = tuple(each.query_length for each in host.requests_in_batch) + (1,) * self.only_compiles
+        lengths = tuple(future.query_length for future in host.requests_in_batch)
+        self.cache.lengths = lengths + (1,) * self.only_compiles
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
                 batch_data["position_ids"].clamp_(max=self._positions - 1)

@@ -288,7 +288,7 @@ def attend_many(
         allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
         out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined. With `new_lse` it has
             the attention to the new tokens, to which that to cached ones is added.
-        new_lse: `[Hq, T]` float32, log of the sum of exponentials of the logits of new tokens, or `None`.
+        new_lse: `[Hq, T]` float32, log-sum-exp of the logits of new tokens, or `None`.
     """
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], sequences.cu_seqlens_q.shape[0] - 1

@@ -13,7 +13,7 @@ import torch
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, KeyValue, Sequences, Tokens
 
-from ...compat import is_capturing
+from ...compat import flash_varlen, is_capturing
 from ...config import TurboQuantConfig
 from ...tensors.pages import LayerPages, LayerWindows, Singles, ring_pages, rows_per_page
 from ..backend import HAS_TRITON, explains_failures
@@ -123,10 +123,7 @@ def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions
     """Causal attention of new tokens to the new tokens of their sequence: `[T, Hq, D]`, 0 for padding tokens, and the
     logarithms of its sums of exponentials, `[Hq, T]` float32. The host knows `lengths` of the sequences."""
     assert sequences.lengths is not None
-    # For a maximum of 1, the operator expects another shape.
-    ends, most = sequences.cu_seqlens_q[: len(sequences.lengths) + 1], max(2, *sequences.lengths)
-    flash = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = flash(*new, ends, ends, most, most, 0.0, True, False, scale=options.scaling)
+    out, lse = flash_varlen(*new, sequences.cu_seqlens_q, sequences.lengths, options.scaling)
     out[sum(sequences.lengths) :].zero_()
     return out, lse
 
