@@ -25,6 +25,7 @@ from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
     START,
+    DenseTokens,
     NewTokens,
     claim,
     counted,
@@ -40,7 +41,7 @@ from ..common.schedule import (
 )
 from ..format import TOKENS
 from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
-from .tiles import DecodeMask, DenseTokens, dense_job, dense_rows_of, per_lane, prefetch, prefetch_rows, store_dense
+from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_dense
 
 
 @kernel("mask_b:dense_splits")
@@ -48,16 +49,12 @@ def decode_split(
     scratch,
     packed,  # [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
     num_blocks,  # [] int32; over pages [B]
-    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, as up to `mask`
-    sink_values,  # [B, Hkv, sinks, DV]
-    residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
-    residual_values,  # [B, Hkv, residual_capacity, DV]
-    num_residual,  # [] int32
+    kv_rows,  # [B, Hkv, ring + sinks, DK + DV] in the model's dtype; over pages [pages, Hkv, ROWS, DK + DV]
+    num_residual,  # [] int32, residual row j is in row (128 * num_blocks + j) % ring; over pages None, as up to `mask`
     num_sinks,  # [] int32
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
     key,  # [T, Hkv, DK], strides in units of 8 elements; None without pages, as up to `cu_seqlens_k`
     value,  # [T, Hkv, DV]
-    page_rows,  # [pages, Hkv, ROWS, DK + DV] in the model's dtype
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
@@ -67,8 +64,7 @@ def decode_split(
     kv_heads,
     blocks_b,  # strides in blocks; over pages from page to page
     blocks_h,
-    sink_b,  # strides of sinks and residual in tokens
-    sink_h, residual_b, residual_h, residual_capacity,
+    ring, sinks,  # over pages None
     key_t, key_h, value_t, value_h,
     width,  # W
     scaling_log2,  # scaling * log2(e)
@@ -113,7 +109,7 @@ def decode_split(
 
     # Packed blocks: the worker's share, stream by stream.
     if block_table is None:
-        residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+        ring_start = (blocks * TOKENS) % ring
         # Find the first stream here and count on from it: a division takes longer than an addition.
         first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
         tile, head = first_stream % row_tiles, first_stream // row_tiles
@@ -124,16 +120,12 @@ def decode_split(
             own_block += tl.maximum(start % per_stream - START, 0)
             prefetch(packed + own_block * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
             if (first_job >= 0) & (first_job < total_jobs):
-                job_head = first_job // jobs // row_tiles
-                own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
-                own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
-                first_low = first_job % jobs * DENSE_TOKENS
-                first_dense = DenseTokens(
-                    sink_keys + own_sinks * C.DK, sink_values + own_sinks * C.DV,
-                    residual_keys + own_residual * C.DK, residual_values + own_residual * C.DV,
-                    sink_count, residual_count, residual_start, residual_capacity,
-                )  # fmt: skip
-                k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
+                own_rows = kv_rows + (first_job // jobs // row_tiles).to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
+                own_tokens = sink_count + residual_count
+                own_dense = DenseTokens(
+                    own_rows, None, None, None, sinks, ring, ring_start, own_tokens, None, own_tokens
+                )
+                k_row, v_row = dense_rows(own_dense, first_job % jobs * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS), C)
                 prefetch_rows(k_row, C.DK)
                 prefetch_rows(v_row, C.DV)
 
@@ -190,36 +182,25 @@ def decode_split(
         r = (stream % row_tiles) * C.BLOCK_R + local
         query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * C.DK
         scale = scratch + LINE * scale_at + head * rows + r
-        low = part * DENSE_TOKENS
-        slot = workers + streams + stream * dense_splits + part
+        t = part * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
+        own_jobs, job_mask = jobs, DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
         if block_table is None:
-            sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-            residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
-            dense = DenseTokens(
-                sink_keys + sink_at * C.DK, sink_values + sink_at * C.DV, residual_keys + residual_at * C.DK,
-                residual_values + residual_at * C.DV, sink_count, residual_count, residual_start, residual_capacity,
-            )  # fmt: skip
-            job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
-            k_row, v_row, t, inside = dense_rows_of(low, dense, C)
-            out, dense_total, dense_maximum = dense_job(
-                k_row, v_row, t, inside, blocks * TOKENS, query, scale, dense, job_mask, (r % queries) * mask_s,
-                queries, r, rows, scaling_log2, cap_log2, C,
-            )  # fmt: skip
-            store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
+            own_rows = kv_rows + head.to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
+            tokens = sink_count + residual_count
+            dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, tokens, None, tokens)
         else:
-            held, own_jobs, token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
-            if part < own_jobs:
-                t = low + tl.arange(0, DENSE_TOKENS)
-                length = past - held * TOKENS + 1
-                k_row, v_row = dense_rows(
-                    page_rows, block_table + batch.to(tl.int64) * width,
-                    NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
-                    held, past, length, token, kv_head, blocks_b, C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS,
-                    C.RING,
-                )  # fmt: skip
-                out, dense_total, dense_maximum = dense_job(
-                    k_row, v_row, t, t < length, 0, query, scale, None, None, None, 1, r, rows, scaling_log2,
-                    cap_log2, C,
-                )  # fmt: skip
-                store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
+            blocks, own_jobs, token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
+            own_key = key + (token.to(tl.int64) * (key_t * 8) + kv_head * (key_h * 8))
+            own_value = value + (token.to(tl.int64) * (value_t * 8) + kv_head * (value_h * 8))
+            history = past - blocks * TOKENS
+            dense = DenseTokens(
+                kv_rows, block_table + batch.to(tl.int64) * width, blocks_b, kv_head, C.SINKS, C.RING,
+                (blocks * TOKENS) % C.RING, history, NewTokens(own_key, own_value, key_t * 8, value_t * 8), history + 1,
+            )  # fmt: skip
+        if part < own_jobs:
+            out, dense_total, dense_maximum = dense_job(
+                dense, t, blocks * TOKENS, query, scale, job_mask, queries, r, rows, scaling_log2, cap_log2, C
+            )
+            slot = workers + streams + stream * dense_splits + part
+            store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
         job = claim(claims, without_share, total_jobs)

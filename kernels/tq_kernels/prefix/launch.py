@@ -116,10 +116,9 @@ def prefix_constants(
 def attend_prefix(
     query: torch.Tensor,
     packed: PackedBlocks,
-    num_blocks: int,
-    sinks: tuple[torch.Tensor, torch.Tensor],
-    residual: tuple[torch.Tensor, torch.Tensor],
-    num_residual: int,
+    counts: tuple[int, int, int],
+    held: torch.Tensor,
+    ring: int,
     new: tuple[torch.Tensor, torch.Tensor] | None,
     rotations: KeyValue,
     mask: torch.Tensor | None,
@@ -135,9 +134,10 @@ def attend_prefix(
     Args:
         query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous; row i is the query of the i-th of the
             last S tokens.
-        packed: Packed blocks; the first `num_blocks` count.
-        sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
-        residual: Ring of dense rows, shaped as `sinks`: `num_residual` rows from 128 * `num_blocks` modulo its size on.
+        packed: Packed blocks.
+        counts: Numbers of sinks, blocks and residual rows to attend to.
+        held: Dense rows `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous.
+        ring: Number of rows of the ring, where the residual begins at 128 * blocks modulo `ring`.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the residual, last dimension contiguous, or
             `None`.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
@@ -151,50 +151,39 @@ def attend_prefix(
         `out`. Rows that attend to nothing are 0.
     """
     batch, query_heads, queries, key_dim = query.shape
-    kv_heads, value_dim = packed.data.shape[1], residual[1].shape[3]
+    (kv_heads, value_dim), (sinks, blocks, residual) = (packed.data.shape[1], packed.layout.value_dim), counts
     groups, on = query_heads // kv_heads, target(query.device)
     config = config or prefix_config(key_dim, value_dim, on)
     rows, heads = groups * queries, batch * kv_heads
     row_tiles = -(-rows // config.block_rows)
-    fresh = (residual[0][:, :, :0], residual[1][:, :, :0]) if new is None else new
-    dense = sinks[0].shape[2] + num_residual + fresh[0].shape[2]
+    fresh = (held[:, :, :0], held[:, :, :0]) if new is None else new
+    dense = sinks + residual + fresh[0].shape[2]
     if splits is None:
         resident = on.multiprocessors * config.programs_per_multiprocessor
-        splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // BLOCK_TOKENS), resident)
+        splits = prefix_splits(row_tiles * heads, blocks + -(-dense // BLOCK_TOKENS), resident)
     sums = splits * heads * rows
     outputs = sums if splits > 1 else 0
     operands = splits * heads * row_tiles * config.block_rows * block_of(key_dim) // 2
     sizes = [operands, outputs * value_dim, sums]
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
-    capacity = max(residual[0].shape[2], 1)
     mask_kind, mask_strides = mask_layout(mask)
     flags = (options.causal and mask is None, mask_kind, *options.flags, splits > 1)
     constants = prefix_constants(packed.layout, *flags, config, on)
     seen, aux = query if mask is None else mask, query if options.s_aux is None else options.s_aux
     query_strides, out_strides = query.stride()[:3], out.stride()[:3]
-    dense_strides = (
-        *sinks[0].stride()[:2],
-        *sinks[1].stride()[:2],
-        *residual[0].stride()[:2],
-        *residual[1].stride()[:2],
-    )
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
-    strides = specialised((*query_strides, *dense_strides, *fresh_strides, *out_strides, *mask_strides))
-    dtypes = (query.dtype, sinks[0].dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
+    strides = specialised((*query_strides, *fresh_strides, *out_strides, *mask_strides))
+    dtypes = (query.dtype, held.dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
     ATTEND(
         (row_tiles, heads, splits),
         (
             *(query, packed.data, *rotations),
-            *(*packed.channel_scales, *sinks, *residual, *fresh, seen, aux),
+            *(*packed.channel_scales, held, *fresh, seen, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 4),
         ),
         (
-            *query_strides, *packed.block_strides, *dense_strides, *fresh_strides, *out_strides,
-            rows, groups, kv_heads, num_blocks,
-            sinks[0].shape[2],
-            num_residual,
-            num_blocks * BLOCK_TOKENS % capacity,
-            capacity,
+            *query_strides, *packed.block_strides, *fresh_strides, *out_strides,
+            *(rows, groups, kv_heads, blocks, sinks, residual, ring, held.shape[2] - ring),
             fresh[0].shape[2],
             queries,
             *mask_strides,
@@ -303,13 +292,12 @@ def attend_many(
         (row_tiles, kv_heads, splits),
         (
             *(query, pages.blocks, *rotations),
-            *(pages.key_channel_scales, pages.value_channel_scales, *[pages.rows] * 4, key, value, query, aux),
+            *(pages.key_channel_scales, pages.value_channel_scales, pages.rows, key, value, query, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:4]),
         ),
         (
             *(0, query_h, query_s),
             *(pages.page_blocks, 1),
-            *[0] * 8,
             *(0, new_h, new_t),
             *(0, new_vh, new_vt),
             *(0, out_s, out_h),

@@ -332,7 +332,7 @@ def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: i
         config = tensors.config
         rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
         launch = tensors.launches["append"] = AppendLaunch(
-            tensors.blocks, tensors.rows, config, rotation, counts, max_cache_len
+            tensors.blocks, tensors.rows, config.sink_tokens, config.residual_length, rotation, counts, max_cache_len
         )
     return launch
 
