@@ -227,8 +227,8 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
     strided = {p.name for p in numbers if re.search(r"_(v?[bhst]|batch|head|token)$", p.name)}
     pointers = {
         *("states", "packed", "rotation", "channel_scales", "query"),
-        *("key_rotation", "value_rotation", "key_channel_scales", "value_channel_scales", "sink_keys", "sink_values"),
-        *("residual_keys", "residual_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
+        *("key_rotation", "value_rotation", "key_channel_scales", "value_channel_scales", "kv_rows"),
+        *("new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
         *(
             "operand_rows",
             "rotated",
