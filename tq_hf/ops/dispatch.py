@@ -108,20 +108,8 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 def dense(view: View) -> KeyValue:
     """Return all tokens of `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
     keys, values = map(view.tensors.rows.new_empty, view.tensors.dense_shapes(view.length))
-    _write_dense(view, keys, values)
+    reference.write_dense(view, keys, values, dequantize)
     return keys, values
-
-
-def _write_dense(view: View, keys: torch.Tensor, values: torch.Tensor) -> None:
-    tokens = view.num_blocks * view.tensors.blocks.layout.tokens
-    for start, part in view.dense_parts():
-        for out, states in zip((keys, values), part, strict=True):
-            out[:, :, start : start + states.shape[2]] = states
-    if tokens:
-        packed = slice(view.host_counts.sinks, view.host_counts.sinks + tokens)
-        dequantize(
-            view.tensors.config, view.tensors.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed]
-        )
 
 
 def plain_kernels(states: torch.Tensor, layout: BlockLayout) -> bool:
@@ -145,7 +133,7 @@ def _buffered(view: View) -> KeyValue:
     key_shape, value_shape = view.tensors.dense_shapes(view.length)
     keys = workspace.take("continuation keys", key_shape, row.dtype)
     values = workspace.take("continuation values", value_shape, row.dtype)
-    _write_dense(view, keys, values)
+    reference.write_dense(view, keys, values, dequantize)
     return keys, values
 
 

@@ -3,7 +3,7 @@ request's pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,15 +52,20 @@ def dense_states(view: View) -> KeyValue:
     """Return all tokens of `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
     shapes = view.tensors.dense_shapes(view.length)
     keys, values = (view.tensors.rows.new_zeros(shape, dtype=torch.float64) for shape in shapes)
+    write_dense(view, keys, values, dequantize)
+    return keys, values
+
+
+def write_dense(view: View, keys: torch.Tensor, values: torch.Tensor, dequantize: Callable[..., None]) -> None:
+    """Write all tokens of `view` to keys and values `[B, Hkv, view.length, D]`."""
     for start, part in view.dense_parts():
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states
-    start, tokens = view.host_counts.sinks, view.num_blocks * view.tensors.blocks.layout.tokens
-    packed = slice(start, start + tokens)
-    dequantize(
-        view.tensors.config, view.tensors.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed]
-    )
-    return keys, values
+    sinks, blocks, *_ = view.host_counts
+    if blocks:
+        packed = slice(sinks, sinks + blocks * BLOCK_TOKENS)
+        some = view.tensors.blocks.slice(0, blocks)
+        dequantize(view.tensors.config, some, keys[:, :, packed], values[:, :, packed])
 
 
 def attend(query: torch.Tensor, view: View | KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:

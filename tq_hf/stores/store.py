@@ -393,7 +393,7 @@ class LayerStore:
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
         # Encoding may have made room for more blocks.
-        self.tensors = tensors.with_blocks(self.blocks).with_order(order)
+        self.tensors = tensors.with_blocks(self.tensors.blocks).with_order(order)
         self.counts, self._deferred = counts, None
         self._keep_in_place(is_counted=True)
 

@@ -277,11 +277,6 @@ class View(NamedTuple):
         assert not isinstance(self.counts, DeviceCounts)
         return self.counts or NOTHING
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of packed blocks read, the first ones. Counts are on the host."""
-        return self.host_counts.blocks
-
     def written_rows(self) -> torch.Tensor:
         """Write the pending token, unless that is done. Returns the dense rows, which then are complete."""
         if self.pending is not None:

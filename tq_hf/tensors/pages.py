@@ -90,13 +90,7 @@ class LayerPages:
         """
         page = pool[:, index]
         assert page.stride(0) % layout.block_bytes == 0
-        shape = rows_per_page(layout, dtype), layout.key_dim + layout.value_dim
-        dense = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
-        ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, pool.device)
-        factors = (ones.keys[0], ones.values[0])
-        ring = ring_pages(config, layout, dtype)
-        tensors = Pages(layout, page.view(torch.int32), dense, *factors, config.sink_tokens, ring)
-        return cls(config, layout, tensors)
+        return cls._of(page, page.view(torch.int32), config, layout, dtype)
 
     @classmethod
     def dense(cls, page: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> LayerPages:
@@ -108,12 +102,18 @@ class LayerPages:
             layout: Sizes of these blocks.
             dtype: Dtype of the model.
         """
-        states, shape = page.view(dtype), (rows_per_page(layout, dtype), layout.key_dim + layout.value_dim)
-        dense = states[..., : prod(shape)].unflatten(-1, shape)
+        pages = cls._of(page, page.new_empty(0).view(torch.int32), config, layout, dtype)
+        return replace(pages, blocks=page.view(dtype).unflatten(-1, (BLOCK_TOKENS, layout.key_dim + layout.value_dim)))
+
+    @classmethod
+    def _of(
+        cls, page: torch.Tensor, blocks: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
+    ) -> LayerPages:
+        shape = rows_per_page(layout, dtype), layout.key_dim + layout.value_dim
+        rows = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, page.device)
-        empty, ring = page.new_empty(0).view(torch.int32), ring_pages(config, layout, dtype)
-        tensors = Pages(layout, empty, dense, ones.keys[0], ones.values[0], config.sink_tokens, ring)
-        return cls(config, layout, tensors, states.unflatten(-1, (BLOCK_TOKENS, shape[1])))
+        scales, ring = (ones.keys[0], ones.values[0]), ring_pages(config, layout, dtype)
+        return cls(config, layout, Pages(layout, blocks, rows, *scales, config.sink_tokens, ring))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
         """This view with other channel scales, `[1, Hkv, D]` on any device. Raises `ValueError` for scales of heads of

@@ -11,7 +11,7 @@ Other programs rotate queries and wait for none of these. `AppendLaunch` launche
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -144,75 +144,32 @@ def append_to_pages(
         )  # fmt: skip
 
 
-class AppendStates(NamedTuple):
-    """New keys or values, pointer to their part of the first dense row, and their rotation, as in
-    `append_and_rotate`."""
-
-    states: Any
-    stride_b: Any
-    stride_h: Any
-    stride_s: Any
-    rows: Any
-    rotation: Any
-    channel_scales: Any
-
-
-class AppendPlace(NamedTuple):
-    """Places of a sequence's new tokens, and of the block that becomes due.
-
-    Args:
-        heads: H.
-        max_sinks, ring: Rows of sinks and of the ring.
-        num_sinks: Number of sinks before the tokens.
-        to_sinks: Number of tokens that become sinks, the first ones.
-        first: Number of the first other token in the ring; number p is in row p % ring.
-        tokens: Number of tokens to write, 0 if the store has no room.
-        due: Number of blocks that become due, 0 or 1.
-        due_row: Row of the due block's first token.
-        home: Index of the due block among the packed ones.
-    """
-
-    heads: Any
-    max_sinks: Any
-    ring: Any
-    num_sinks: Any
-    to_sinks: Any
-    first: Any
-    tokens: Any
-    due: Any
-    due_row: Any
-    home: Any
-
-
 @triton.jit
-def _append(new, place, packed, DIM: tl.constexpr, C: tl.constexpr, MOST: tl.constexpr):
-    """Write the new keys or values of this program's head to their rows of DIM elements; then encode the due block, if
-    any, from its rows (it may end with these).
+def _append(
+    states, stride, rows, row, tokens, due, due_row, packed, home, rotation, channel_scales, DIM: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Write this program's new keys or values, and encode those of the due block (it may end with them).
 
     Args:
-        new: `AppendStates`.
-        place: `AppendPlace`.
-        packed: Pointer to block 0.
+        states, stride: Pointer to the first new token's, and elements to the next.
+        rows: Pointer to those of the head's first dense row, of DIM elements.
+        row: [MOST, 1] row of each token; the first `tokens` are written.
+        due, due_row: Number of blocks that become due, 0 or 1, and row of the first token.
+        packed, home: Pointer to block 0, and index of the due block.
+        rotation, channel_scales: Pointers, to the head's channel scales.
         C: An `EncodeShape`.
-        MOST: A power of two, at least the number of tokens.
     """
-    head = tl.program_id(0)
-    i, d = tl.arange(0, MOST)[:, None], tl.arange(0, C.TILE)[None, :]
-    written = (i < place.tokens) & (d < C.HEAD_DIM)  # [MOST, TILE]
-    first = new.states + (head // place.heads).to(tl.int64) * new.stride_b + head % place.heads * new.stride_h
-    states = tl.load(first + i * new.stride_s + d, mask=written)
-    rows = new.rows + head.to(tl.int64) * (place.ring + place.max_sinks) * DIM
-    row = (place.first + i - place.to_sinks) % place.ring
-    row = tl.where(i < place.to_sinks, place.ring + place.num_sinks + i, row)
-    tl.store(rows + row * DIM + d, states, mask=written)
-    if place.due > 0:
+    i, d = tl.arange(0, row.shape[0])[:, None], tl.arange(0, C.TILE)[None, :]
+    written = (i < tokens) & (d < C.HEAD_DIM)  # [MOST, TILE]
+    tl.store(rows + row * DIM + d, tl.load(states + i * stride + d, mask=written), mask=written)
+    if due > 0:
         tl.debug_barrier()
-        channel_scales = new.channel_scales + head * C.HEAD_DIM
-        high, low = resident_rotation(new.rotation, channel_scales, C)
-        early = rows + place.due_row * DIM
+        high, low = resident_rotation(rotation, channel_scales, C)
+        early = rows + due_row * DIM
         offsets = block_rows()[:, None] * DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * DIM
-        encode_block(early, late, offsets, offsets, packed, place.home, new.rotation, channel_scales, high, low, C)
+        encode_block(early, late, offsets, offsets, packed, home, rotation, channel_scales, high, low, C)
 
 
 @kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
@@ -270,20 +227,25 @@ def append_and_rotate(
             tl.store(state + 2, num_rows)
             tl.store(state + 3, due)
             tl.store(length, after.to(tl.int64))
-        head = tl.program_id(0)
-        home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
-        first = blocks * TOKENS + held_rows
-        place = AppendPlace(heads, max_sinks, ring, sinks, to_sinks, first, tokens, due, due_row, home)
+        program = tl.program_id(0)
+        batch, head = (program // heads).to(tl.int64), (program % heads).to(tl.int64)
+        home = batch * blocks_b + head * blocks_h + blocks
+        # After the sinks tokens are numbered; number p is in row p % ring.
+        i = tl.arange(0, MOST)[:, None]
+        row = (blocks * TOKENS + held_rows + i - to_sinks) % ring
+        row = tl.where(i < to_sinks, ring + sinks + i, row)
         DIM: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
+        own_rows = kv_rows + program.to(tl.int64) * (ring + max_sinks) * DIM
         if tl.program_id(1) == 0:
-            new_keys = AppendStates(keys, keys_b, keys_h, keys_s, kv_rows, key_rotation, key_channel_scales)
-            _append(new_keys, place, packed, DIM, KEYS, MOST)
+            _append(
+                keys + (batch * keys_b + head * keys_h), keys_s, own_rows, row, tokens, due, due_row, packed, home,
+                key_rotation, key_channel_scales + program * KEYS.HEAD_DIM, DIM, KEYS,
+            )  # fmt: skip
         else:
-            values_at = kv_rows + KEYS.HEAD_DIM
-            new_values = AppendStates(
-                values, values_b, values_h, values_s, values_at, value_rotation, value_channel_scales
-            )
-            _append(new_values, place, packed, DIM, VALUES, MOST)
+            _append(
+                values + (batch * values_b + head * values_h), values_s, own_rows + KEYS.HEAD_DIM, row, tokens, due,
+                due_row, packed, home, value_rotation, value_channel_scales + program * VALUES.HEAD_DIM, DIM, VALUES,
+            )  # fmt: skip
     else:
         of_step = Queries(
             query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None

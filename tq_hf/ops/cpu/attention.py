@@ -146,10 +146,10 @@ def _view_tiles(view: View, query: torch.Tensor, latents: bool = False) -> Itera
     """Iterate over all tokens of a view in tiles, oldest first. Tiles of packed blocks share scratch: use scores and
     values of one at a time."""
     dense, packed = (DenseLatents, PackedLatents) if latents else (DenseTile, PackedTile)
-    parts, sinks = view.dense_parts(), view.host_counts.sinks
+    parts, (sinks, count, *_) = view.dense_parts(), view.host_counts
     if sinks:
         yield from _dense_tiles(*parts.pop(0), query, dense)
-    if view.num_blocks:
+    if count:
         blocks, config = view.tensors.blocks, view.tensors.config
         needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
         take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
@@ -158,8 +158,8 @@ def _view_tiles(view: View, query: torch.Tensor, latents: bool = False) -> Itera
         turned = torch.cat([rotated(part, factors, config.seed) for part, factors in halves], -1)
         step = _blocks_of_tile(blocks)
         products = torch.float32 if latents else _products(view.tensors.rows)  # rotary keys make scores, not sums
-        for start in range(0, view.num_blocks, step):
-            some = blocks.slice(start, min(start + step, view.num_blocks))
+        for start in range(0, count, step):
+            some = blocks.slice(start, min(start + step, count))
             position = sinks + start * blocks.layout.tokens
             yield packed(position, turned, config, some, blocks.layout.value_dim, take, products)
     if len(parts) > 1 and sum(states[0].shape[2] for _, states in parts) <= TILE_TOKENS:
