@@ -105,9 +105,7 @@ def test_dense_rows_are_those_of_torch(case: dict[str, Any], scales: str) -> Non
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "chosen", chosen)
             dispatch.store_prompt((keys, values), dense, given, scales == "computed", queries)
-        (there if chosen else found).extend(
-            [dense.rows, *counts, *(out if scales != "computed" else ())]
-        )
+        (there if chosen else found).extend([dense.rows, *counts, *(out if scales != "computed" else ())])
     for a, b in zip(there, found, strict=True):
         assert torch.equal(as_bytes(a), as_bytes(b))
     if scales == "ones":

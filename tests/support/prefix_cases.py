@@ -49,10 +49,8 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
     case, packed, device = inputs.case, inputs.packed, inputs.query.device
     return attend_prefix(
         inputs.query,
-        packed,
+        (packed, dense_rows(prefix.residual, inputs.sinks), case.sinks),
         (case.sinks, case.blocks, prefix.num_residual),
-        dense_rows(prefix.residual, inputs.sinks),
-        case.residual_capacity,
         prefix.new,
         kernel_rotations(inputs),
         inputs.mask,

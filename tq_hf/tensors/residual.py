@@ -1,8 +1,8 @@
 """Dense rows of a layer: a ring of its newest tokens, then its sinks.
 
-They are one tensor `[B, Hkv, ring + sinks, Dk + Dv]`: a token's key, then its value. The rows of the ring are numbered by
-their token's position after the sinks; number p lives in row `p % ring`. A ring has whole blocks of rows, so those of a
-block are always contiguous: dropping a block that has been encoded moves nothing.
+They are one tensor `[B, Hkv, ring + sinks, Dk + Dv]`: a token's key, then its value. Tokens of the ring are numbered by
+their position after the sinks; number p lives in row `p % ring`. A ring has whole blocks of rows, so those of a block
+are always contiguous: dropping a block that has been encoded moves nothing.
 
 The newest token may be *pending*: apart from the ring. The next decode kernel writes it in passing, because a launch
 for one row would cost the host as much as the kernel's. All other readers and writers of the ring must write it first.

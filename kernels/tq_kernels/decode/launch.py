@@ -86,10 +86,7 @@ class DecodeLaunch:
     """
 
     def __init__(
-        self,
-        held: tuple[PackedBlocks, torch.Tensor, int] | Pages,
-        rotations: KeyValue,
-        encoder: KeyValue | None = None,
+        self, held: tuple[PackedBlocks, torch.Tensor, int] | Pages, rotations: KeyValue, encoder: KeyValue | None = None
     ) -> None:
         self.pages = held if isinstance(held, Pages) else None
         sizes: tuple[Any, ...]

@@ -283,7 +283,8 @@ def prefix_attention(
     """Attend to everything with many queries. Grid: (row tiles, B * Hkv, splits).
 
     With a block table: sequences with several new tokens, over the pages of `tq_kernels.common.schedule`. Tensors then
-    have one batch row with the new tokens of all sequences; pages are `blocks_b` blocks apart; `rows` counts rows of all sequences. Programs without a tile end at once.
+    have one batch row with the new tokens of all sequences, and `rows` counts rows of all sequences. Programs without a
+    tile end at once.
     """
     C: tl.constexpr = constants_of(SHAPE)
     head = tl.program_id(1)

@@ -18,7 +18,7 @@ from ..common.device import AMPERE, Target, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..format import BLOCK_TOKENS, padded_dim
 from ..layout import BlockLayout
-from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences, Tokens
+from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences
 from .attention import PrefixShape, prefix_attention
 from .tiles import merge_splits
 
@@ -115,11 +115,9 @@ def prefix_constants(
 @on_its_device
 def attend_prefix(
     query: torch.Tensor,
-    packed: PackedBlocks,
-    counts: tuple[int, int, int],
-    held: torch.Tensor,
-    ring: int,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
+    held: tuple[PackedBlocks, torch.Tensor, int] | Pages,
+    counts: tuple[int, int, int] | Sequences,
+    new: KeyValue | None,
     rotations: KeyValue,
     mask: torch.Tensor | None,
     options: AttentionOptions,
@@ -129,75 +127,81 @@ def attend_prefix(
     config: PrefixConfig | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Attention of S queries over sinks, packed blocks, residual and new tokens.
+    """Attention of many queries over sinks, packed blocks, residual and new tokens. Nothing is stored.
 
     Args:
         query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous; row i is the query of the i-th of the
-            last S tokens.
-        packed: Packed blocks.
-        counts: Numbers of sinks, blocks and residual rows to attend to.
-        held: Dense rows `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous.
-        ring: Number of rows of the ring, where the residual begins at 128 * blocks modulo `ring`.
+            last S tokens. Over pages `[T, Hq, D]`, of all new tokens.
+        held: Packed blocks, dense rows `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous, and the number of sinks among
+            them. The residual begins at row 128 * blocks modulo `ring`. Or pages.
+        counts: Numbers of sinks, blocks and residual rows to attend to. Or the sequences over pages: attention is
+            computed for those with several new tokens, and is causal.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the residual, last dimension contiguous, or
-            `None`.
+            `None`. Over pages `[T, Hkv, D]`, of all new tokens.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
         mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, residual and new rows in this
-            order.
-        out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
+            order. `None` over pages.
+        out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous. Over pages `[T, Hq, D]` contiguous, zeros;
+            rows of sequences with one new token are then undefined.
         allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
         config, splits: Replace the choices of the table.
 
     Returns:
         `out`. Rows that attend to nothing are 0.
     """
-    batch, query_heads, queries, key_dim = query.shape
-    (kv_heads, value_dim), (sinks, blocks, residual) = (packed.data.shape[1], packed.layout.value_dim), counts
-    groups, on = query_heads // kv_heads, target(query.device)
-    config = config or prefix_config(key_dim, value_dim, on)
-    rows, heads = groups * queries, batch * kv_heads
-    row_tiles = -(-rows // config.block_rows)
-    fresh = (held[:, :, :0], held[:, :, :0]) if new is None else new
-    dense = sinks + residual + fresh[0].shape[2]
-    if splits is None:
-        resident = on.multiprocessors * config.programs_per_multiprocessor
-        splits = prefix_splits(row_tiles * heads, blocks + -(-dense // BLOCK_TOKENS), resident)
-    sums = splits * heads * rows
-    outputs = sums if splits > 1 else 0
-    operands = splits * heads * row_tiles * config.block_rows * block_of(key_dim) // 2
-    sizes = [operands, outputs * value_dim, sums]
+    result, on, written = out, target(query.device), None
+    tables: tuple[torch.Tensor | None, ...] = (None,) * 4
+    if isinstance(counts, Sequences):
+        assert isinstance(held, Pages) and new is not None
+        # One row of a batch has the new tokens of all sequences.
+        query, fresh = query.transpose(0, 1)[None], (new[0].transpose(0, 1)[None], new[1].transpose(0, 1)[None])
+        out, (count, units), block_strides = out[None], counts.block_table.shape, (held.page_blocks, 1)
+        layout, blocks, dense, *scales = held[:5]
+        place = (*held.place, triton.next_power_of_2(max(count, counts.least_padding)))
+        tables, numbers, width = counts[:4], (0,) * 6, units
+        written = counts.cu_seqlens_q[count:]
+    else:
+        assert not isinstance(held, Pages)
+        (packed, dense, max_sinks), (sinks, num_blocks, residual) = held, counts
+        fresh = (dense[:, :, :0], dense[:, :, :0]) if new is None else new
+        layout, blocks, scales, block_strides = packed.layout, packed.data, packed.channel_scales, packed.block_strides
+        units = num_blocks + -(-(sinks + residual + fresh[0].shape[2]) // BLOCK_TOKENS)
+        numbers = (num_blocks, sinks, residual, dense.shape[2] - max_sinks, max_sinks, fresh[0].shape[2])
+        count, width, place = 0, 0, ()
+    (batch, query_heads, queries, _), kv_heads = query.shape, fresh[0].shape[1]
+    config = config or prefix_config(layout.key_dim, layout.value_dim, on)
+    groups, heads = query_heads // kv_heads, batch * kv_heads
+    rows, dims = groups * queries, (layout.key_dim, layout.value_dim)
+    row_tiles, splits, sizes = _sizes(rows, heads, min(count, queries // 2), units, dims, config, on, splits)
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
+    if splits > 1 and written is not None:
+        lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
     mask_kind, mask_strides = mask_layout(mask)
     flags = (options.causal and mask is None, mask_kind, *options.flags, splits > 1)
-    constants = prefix_constants(packed.layout, *flags, config, on)
+    constants = prefix_constants(layout, *flags, config, on, place)
     seen, aux = query if mask is None else mask, query if options.s_aux is None else options.s_aux
     query_strides, out_strides = query.stride()[:3], out.stride()[:3]
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
     strides = specialised((*query_strides, *fresh_strides, *out_strides, *mask_strides))
-    dtypes = (query.dtype, held.dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
+    dtypes = (query.dtype, dense.dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
     ATTEND(
         (row_tiles, heads, splits),
         (
-            *(query, packed.data, *rotations),
-            *(*packed.channel_scales, held, *fresh, seen, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 4),
+            *(query, blocks, *rotations, *scales, dense, *fresh, seen, aux),
+            *(out, partial, lse, operand_rows.view(torch.float16), *tables),
         ),
         (
-            *query_strides, *packed.block_strides, *fresh_strides, *out_strides,
-            *(rows, groups, kv_heads, blocks, sinks, residual, ring, held.shape[2] - ring),
-            fresh[0].shape[2],
-            queries,
-            *mask_strides,
-            *options.log2_factors,
-            row_tiles,
-            *(0, 0),
+            *(*query_strides, *block_strides, *fresh_strides, *out_strides, rows, groups, kv_heads, *numbers),
+            *(queries, *mask_strides, *options.log2_factors, row_tiles, count, width),
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),
         num_warps=config.warps,
-    )  # fmt: skip
+    )
     if splits > 1:
-        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=options.s_aux is not None)
-    return out
+        has_aux = options.s_aux is not None
+        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=has_aux, tokens=written)
+    return result
 
 
 def merge(
@@ -229,94 +233,33 @@ def merge(
     )
 
 
-def _many_sizes(
-    total: int, count: int, width: int, heads: tuple[int, int], dim: int, config: PrefixConfig, on: Target
+def _sizes(
+    rows: int,
+    heads: int,
+    parts: int,
+    units: int,
+    dims: tuple[int, int],
+    config: PrefixConfig,
+    on: Target,
+    splits: int | None = None,
 ) -> tuple[int, int, list[int]]:
-    """Number of row tiles of all sequences, of programs a tile, and of float32 for operands, outputs and sums."""
-    query_heads, kv_heads = heads
-    rows = query_heads // kv_heads * total
-    # The last tile of each sequence may be partial.
-    row_tiles = -(-rows // config.block_rows) + min(count, total // 2)
-    splits = prefix_splits(row_tiles * kv_heads, width, on.multiprocessors * config.programs_per_multiprocessor)
-    sums = splits * kv_heads * rows
-    operands = splits * kv_heads * row_tiles * config.block_rows * block_of(dim) // 2
-    return row_tiles, splits, [operands, sums * dim if splits > 1 else 0, sums]
+    """Number of row tiles, `parts` of sequences that end within one included, of programs a tile, and of float32 for
+    operands, outputs and sums."""
+    row_tiles = -(-rows // config.block_rows) + parts
+    if splits is None:
+        splits = prefix_splits(row_tiles * heads, units, on.multiprocessors * config.programs_per_multiprocessor)
+    sums = splits * heads * rows
+    operands = splits * heads * row_tiles * config.block_rows * block_of(dims[0]) // 2
+    return row_tiles, splits, [operands, sums * dims[1] if splits > 1 else 0, sums]
 
 
 def many_scratch_bytes(total: int, count: int, heads: tuple[int, int], dim: int, on: Target) -> int:
-    """Most scratch bytes of `attend_many` for up to `total` new tokens in up to `count` sequences of any lengths;
-    `heads` are query and KV heads."""
+    """Most scratch bytes of `attend_prefix` over pages, for up to `total` new tokens in up to `count` sequences of any
+    lengths; `heads` are query and KV heads."""
     config = prefix_config(dim, dim, on)
     shared = 2 * on.multiprocessors * config.programs_per_multiprocessor
-    tiles, _, _ = _many_sizes(total, count, 1, heads, dim, config, on)
+    rows = heads[0] // heads[1] * total
+    tiles, _, _ = _sizes(rows, heads[1], min(count, total // 2), 1, (dim, dim), config, on)
     # Tiles are split only into `shared` parts or fewer.
     rows = max(heads[1] * tiles, shared) * config.block_rows
     return 4 * (rows * block_of(dim) // 2 + rows + shared * config.block_rows * dim)
-
-
-def attend_many(
-    tokens: Tokens,
-    pages: Pages,
-    sequences: Sequences,
-    rotations: tuple[torch.Tensor, torch.Tensor],
-    options: AttentionOptions,
-    *,
-    allocate: Callable[[int], torch.Tensor],
-    out: torch.Tensor,
-) -> None:
-    """Compute causal attention of sequences with several new tokens. Nothing is stored.
-
-    Args:
-        rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
-        allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
-        out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined.
-    """
-    query, key, value = tokens
-    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], sequences.cu_seqlens_q.shape[0] - 1
-    groups, width, on = query_heads // kv_heads, sequences.block_table.shape[1], target(query.device)
-    config = prefix_config(dim, dim, on)
-    rows = groups * total
-    row_tiles, splits, sizes = _many_sizes(total, count, width, (query_heads, kv_heads), dim, config, on)
-    operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
-    if splits > 1:
-        lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
-    aux = query if options.s_aux is None else options.s_aux
-    flags = (True, 0, *options.flags, splits > 1)
-    padded = triton.next_power_of_2(max(count, sequences.least_padding))
-    place = (*pages.place, padded)
-    constants = prefix_constants(pages.layout, *flags, config, on, place)
-    (query_s, query_h), (new_t, new_h), (new_vt, new_vh), (out_s, out_h) = (x.stride()[:2] for x in (*tokens, out))
-    strides = specialised((query_s, query_h, new_t, new_h, new_vt, new_vh, out_s, out_h))
-    dtypes = (query.dtype, pages.rows.dtype, key.dtype, aux.dtype, out.dtype)
-    ATTEND(
-        (row_tiles, kv_heads, splits),
-        (
-            *(query, pages.blocks, *rotations),
-            *(pages.key_channel_scales, pages.value_channel_scales, pages.rows, key, value, query, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:4]),
-        ),
-        (
-            *(0, query_h, query_s),
-            *(pages.page_blocks, 1),
-            *(0, new_h, new_t),
-            *(0, new_vh, new_vt),
-            *(0, out_s, out_h),
-            rows,
-            groups,
-            kv_heads,
-            *[0] * 7,
-            *(0, 0, 0),
-            *options.log2_factors,
-            row_tiles,
-            count,
-            width,
-        ),
-        constants,
-        (constants, config, strides, dtypes, query.device.index),
-        num_warps=config.warps,
-    )
-    if splits > 1:
-        merge(
-            partial, lse, aux, out[None], rows, groups, kv_heads, kv_heads * rows, splits,
-            has_aux=options.s_aux is not None, tokens=sequences.cu_seqlens_q[count:],
-        )  # fmt: skip

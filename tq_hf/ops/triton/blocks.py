@@ -252,13 +252,11 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
 @explains_failures
 def attend_many(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend_many`."""
-    layout, blocks = view.tensors.blocks.layout, view.tensors.blocks
+    layout = view.tensors.layout
     return attend_prefix(
         _rows(query),
-        blocks,
+        (view.tensors.blocks, view.written_rows(), view.tensors.config.sink_tokens),
         view.host_counts[:3],
-        view.written_rows(),
-        view.tensors.ring_rows,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
         rotations(view.tensors.config, layout, query.device, torch.float16),
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
