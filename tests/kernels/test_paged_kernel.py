@@ -281,6 +281,7 @@ def test_no_prompts_need_more_scratch_than_the_bound(
     bound, largest = prefix_launch.many_scratch_bytes(most, 16, heads, dim, on), 0
     for _ in range(2000):
         total, count = int(most ** chance.random()), chance.randint(1, 16)
-        sizes = prefix_launch._many_sizes(total, count, int(2 ** chance.uniform(0, 11)), heads, dim, config, on)[2]
+        rows, parts, units = heads[0] // heads[1] * total, min(count, total // 2), int(2 ** chance.uniform(0, 11))
+        *_, sizes = prefix_launch._sizes(rows, heads[1], parts, units, (dim, dim), config, on)
         largest = max(largest, 4 * sum(sizes))
     assert largest <= bound

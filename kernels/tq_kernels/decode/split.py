@@ -94,14 +94,14 @@ def decode_split(
     FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(C.SINKS, C.RING, C.ROWS)
     if block_table is None:
         blocks = tl.load(num_blocks)
-        residual_count = tl.load(num_residual)
         sink_count = tl.load(num_sinks)
-        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(sink_count + residual_count)
+        tokens = sink_count + tl.load(num_residual)
+        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(tokens)
         total = counted(blocks) * streams
     else:
         every = tl.arange(0, C.BLOCK_B)
         work = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-        total, jobs = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0)
+        total, jobs, sink_count = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0), 0
     total_jobs = jobs * streams
     sharers = sharing(workers, total, total_jobs)
     start, end = packed_share(worker, sharers, total)
@@ -110,66 +110,54 @@ def decode_split(
     # Packed blocks: the worker's share, stream by stream.
     if block_table is None:
         ring_start = (blocks * TOKENS) % ring
-        # Find the first stream here and count on from it: a division takes longer than an addition.
-        first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
-        tile, head = first_stream % row_tiles, first_stream // row_tiles
-        batch, kv_head = head // kv_heads, head % kv_heads
-        if C.ASM >= AMPERE:
-            # Fetch the first block and dense rows now: queries are read before them.
-            own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-            own_block += tl.maximum(start % per_stream - START, 0)
-            prefetch(packed + own_block * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
+        stream = start // per_stream
+        batch, at = stream // heads, stream * per_stream
+    else:
+        batch, stream, at = stream_of(counted(work[0]), heads, start)
+    # Find the first stream here and count on from it: a division takes longer than an addition.
+    tile, kv_head = stream % row_tiles, stream % heads // row_tiles
+    if C.ASM >= AMPERE:
+        # Fetch the first block and dense rows now: queries are read before them.
+        first = tl.maximum(start - at - START, 0)
+        if block_table is None:
+            home = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h + first
             if (first_job >= 0) & (first_job < total_jobs):
                 own_rows = kv_rows + (first_job // jobs // row_tiles).to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
-                own_tokens = sink_count + residual_count
-                own_dense = DenseTokens(
-                    own_rows, None, None, None, sinks, ring, ring_start, own_tokens, None, own_tokens
-                )
+                own_dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, tokens, None, tokens)
                 k_row, v_row = dense_rows(own_dense, first_job % jobs * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS), C)
                 prefetch_rows(k_row, C.DK)
                 prefetch_rows(v_row, C.DV)
+        else:
+            column = block_table + batch.to(tl.int64) * width + FIRST_BLOCK + first
+            home = tl.load(column, mask=start < end, other=0).to(tl.int64) * blocks_b + kv_head
+        prefetch(packed + home * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
 
-        for stream in tl.range(first_stream, last_stream, num_stages=1):
-            first = tl.maximum(start - stream * per_stream - START, 0)
-            last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), C.ASM)
-            r = tile * C.BLOCK_R + local
+    while at < end:
+        if block_table is None:
             own_blocks = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             stream_blocks = DecodeBlocks(packed + own_blocks * C.BLOCK_WORDS, None, None)
-            stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
-            stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
-            attend_share(
-                to, stream_blocks, stream_mask, first, last,
-                stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
-            )  # fmt: skip
-            tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
-            batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
-    else:
-        sequence, stream, at = stream_of(counted(work[0]), heads, start)
-        if C.ASM >= AMPERE:
-            # Fetch the share's first block while queries are read.
-            first = tl.maximum(start - at - START, 0)
-            own_column = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + first
-            page = tl.load(own_column, mask=start < end, other=0)
-            first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
-            prefetch(packed + first_block * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
-        while at < end:
-            stream_blocks_count = packed_of(num_blocks, sequence, queries)
-            first = tl.maximum(start - at - START, 0)
-            last = per_lane(tl.minimum(end - at - START, stream_blocks_count), C.ASM)
-            r = stream % row_tiles * C.BLOCK_R + local
-            pages = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK
-            stream_blocks = DecodeBlocks(packed + stream % heads // row_tiles * C.BLOCK_WORDS, pages, blocks_b)
-            attend_share(
-                to, stream_blocks, DecodeMask(scratch, 0, 0), first, last,
-                DecodeRows(stream // row_tiles * rows, r, r < rows, local, store_rows, 1), worker + stream, 0,
-                scaling_log2, cap_log2, C,
-            )  # fmt: skip
-            at += counted(stream_blocks_count)
-            stream += 1
+        else:
+            blocks = packed_of(num_blocks, batch, queries)
+            pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
+            stream_blocks = DecodeBlocks(packed + kv_head * C.BLOCK_WORDS, pages, blocks_b)
+        first = tl.maximum(start - at - START, 0)
+        last = per_lane(tl.minimum(end - at - START, blocks), C.ASM)
+        r = tile * C.BLOCK_R + local
+        stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
+        stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
+        attend_share(
+            to, stream_blocks, stream_mask, first, last,
+            stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
+        )  # fmt: skip
+        at += counted(blocks)
+        stream += 1
+        tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
+        batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
+        if block_table is not None:
             if (stream % heads == 0) & (at < end):
                 # Numbers of blocks are read again: they would take registers through the loop over blocks.
                 later = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-                sequence, stream, at = stream_of(counted(later[0]), heads, at)
+                batch, stream, at = stream_of(counted(later[0]), heads, at)
 
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has.
     job = first_job
@@ -186,7 +174,6 @@ def decode_split(
         own_jobs, job_mask = jobs, DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
         if block_table is None:
             own_rows = kv_rows + head.to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
-            tokens = sink_count + residual_count
             dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, tokens, None, tokens)
         else:
             blocks, own_jobs, token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
