@@ -342,33 +342,12 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
 
 # Triton's launchers
 
-POINTERS = {
-    *(
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "block_table",
-        "key",
-        "value",
-        "query",
-        "rotation",
-        "channel_scales",
-        "scratch",
-        "keys",
-        "values",
-        "kv_rows",
-    ),
-    *(
-        "packed",
-        "key_channel_scales",
-        "value_channel_scales",
-        "num_blocks",
-        "num_residual",
-        "num_sinks",
-        "mask",
-        "s_aux",
-        "out",
-    ),
-}
+POINTERS = set(
+    """
+    cu_seqlens_q cu_seqlens_k block_table key value query rotation channel_scales scratch keys values kv_rows
+    packed key_channel_scales value_channel_scales num_blocks num_residual num_sinks mask s_aux out
+    """.split()
+)
 
 
 class Asked:

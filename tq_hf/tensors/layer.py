@@ -109,8 +109,7 @@ class LayerTensors:
             token.states = None
 
     def copy_rows(self, source: LayerTensors, first: int, count: int) -> None:
-        """Copy the sinks of other tensors, and numbers `first` to `first + count` of their ring, which has another
-        size."""
+        """Copy the sinks of other tensors, and numbers `first` to `first + count` of their ring, of any size."""
         self.rows[:, :, self.ring_rows :] = source.rows[:, :, source.ring_rows :]
         for at, part in ring_slices(source.ring_rows, first, count):
             for to, some in ring_slices(self.ring_rows, first + part.start, part.stop - part.start):
@@ -118,8 +117,7 @@ class LayerTensors:
 
     @outside_inference_mode
     def with_ring(self, ring: int, first: int, count: int) -> LayerTensors:
-        """These tensors with copies of the sinks and of numbers `first` to `first + count` of the ring, in a ring of
-        `ring` rows."""
+        """These tensors with a ring of `ring` rows: copies of the sinks, and of numbers `first` to `first + count`."""
         batch, heads, _, dim = self.rows.shape
         rows = self.rows.new_empty(batch, heads, ring + self.config.sink_tokens, dim)
         tensors = LayerTensors(self.config, self.blocks, rows, self.order)

@@ -129,8 +129,8 @@ class DenseTokens(NamedTuple):
 
 @triton.jit
 def dense_rows(dense: DenseTokens, t, C: tl.constexpr):
-    """Pointers [n] to keys and values of dense tokens `t` [n]. Those of absent tokens are to the last one. C has DK,
-    DV, and over pages ROWS and BLOCK_WORDS."""
+    """Pointers [n] to keys and values of dense tokens `t` [n]; for absent tokens, to the last one. C has DK, DV, and
+    over pages ROWS and BLOCK_WORDS."""
     near = tl.minimum(t, dense.count - 1)
     row = dense.start + near - dense.sinks
     row = tl.where(row >= dense.ring, row - dense.ring, row)
