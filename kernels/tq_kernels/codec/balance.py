@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from ..common.launcher import Kernel, Launch, kernel, launch_all, specialised
-from ..common.schedule import copy_rows
 from ..format import (
     FAR,
     LARGEST_RATIO,
@@ -167,6 +166,13 @@ def _store_channel_scales(
     tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < dim)
 
 
+@triton.jit
+def _copy_part(states, at, valid, channel, DIM: tl.constexpr):
+    """Copy keys or values from pointers `states` [n, 1] to their part of the rows at pointers `at` [n]."""
+    exists = valid[:, None] & (channel < DIM)[None, :]
+    tl.store(at[:, None] + channel[None, :], tl.load(states + channel[None, :], mask=exists), mask=exists)
+
+
 @kernel(
     "kv_heads:rows valid_b:valid_t",
     # Without this, copies would decide the layout of the sums and so their order.
@@ -194,7 +200,7 @@ def store_prompt(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (pieces * kinds + tiles of ROWS rows that stay dense, B * Hkv)."""
+    """Grid: (pieces * kinds + 2 * tiles of ROWS rows that stay dense, B * Hkv)."""
     job, program = tl.program_id(0), tl.program_id(1)
     batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
     keys += batch * key_b + head * key_h
@@ -210,16 +216,21 @@ def store_prompt(
             tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
     copying = job - pieces * kinds
     if copying >= 0:
-        i = copying * ROWS + tl.arange(0, ROWS)
+        # Keys or values: both would take registers that the sums need.
+        i = copying // 2 * ROWS + tl.arange(0, ROWS)
         later = i - to_sinks
         token = tl.where(i < to_sinks, i, start + later).to(tl.int64)
         row = tl.where(i < to_sinks, ring + first_sink + i, (slot + later) % ring)
         at = kv_rows + (program.to(tl.int64) * (ring + max_sinks) + row) * (DK + DV)
-        copy_rows(keys, values, token, at, later < kept, key_s, value_s, DK, DV, BLOCK_K, BLOCK_V)
+        if copying % 2 == 0:
+            _copy_part(keys + (token * key_s)[:, None], at, later < kept, dk, DK)
+        else:
+            _copy_part(values + (token * value_s)[:, None], at + DK, later < kept, dv, DV)
         if sums is None:
             if key_channel_scales is not None:
                 if copying == 0:
                     tl.store(key_channel_scales + program * DK + dk, 1.0, mask=dk < DK)
+                if copying == 1:
                     tl.store(value_channel_scales + program * DV + dv, 1.0, mask=dv < DV)
     elif sums is not None:
         piece, kind = job // kinds, job % kinds
@@ -329,7 +340,7 @@ def _prompt_launch(
     max_sinks, ring, first_sink, to_sinks, start, slot, held, *_ = places
     constants = prompt_constants(key_dim, value_dim)
     kept = tokens - start
-    copies = max(1, -(-(to_sinks + kept) // constants[5]))
+    copies = 2 * max(1, -(-(to_sinks + kept) // constants[5]))
     at, kinds = (0, 0, 0, 0), 0
     if first is not None:
         sample_of = sample(tokens, first)
