@@ -18,8 +18,7 @@ class MemoryFootprint:
     Args:
         packed: Packed blocks: codes, scales and means.
         metadata: Channel scales, and a few bytes of bookkeeping per layer.
-        residual: Dense newest tokens of compressed layers.
-        sinks: Dense sink tokens of compressed layers.
+        residual: Dense tokens of compressed layers: the newest, and sinks.
         uncompressed: Layers that are not compressed (sliding, linear, skipped).
         bf16_equivalent: Bytes of a cache of the same tokens with 16-bit keys and values in all layers.
         by_device: Total bytes by device.
@@ -28,14 +27,13 @@ class MemoryFootprint:
     packed: int = 0
     metadata: int = 0
     residual: int = 0
-    sinks: int = 0
     uncompressed: int = 0
     bf16_equivalent: int = 0
     by_device: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        return self.packed + self.metadata + self.residual + self.sinks + self.uncompressed
+        return self.packed + self.metadata + self.residual + self.uncompressed
 
     @property
     def ratio(self) -> float:

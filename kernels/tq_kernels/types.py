@@ -212,21 +212,21 @@ class Pages(NamedTuple):
 
 
 class DenseRows(NamedTuple):
-    """Rows of a prompt's keys and values that stay dense, and their places.
+    """Tokens of a prompt that stay dense, and their places.
 
     Args:
-        sinks: Buffers `[B, Hkv, S0, D]`, contiguous, `S0` possibly 0.
-        ring: Buffers of the residual, `[B, Hkv, capacity, D]`, contiguous.
-        first_sink: Row of `sinks` for the first token.
-        to_sinks: Number of tokens at the start that go to `sinks`.
+        rows: `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous: a ring, then sinks; a token's key, then its value.
+        ring: Number of rows of the ring.
+        first_sink: Number of the sink for the first token.
+        to_sinks: Number of tokens at the start that become sinks.
         start: First token that goes to the ring, with all tokens after it; they must fit.
-        slot: Slot of the ring for token `start`.
+        slot: Row of the ring for token `start`.
         held: Number of sinks, packed blocks and ring rows of the store afterwards.
         counts: Tensors to write `held` to (`DeviceCounts` of `tq_hf.tensors.layer`), or `None`.
     """
 
-    sinks: KeyValue
-    ring: KeyValue
+    rows: torch.Tensor
+    ring: int
     first_sink: int
     to_sinks: int
     start: int

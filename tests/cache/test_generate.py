@@ -361,10 +361,8 @@ def test_offloading_between_steps_changes_nothing():
                     view = layer.store.view()
                     layer.offload()
                     layer.prefetch()
-                    assert (
-                        torch.equal(view.tensors.sinks[0], layer.store.view().tensors.sinks[0])
-                        and view.length == start + 60
-                    )
+                    assert torch.equal(view.tensors.rows, layer.store.view().tensors.rows)
+                    assert view.length == start + 60
         outputs.append(out.logits)
     assert torch.equal(*outputs)
 

@@ -161,7 +161,7 @@ def test_offloaded_layers_give_the_same_tokens_from_less_device_memory(model, to
         model.generate(**ids, **as_input(cache), do_sample=False, max_new_tokens=40) for cache in (plain, offloaded)
     )
     assert torch.equal(actual, expected)
-    devices = [layer.store.tensors.ring[0].device.type for layer in offloaded.layers]
+    devices = [layer.store.tensors.rows.device.type for layer in offloaded.layers]
     assert devices.count("cuda") <= 2 and devices.count("cpu") >= 1
 
 

@@ -177,9 +177,9 @@ def test_a_first_prompt_launches_at_most_three_kernels_a_layer(room, balance, to
         assert warm or mode.names == []
 
 
-@pytest.mark.parametrize(("tokens", "tensors"), [(128, 6), (1000, 7)], ids=["no block due", "blocks due"])
+@pytest.mark.parametrize(("tokens", "tensors"), [(128, 3), (1000, 4)], ids=["no block due", "blocks due"])
 def test_a_first_prompt_makes_few_tensors(tokens, tensors, kernels, monkeypatch):
-    """Two each of channel scales, sinks and residual, and one of blocks where there are any."""
+    """Two of channel scales, one of dense rows, and one of blocks where there are any."""
     monkeypatch.setattr(f"{__name__}.MAKE_NO_LAUNCH", ())
     config = build("llama", num_hidden_layers=2).config
     states, query = (torch.zeros(2, heads, tokens, 16) for heads in (2, 4))

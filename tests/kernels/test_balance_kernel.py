@@ -65,9 +65,10 @@ def dense_rows(
     pair: KeyValue, sinks: int = 4, first_sink: int = 0, to_sinks: int = 0, capacity: int = 128, **other: Any
 ) -> DenseRows:
     """Where rows of a prompt go, by default none of them; `other` are fields."""
-    buffers = [tuple(x.new_full((*x.shape[:2], rows, x.shape[3]), NAN) for x in pair) for rows in (sinks, capacity)]
+    keys, values = pair
+    rows = keys.new_full((*keys.shape[:2], capacity + sinks, keys.shape[3] + values.shape[3]), NAN)
     fields = {"start": pair[0].shape[2], "slot": 0, "held": (0, 0, 0)} | other
-    return DenseRows(*buffers, first_sink=first_sink, to_sinks=to_sinks, **fields)
+    return DenseRows(rows, capacity, first_sink=first_sink, to_sinks=to_sinks, **fields)
 
 
 ROWS: list[dict[str, Any]] = [
@@ -104,13 +105,11 @@ def test_dense_rows_are_those_of_torch(case: dict[str, Any], scales: str) -> Non
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "chosen", chosen)
             dispatch.store_prompt((keys, values), dense, given, scales == "computed", queries)
-        (there if chosen else found).extend(
-            [*dense.sinks, *dense.ring, *counts, *(out if scales != "computed" else ())]
-        )
+        (there if chosen else found).extend([dense.rows, *counts, *(out if scales != "computed" else ())])
     for a, b in zip(there, found, strict=True):
         assert torch.equal(as_bytes(a), as_bytes(b))
     if scales == "ones":
-        assert found[4].tolist() == [*case.get("held", (0, 0, 0)), 0] and found[5][5, 0] == 0
+        assert found[1].tolist() == [*case.get("held", (0, 0, 0)), 0] and found[2][5, 0] == 0
 
 
 def check(made: list[torch.Tensor], first: int = 0, shown: bool = True, padding: int = 0) -> ChannelScales:

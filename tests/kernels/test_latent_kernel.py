@@ -97,7 +97,7 @@ def run(case: Case, inputs: Any, rotary: torch.Tensor, splits: int | None = None
     out = attend_latents(
         inputs.query.transpose(0, 1).flatten(1, 2),
         rotary,
-        (inputs.packed, inputs.sinks, inputs.residual),
+        (inputs.packed, inputs.rows, case.sinks),
         held_counts(case.blocks, case.residual, case.sinks, DEVICE),
         kernel_rotations(inputs),
         inputs.mask,

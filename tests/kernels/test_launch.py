@@ -103,7 +103,7 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         ] or seed == 2
         assert view.pending.states is None and kept.shape == (1, 1, 4, 32)
         first = log[0][3][1]
-        given = (*new, *store.device_counts, *store.tensors.sinks, *store.tensors.ring)
+        given = (*new, *store.device_counts, store.tensors.rows)
         assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
         log.clear()
         graph_ops.attend_token(q, view, None, AttentionOptions(0.3))
@@ -133,9 +133,7 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
         assert view.pending.states is None  # written, and the model's tensors are let go
         assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
-        keys_at, values_at, *ring_at = log[0][3][1][:4]
-        assert (keys_at, values_at) == (new[0].data_ptr(), new[1].data_ptr())
-        assert ring_at == [part.data_ptr() for part in store.tensors.ring]
+        assert log[0][3][1][:3] == tuple(part.data_ptr() for part in (*new, store.tensors.rows))
         assert slot in log[0][3][1]
         log.clear()
 
@@ -153,7 +151,7 @@ def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
     odd = torch.zeros(4 * 64 + 1, dtype=torch.float16)[1:].view(1, 4, 1, 64)
     for how in ("compiled", "launched"):
         dispatch.attend(odd, store.append(*token(3)), None, AttentionOptions(0.3))
-        assert log[0][1] == how and log[0][3][1][4] == odd.data_ptr()
+        assert log[0][1] == how and log[0][3][1][3] == odd.data_ptr()
         log.clear()
 
 
@@ -267,8 +265,7 @@ def cropped(store: LayerStore) -> LayerStore:
 
 
 def copied(store: LayerStore) -> LayerStore:
-    tensors = store.tensors
-    store.tensors = tensors.with_ring(tuple(part.clone() for part in tensors.ring))
+    store.tensors = store.tensors.with_ring(store.tensors.ring_rows, 0, store.tensors.ring_rows)
     return store
 
 
@@ -300,7 +297,7 @@ def test_a_copied_view_is_read_where_the_copy_is(store, log):
     for _ in range(2):
         log.clear()
         dispatch.attend(query(), twin, None, AttentionOptions(0.3))
-        assert {part.data_ptr() for part in (*twin.tensors.sinks, *twin.tensors.ring)} <= addresses(log)
+        assert twin.tensors.rows.data_ptr() in addresses(log)
 
 
 def test_what_was_worked_out_is_kept_between_steps(store):
@@ -345,37 +342,12 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
 
 # Triton's launchers
 
-POINTERS = {
-    *(
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "block_table",
-        "key",
-        "value",
-        "page_rows",
-        "query",
-        "rotation",
-        "channel_scales",
-        "scratch",
-        "keys",
-        "values",
-        "residual_keys",
-        "residual_values",
-        "sink_keys",
-        "sink_values",
-    ),
-    *(
-        "packed",
-        "key_channel_scales",
-        "value_channel_scales",
-        "num_blocks",
-        "num_residual",
-        "num_sinks",
-        "mask",
-        "s_aux",
-        "out",
-    ),
-}
+POINTERS = set(
+    """
+    cu_seqlens_q cu_seqlens_k block_table key value query rotation channel_scales scratch keys values kv_rows
+    packed key_channel_scales value_channel_scales num_blocks num_residual num_sinks mask s_aux out
+    """.split()
+)
 
 
 class Asked:

@@ -158,7 +158,7 @@ if INTERPRETED:
         store = LayerStore.allocate(TurboQuantConfig(residual_length=10), *states)
         store.append(*(x[:, :, :300] for x in states))
         view = store.append(*(x[:, :, 300:] for x in states))
-        assert (view.new is None) == (queries < 130) and view.num_blocks == 2
+        assert (view.new is None) == (queries < 130) and view.host_counts.blocks == 2
         query = torch.randn(1, 2, queries, 32, generator=generator).half()
         expected = reference.attend(query, view, None, AttentionOptions(0.2))
         assert relative_rms(dispatch.attend(query, view, None, AttentionOptions(0.2)), expected.double()) <= 1e-3

@@ -91,7 +91,7 @@ def test_a_layer_that_comes_back_from_elsewhere_is_launched_as_before(log, monke
         log.clear()
         step(store, seed)
         assert [entry[1:3] for entry in log] == [("launched", True)] * 3
-        assert {tensor.data_ptr() for tensor in (*store.tensors.ring, store.blocks.key_words)} <= addresses(log)
+        assert {tensor.data_ptr() for tensor in (store.tensors.rows, store.blocks.key_words)} <= addresses(log)
         kept.append(store)  # alive, and so apart
     assert made == {"decoders": 2, "steps": 0}
 

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def test_buffered_attention_is_attention_over_the_dequantized_history(preset, queries, past):
     config = TurboQuantConfig.from_preset(preset, residual_length=0)
     view = viewed(queries, config=config, past=past)
-    assert view.num_blocks >= 2
+    assert view.host_counts.blocks >= 2
     query = random(1, 2, 6, queries, 16)
     actual = dispatch.buffered_attend(query, view, None, AttentionOptions(0.25))
     assert relative_error(actual, reference.attend(query, view, None, AttentionOptions(0.25))) < 1e-5

@@ -51,7 +51,7 @@ def assert_attends(query, view, mask=None, **options) -> torch.Tensor:
 def test_attention_is_the_softmax_over_what_is_stored(kind, queries):
     query_heads, heads = HEADS[kind]
     view = viewed(queries, heads)
-    assert view.num_blocks > 0
+    assert view.host_counts.blocks > 0
     assert_attends(random(1, 2, query_heads, queries, 16), view)
 
 
@@ -174,7 +174,7 @@ def test_tiling_the_keys_changes_nothing(queries, scores, monkeypatch):
     view, query = viewed(queries, config=all_packed(sink_tokens=3), past=900), random(18, 2, 4, queries, 16)
     mask = torch.ones(2, 1, queries, view.length, dtype=torch.bool).tril(view.length - queries)
     mask[0, :, :, :500] = False
-    assert view.num_blocks == 7
+    assert view.host_counts.blocks == 7
     whole = [dispatch.attend(query, view, m, AttentionOptions(0.25)) for m in (None, mask)]
     monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 2 * 4 * 128 * 16)  # two blocks
     monkeypatch.setattr(cpu_attention, "TILE_TOKENS", 37)
@@ -233,7 +233,7 @@ def bits_of(name: str) -> dict[str, int]:
 def test_every_preset_reads_what_it_stored(name, dim, value_dim, queries):
     """Few queries are arranged like the levels of keys, many have the keys arranged like themselves."""
     view = viewed(queries, dim=dim, value_dim=value_dim, config=all_packed(**bits_of(name)), past=700)
-    assert view.num_blocks == 5
+    assert view.host_counts.blocks == 5
     assert_attends(random(25, 2, 4, queries, dim), view)
 
 
@@ -291,7 +291,7 @@ def test_steps_over_the_seam_of_the_ring_read_every_row(room, dtype):
 def test_a_store_may_have_room_after_what_is_read():
     """Blocks of a head are then not next to those of the next head."""
     view = viewed(1, config=all_packed(), past=500)
-    blocks = view.tensors.blocks.resized(9, view.num_blocks)
+    blocks = view.tensors.blocks.resized(9, view.host_counts.blocks)
     roomy = view._replace(tensors=replace(view.tensors, blocks=blocks))
     query = random(28, 2, 4, 1, 16)
     assert torch.equal(assert_attends(query, roomy), dispatch.attend(query, view, None, AttentionOptions(0.25)))

@@ -52,7 +52,7 @@ def test_a_layer_is_made_again_from_its_arguments() -> None:
 def _poisoned(config: TurboQuantConfig, room: int) -> LayerStore:
     """An empty store that holds NaN wherever nothing has been written."""
     store = LayerStore.allocate(config, *states(0, 2, HEADS, 1, DIM, value_dim=16), room)
-    for tensor in (*store.tensors.sinks, *store.tensors.ring, store.blocks.key_means):
+    for tensor in (store.tensors.rows, store.blocks.key_means):
         tensor.fill_(torch.nan)
     store.blocks.scales.fill_(0x7E007E00)  # two NaN of fp16
     return store

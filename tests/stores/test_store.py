@@ -97,7 +97,7 @@ def check(store: LayerStore, expected: Expected) -> None:
     counts = store.settle()
     assert (counts.tokens, counts.sinks) == (expected.length, sinks) and store.length == expected.length
     assert counts.blocks + counts.pending == settled + pending
-    assert_same(rows(store.tensors.sinks, 0, sinks), rows(expected.tokens, 0, sinks))
+    assert_same(store.tensors.sinks(sinks), rows(expected.tokens, 0, sinks))
     assert_same(residual_tensors(store), rows(expected.tokens, sinks + (settled + pending) * BLOCK))
     for name, tensor in expected.packed(settled + pending).tensors().items():
         assert torch.equal(packed_tensors(store)[name], tensor), name

@@ -153,7 +153,7 @@ def test_a_preallocated_layer_has_room_for_its_length_and_little_more(max_cache_
     layer = TurboQuantLayer(config, max_cache_len=max_cache_len)
     layer.update(*states(39, tokens=max(1, max_cache_len // 2), dim=8))
     assert layer.store.blocks.capacity == config.num_blocks(max_cache_len)
-    assert layer.store.tensors.ring[0].shape[2] <= min(max_cache_len, config.residual_length + BLOCK) + BLOCK - 1
+    assert layer.store.tensors.ring_rows <= min(max_cache_len, config.residual_length + BLOCK) + BLOCK - 1
 
 
 @pytest.mark.parametrize("name", ["turboquant", "sdpa", "eager"])

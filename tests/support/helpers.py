@@ -19,7 +19,6 @@ from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.layers.compressed import _one_nan
 from tq_hf.stores.store import LayerStore
-from tq_hf.tensors.residual import ring_parts
 
 CPU = torch.device("cpu")
 BLOCK = BlockLayout.tokens
@@ -123,8 +122,7 @@ def packed_tensors(store: LayerStore) -> dict[str, torch.Tensor]:
 def residual_tensors(store: LayerStore) -> KeyValue:
     """The dense rows of a store that no packed block holds."""
     _, blocks, count, _ = store.settle().without_encoded_rows()
-    parts = [part for _, part in ring_parts(store.tensors.ring, blocks * BLOCK, count)]
-    return concatenated(*parts) if parts else rows(store.tensors.sinks, 0, 0)
+    return concatenated(store.tensors.sinks(0), *(part for _, part in store.tensors.ring_parts(blocks * BLOCK, count)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,8 +180,7 @@ def prefill_bytes(config: TurboQuantConfig, batch: int, dim: int, tokens: int) -
     return {
         "packed": rows * blocks * layout.block_bytes,
         "metadata": rows * 2 * (2 * dim),  # channel scales
-        "residual": rows * residual * 2 * dim * 2,
-        "sinks": rows * config.sink_tokens * 2 * dim * 2,
+        "residual": rows * (residual + config.sink_tokens) * 2 * dim * 2,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import ChannelScales, PackedBlocks
+from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.codec.rotation import rotation_matrix
@@ -125,6 +125,16 @@ class Inputs:
     mask: torch.Tensor | None
     s_aux: torch.Tensor | None
     scaling: float
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Dense rows as stores hold them."""
+        return dense_rows(self.residual, self.sinks)
+
+
+def dense_rows(residual: KeyValue, sinks: KeyValue) -> torch.Tensor:
+    """A ring, then sinks; a token's key, then its value: `[B, Hkv, ring + sinks, Dk + Dv]`."""
+    return torch.cat([torch.cat(both, 2) for both in zip(residual, sinks, strict=True)], 3)
 
 
 def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int) -> ChannelScales:
@@ -265,7 +275,7 @@ def run_decode(inputs: Inputs, scratch_fill: float = torch.nan, held: Any = None
 
     case, packed = inputs.case, inputs.packed
     device = inputs.query.device
-    decoder = DecodeLaunch((packed, inputs.sinks, inputs.residual), kernel_rotations(inputs))
+    decoder = DecodeLaunch((packed, inputs.rows, case.sinks), kernel_rotations(inputs))
     return decoder(
         inputs.query,
         held_counts(case.blocks, case.residual, case.sinks, device) if held is None else held,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tests.support.kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, residual_start
+from tests.support.kernel_cases import Case, Inputs, dense_rows, kernel_rotations, make_inputs, oracle, residual_start
 from tq_hf.tensors.layer import Counts, LayerTensors, View
 
 
@@ -49,11 +49,8 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
     case, packed, device = inputs.case, inputs.packed, inputs.query.device
     return attend_prefix(
         inputs.query,
-        packed,
-        case.blocks,
-        inputs.sinks,
-        prefix.residual,
-        prefix.num_residual,
+        (packed, dense_rows(prefix.residual, inputs.sinks), case.sinks),
+        (case.sinks, case.blocks, prefix.num_residual),
         prefix.new,
         kernel_rotations(inputs),
         inputs.mask,
@@ -67,8 +64,10 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
 def view_of(prefix: PrefixInputs) -> View:
     """The same as attention is given it."""
     inputs = prefix.inputs
-    tensors = LayerTensors(inputs.config, inputs.packed, inputs.sinks, prefix.residual)
-    counts = Counts(inputs.sinks[0].shape[2], inputs.case.blocks, prefix.num_residual)
+    sinks = inputs.case.sinks
+    config = replace(inputs.config, sink_tokens=sinks)
+    tensors = LayerTensors(config, inputs.packed, dense_rows(prefix.residual, inputs.sinks))
+    counts = Counts(sinks, inputs.case.blocks, prefix.num_residual)
     length = inputs.case.length
     return View(tensors, counts, length, length - inputs.case.S, None, prefix.new)
 

@@ -61,7 +61,7 @@ def generate(model: PreTrainedModel, cache: Cache, new_tokens: int = NEW_TOKENS,
 def bytes_held(cache: TurboQuantCache) -> dict[str, int]:
     """Bytes of what has heads, by kind."""
     footprint = cache.memory_footprint()
-    return {kind: getattr(footprint, kind) for kind in ("packed", "residual", "sinks", "bf16_equivalent")}
+    return {kind: getattr(footprint, kind) for kind in ("packed", "residual", "bf16_equivalent")}
 
 
 def shares_are_the_whole(model: PreTrainedModel, rank: int) -> dict[str, bool]:

@@ -19,7 +19,7 @@ from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.pages import LayerPages, LayerWindows, Singles, WindowStep
-from ..tensors.residual import write_rows
+from ..tensors.residual import write_tokens
 from . import reference, sliding_pages
 from .backend import MAX_FLASH_DIM, check_choice, say_torch_computes  # noqa: F401
 from .cpu import attention as cpu_attention
@@ -107,24 +107,9 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 def dense(view: View) -> KeyValue:
     """Return all tokens of `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
-    keys, values = (
-        part.new_empty(shape)
-        for part, shape in zip(view.tensors.sinks, view.tensors.dense_shapes(view.length), strict=True)
-    )
-    _write_dense(view, keys, values)
+    keys, values = map(view.tensors.rows.new_empty, view.tensors.dense_shapes(view.length))
+    reference.write_dense(view, keys, values, dequantize)
     return keys, values
-
-
-def _write_dense(view: View, keys: torch.Tensor, values: torch.Tensor) -> None:
-    tokens = view.num_blocks * view.tensors.blocks.layout.tokens
-    for start, part in view.dense_parts():
-        for out, states in zip((keys, values), part, strict=True):
-            out[:, :, start : start + states.shape[2]] = states
-    if tokens:
-        packed = slice(view.tensors.sinks[0].shape[2], view.tensors.sinks[0].shape[2] + tokens)
-        dequantize(
-            view.tensors.config, view.tensors.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed]
-        )
 
 
 def plain_kernels(states: torch.Tensor, layout: BlockLayout) -> bool:
@@ -148,7 +133,7 @@ def _buffered(view: View) -> KeyValue:
     key_shape, value_shape = view.tensors.dense_shapes(view.length)
     keys = workspace.take("continuation keys", key_shape, row.dtype)
     values = workspace.take("continuation values", value_shape, row.dtype)
-    _write_dense(view, keys, values)
+    reference.write_dense(view, keys, values, dequantize)
     return keys, values
 
 
@@ -168,8 +153,7 @@ def dequantized_attend(query: torch.Tensor, view: View, mask: Mask, options: Att
 
     Dequantizing costs a twelfth of attention's operations at 500 queries of 8 heads.
     """
-    view.written_ring()
-    heads = view.tensors.sinks[0].shape[1]
+    heads = view.written_rows().shape[1]
     groups = query.shape[1] // heads
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], view.tensors.layout.value_dim)
     for head in range(heads):
@@ -299,7 +283,7 @@ def absorbed(
 def check_host_reads(tensors: LayerTensors) -> None:
     """Raise a `RuntimeError` while a CUDA graph is captured: the host cannot read counts then."""
     if is_capturing():
-        key_dim, value_dim = (ring.shape[3] for ring in tensors.ring)
+        key_dim, value_dim = tensors.layout.key_dim, tensors.layout.value_dim
         raise RuntimeError(
             f"No kernel attends to these heads (keys of {key_dim} channels, values of {value_dim}) on this device, or "
             "TQ_HF_BACKEND is torch. Attention in torch reads counts on the host, which a CUDA graph cannot do. "
@@ -324,7 +308,7 @@ def append_token(
         ValueError: There is no room, without kernels. In a kernel a device-side assertion fails.
         RuntimeError: No kernel supports the heads, and a CUDA graph is captured.
     """
-    if triton_blocks.supports_blocks(tensors.ring[0], tensors.layout):
+    if triton_blocks.supports_blocks(tensors.rows, tensors.layout):
         triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
     say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
@@ -334,15 +318,12 @@ def append_token(
     (sinks, blocks, rows, _), length = held, held.tokens
     check_room(tokens, length, max_cache_len)
     to_sinks, first = min(tokens, config.sink_tokens - sinks) if length == sinks else 0, blocks * BLOCK_TOKENS
-    for buffer, states in zip(tensors.sinks, (keys, values), strict=True):
-        buffer[:, :, sinks : sinks + to_sinks] = states[:, :, :to_sinks]
-    write_rows(tensors.ring, first + rows, (keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+    write_tokens(tensors.rows, capacity, (keys, values), (sinks, to_sinks), first + rows)
     sinks, rows, first = sinks + to_sinks, rows + tokens - to_sinks, first % capacity
     due = max(0, config.num_blocks(length + tokens) - blocks)
     for block in range(due):
         start = (first + block * BLOCK_TOKENS) % capacity
-        key_rows, value_rows = (ring[:, :, start : start + BLOCK_TOKENS] for ring in tensors.ring)
-        encode(config, (key_rows, value_rows), tensors.blocks, blocks + block)
+        encode(config, tensors.states(slice(start, start + BLOCK_TOKENS)), tensors.blocks, blocks + block)
     counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32, device="cpu")
     reference.write_counts(counts, Counts(sinks, blocks, rows, due))
 
@@ -364,17 +345,15 @@ def on_host(tensors: LayerTensors, step_counts: torch.Tensor, tokens: int) -> Vi
     """Read the counts of a decode step of `tokens` tokens from the device, for its view."""
     check_host_reads(tensors)
     counts = Counts(*step_counts[:3, 0].tolist())
-    return View(tensors.with_sinks(counts.sinks), counts, counts.tokens, counts.tokens - tokens)
+    return View(tensors, counts, counts.tokens, counts.tokens - tokens)
 
 
 def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
     """Return all tokens as dense keys and values `[B, Hkv, length, D]`, zeros after the last. Counts stay on the
     device, so that a captured graph can replay this."""
-    tokens, num_sinks = tensors.layout.tokens, tensors.sinks[0].shape[2]
-    capacity, room = tensors.ring[0].shape[2], max(0, length - num_sinks)
-    keys, values = (
-        ring.new_empty(shape) for ring, shape in zip(tensors.ring, tensors.dense_shapes(length), strict=True)
-    )
+    tokens, num_sinks, capacity = tensors.layout.tokens, tensors.config.sink_tokens, tensors.ring_rows
+    room = max(0, length - num_sinks)
+    keys, values = map(tensors.rows.new_empty, tensors.dense_shapes(length))
     if tensors.blocks.capacity:
         packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
         dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
@@ -384,9 +363,9 @@ def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) 
     row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
     in_residual, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
     empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
-    for out, ring, sink in zip((keys, values), tensors.ring, tensors.sinks, strict=True):
+    for out, held, sink in zip((keys, values), tensors.states(slice(None)), tensors.sinks(num_sinks), strict=True):
         out[:, :, :num_sinks] = sink[:, :, :length]
-        near = torch.where(in_residual, ring.index_select(2, slot), out.index_select(2, target))
+        near = torch.where(in_residual, held.index_select(2, slot), out.index_select(2, target))
         out.index_copy_(2, target, near).masked_fill_(empty, 0)
     return keys, values
 
@@ -486,7 +465,7 @@ def store_request(pages: LayerPages, request: reference.Request, new: KeyValue) 
     if end > first:
         start, stop = (sinks + block * BLOCK_TOKENS for block in (first, end))
         row = (torch.arange(min(start, past), past, device=new[0].device) - sinks) % ring
-        old = (x[:, :, row] for x in pages.ring(request.rows[: pages.tensors.ring_pages]))
+        old = pages.states(pages.rows(request.rows)[:, :, row])
         keys, values = (
             torch.cat([rows, states[:, :, max(0, start - past) : stop - past]], 2)
             for rows, states in zip(old, new, strict=True)

@@ -3,7 +3,7 @@ request's pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ..codec.reference import dequantize
 from ..compat import outside_autocast
 from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View
 from ..tensors.pages import LayerPages
-from ..tensors.residual import write_rows
+from ..tensors.residual import write_tokens
 
 
 def store_prompt(
@@ -35,9 +35,8 @@ def store_prompt(
                 chosen = channel_scales(queries, keys, values, first=dense.to_sinks, valid=attended)
         for held, new in zip(scales, chosen, strict=True):
             held[:] = new
-    for buffer, states in zip(dense.sinks, (keys, values), strict=True):
-        buffer[:, :, dense.first_sink : dense.first_sink + dense.to_sinks] = states[:, :, : dense.to_sinks]
-    write_rows(dense.ring, dense.slot, (keys[:, :, dense.start :], values[:, :, dense.start :]))
+    rows, ring, *sinks, start, slot = dense[:6]
+    write_tokens(rows, ring, (keys, values), (sinks[0], sinks[1]), slot, start)
     if dense.counts is not None:
         write_counts(DeviceCounts(*dense.counts), Counts(*dense.held))
 
@@ -52,16 +51,21 @@ def write_counts(counts: DeviceCounts, held: Counts) -> None:
 def dense_states(view: View) -> KeyValue:
     """Return all tokens of `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
     shapes = view.tensors.dense_shapes(view.length)
-    keys, values = (view.tensors.sinks[0].new_zeros(shape, dtype=torch.float64) for shape in shapes)
+    keys, values = (view.tensors.rows.new_zeros(shape, dtype=torch.float64) for shape in shapes)
+    write_dense(view, keys, values, dequantize)
+    return keys, values
+
+
+def write_dense(view: View, keys: torch.Tensor, values: torch.Tensor, dequantize: Callable[..., None]) -> None:
+    """Write all tokens of `view` to keys and values `[B, Hkv, view.length, D]`."""
     for start, part in view.dense_parts():
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states
-    start, tokens = view.tensors.sinks[0].shape[2], view.num_blocks * view.tensors.blocks.layout.tokens
-    packed = slice(start, start + tokens)
-    dequantize(
-        view.tensors.config, view.tensors.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed]
-    )
-    return keys, values
+    sinks, blocks, *_ = view.host_counts
+    if blocks:
+        packed = slice(sinks, sinks + blocks * BLOCK_TOKENS)
+        some = view.tensors.blocks.slice(0, blocks)
+        dequantize(view.tensors.config, some, keys[:, :, packed], values[:, :, packed])
 
 
 def attend(query: torch.Tensor, view: View | KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:
@@ -125,31 +129,20 @@ def requests(sequences: Sequences, pages: Pages) -> Iterator[Request]:
 
 
 def view_of(pages: LayerPages, request: Request, new: KeyValue) -> View:
-    """Copy a request's sinks, blocks and ring rows into a `View`, with `new` keys and values `[1, Hkv, n, D]`."""
-    ring = pages.tensors.ring_pages
-    sinks = (new[0][:, :, :0], new[1][:, :, :0])
-    if pages.tensors.sinks:
-        sinks = pages.sinks(request.rows[ring:], min(request.past, pages.tensors.sinks))
-    blocks = pages.packed(request.blocks[: request.packed])
-    tensors = LayerTensors(pages.config, blocks, sinks, pages.ring(request.rows[:ring]))
-    held = request.past - sinks[0].shape[2] - request.packed * BLOCK_TOKENS
-    counts = Counts(sinks[0].shape[2], request.packed, held)
+    """Copy a request's blocks and dense rows into a `View`, with `new` keys and values `[1, Hkv, n, D]`."""
+    blocks, sinks = pages.packed(request.blocks[: request.packed]), min(request.past, pages.tensors.sinks)
+    tensors = LayerTensors(pages.config, blocks, pages.rows(request.rows))
+    counts = Counts(sinks, request.packed, request.past - sinks - request.packed * BLOCK_TOKENS)
     return View(tensors, counts, request.past + new[0].shape[2], request.past, None, new)
 
 
 def rows_of(pages: LayerPages, request: Request, new: KeyValue) -> KeyValue:
     """Keys and values of a request in an uncompressed layer, `new` ones included: `[1, Hkv, past + n, D]`."""
-    ring, sinks = pages.tensors.ring_pages, pages.tensors.sinks
-    parts = [new]
-    start = sinks + request.packed * BLOCK_TOKENS
-    if request.past > start:
-        row = (torch.arange(start, request.past, device=new[0].device) - sinks) % pages.tensors.ring_rows
-        keys, values = pages.ring(request.rows[:ring])
-        parts.insert(0, (keys[:, :, row], values[:, :, row]))
-    if request.packed:
-        parts.insert(0, pages.block_rows(request.blocks[: request.packed]))
-    if sinks:
-        parts.insert(0, pages.sinks(request.rows[ring:], min(request.past, sinks)))
+    ring, sinks, rows = pages.tensors.ring_rows, pages.tensors.sinks, pages.rows(request.rows)
+    start = request.packed * BLOCK_TOKENS
+    row = torch.arange(start, max(start, request.past - sinks), device=rows.device) % ring
+    sunk = pages.states(rows[:, :, ring : ring + min(request.past, sinks)])
+    parts = [sunk, pages.block_rows(request.blocks[: request.packed]), pages.states(rows[:, :, row]), new]
     keys, values = (torch.cat(states, 2) for states in zip(*parts, strict=True))
     return keys, values
 

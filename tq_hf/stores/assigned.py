@@ -12,7 +12,7 @@ from tq_kernels.types import PackedBlocks
 from ..compat import outside_inference_mode
 from ..ops import dispatch
 from ..tensors.layer import Counts, check_room
-from ..tensors.residual import copied_ring, write_rows
+from ..tensors.residual import write_tokens
 from .checks import check_fits
 from .sizes import GROWTH, residual_capacity
 from .store import LayerStore
@@ -63,9 +63,7 @@ def assign(store: LayerStore, keys: torch.Tensor, values: torch.Tensor) -> bool:
         if (end := min(stop, compared)) > start:
             _keep_codes(new.blocks.slice(start, end), store.blocks, places[start:end], same[..., start:end])
     dense = sinks + blocks * BLOCK_TOKENS
-    for buffer, part in zip(new.tensors.sinks, states, strict=True):
-        buffer[:, :, :sinks] = part[:, :, :sinks]
-    write_rows(new.tensors.ring, blocks * BLOCK_TOKENS, (keys[:, :, dense:], values[:, :, dense:]))
+    write_tokens(new.tensors.rows, new.tensors.ring_rows, states, (0, sinks), blocks * BLOCK_TOKENS, dense)
     new.tensors, new.counts = new.tensors.with_order(order), Counts(sinks, blocks, tokens - dense)
     store._cuts.clear()
     if store.device_counts is None:
@@ -84,7 +82,7 @@ def _release_room(store: LayerStore) -> None:
             store.tensors = store.tensors.with_blocks(store.blocks.resized(packed, packed))
         capacity = residual_capacity(store.config, rows, None)
         if store.tensors.ring_rows > capacity:
-            store.tensors = store.tensors.with_ring(copied_ring(store.tensors.ring, first, rows, capacity))
+            store.tensors = store.tensors.with_ring(capacity, first, rows)
 
 
 def _same_blocks(states: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> tuple[list[int], torch.Tensor]:

@@ -215,7 +215,7 @@ def _dense_tokens_shape(
     tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer = LayerTensors.from_arguments(config, tensors)
-    keys, values = (ring.new_empty(shape) for ring, shape in zip(layer.ring, layer.dense_shapes(length), strict=True))
+    keys, values = map(layer.rows.new_empty, layer.dense_shapes(length))
     return keys, values
 
 

@@ -12,7 +12,7 @@ from tq_kernels.types import PackedBlocks
 from ..compat import FakeTensor, outside_modes
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, LayerTensors, check_room
-from ..tensors.residual import new_rows, ring_capacity
+from ..tensors.residual import ring_capacity
 from .checks import Kind, check_states, kind_of
 
 GROWTH = 1.125
@@ -68,8 +68,9 @@ def new_tensors(
     # A preallocated layer owns even tensors without blocks: graphs hold their addresses.
     if num_blocks or max_cache_len is not None:
         data = data.new_empty(*keys.shape[:2], num_blocks, none.layout.block_words)
-    blocks, states = PackedBlocks(none.layout, data, scales), (keys, values)
-    return LayerTensors(config, blocks, new_rows(states, config.sink_tokens), new_rows(states, ring_rows))
+    dim = keys.shape[3] + values.shape[3]
+    rows = keys.new_empty(*keys.shape[:2], ring_rows + config.sink_tokens, dim)
+    return LayerTensors(config, PackedBlocks(none.layout, data, scales), rows)
 
 
 def count_sinks(config: TurboQuantConfig, tokens: int, sinks: int, past: int) -> int:

@@ -35,16 +35,7 @@ from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
-from ..tensors.residual import (
-    CutBlocks,
-    PendingToken,
-    copied_ring,
-    copy_rows,
-    new_rows,
-    ring_parts,
-    write_rows,
-    write_token,
-)
+from ..tensors.residual import CutBlocks, PendingToken, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits
@@ -170,7 +161,7 @@ class LayerStore:
             self.encode_deferred()
         if self.pending.states is not None:
             if self.device_counts is None:
-                write_token(self.pending, self.tensors.ring)
+                self.tensors.write_token(self.pending)
             else:
                 graph_ops.append_pending_token(self._step_view(None))
         if wait and self.device_counts is not None and self.num_held != 0:
@@ -254,9 +245,8 @@ class LayerStore:
         self.step_tokens = tokens
         capacity = residual_capacity(self.config, rows, self.max_cache_len, tokens)
         if capacity > self._fixed.ring_rows:
-            ring = copied_ring(self.tensors.ring, blocks * BLOCK_TOKENS, rows, capacity)
-            mark_static_addresses(ring)
-            self._fixed = self._fixed.with_ring(ring)
+            self._fixed = self._fixed.with_ring(capacity, blocks * BLOCK_TOKENS, rows)
+            mark_static_addresses([self._fixed.rows])
             self.tensors = self._fixed.with_order(self.tensors.order)
 
     def append_checked(
@@ -274,8 +264,8 @@ class LayerStore:
             self.counts = held
             if room is not None and held.residual:
                 # The returned view reads the old rows after the new ones are in place.
-                first, ring = held.blocks * BLOCK_TOKENS, self.tensors.ring
-                self.tensors = self.tensors.with_ring(copied_ring(ring, first, held.residual, ring[0].shape[2]))
+                first = held.blocks * BLOCK_TOKENS
+                self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
             if tokens > SHORT_CALL or (tokens > 1 and past == 0):
                 return self._append_prompt((keys, values), past, defer, padding)
             return self._append_tokens((keys, values), past, padding)
@@ -315,7 +305,7 @@ class LayerStore:
             blocks, rows = blocks + encoded, rows - encoded * BLOCK_TOKENS
         tensors, first = self.tensors, blocks * BLOCK_TOKENS
         if self.pending.states is not None:
-            write_token(self.pending, tensors.ring)
+            tensors.write_token(self.pending)
         past = sinks + first + rows
         self.pending = pending = PendingToken((keys, values), (first + rows) % tensors.ring_rows)
         counts = Counts(sinks, blocks, rows + 1)
@@ -330,14 +320,11 @@ class LayerStore:
             states, order, _ = self.tensors.exchanged(states, self.counts, padding)
             self.tensors = self.tensors.with_order(order)
         to_sinks = count_sinks(self.config, tokens, sinks, past)
-        for buffer, part in zip(self.tensors.sinks, states, strict=True):
-            buffer[:, :, sinks : sinks + to_sinks] = part[:, :, :to_sinks]
         rows, first = held + tokens - to_sinks, blocks * BLOCK_TOKENS
         if rows > self.tensors.ring_rows:
             capacity = residual_capacity(self.config, rows, self.max_cache_len)
-            self.tensors = self.tensors.with_ring(copied_ring(self.tensors.ring, first, held, capacity))
-        keys, values = states
-        write_rows(self.tensors.ring, first + held, (keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+            self.tensors = self.tensors.with_ring(capacity, first, held)
+        write_tokens(self.tensors.rows, self.tensors.ring_rows, states, (sinks, to_sinks), first + held)
         self.counts = counts = Counts(sinks + to_sinks, blocks, rows)
         view = self._view(past, tokens, None if past else states)
         if rows >= self._rows_of_due:
@@ -362,8 +349,8 @@ class LayerStore:
         """Encode the blocks that are due once the residual has the rows of `counts`, and count them as pending: their
         rows stay until the next call."""
         if due := max(0, self.config.num_blocks(counts.tokens) - counts.blocks):
-            write_token(self.pending, self.tensors.ring)
-            self._encode_rows(self.tensors.ring, counts.blocks, due)
+            self.tensors.write_token(self.pending)
+            self._encode_rows(self.tensors, counts.blocks, due)
         return counts._replace(pending=due)
 
     @outside_inference_mode
@@ -384,34 +371,35 @@ class LayerStore:
         from there. Whole blocks of new tokens are encoded from the model's tensors. Other tokens are kept in a new
         residual. The old ring is not written, because the view of this call reads it, unless it is empty and has room.
         """
-        tokens, counts = prompt[0].shape[2], self.counts
+        tokens, counts, tensors = prompt[0].shape[2], self.counts, self.tensors
         split = split_call(self.config, tokens, counts, self.max_cache_len)
         (sinks, blocks, held, _), (to_sinks, due, begun, start, end, completed, capacity) = counts, split
-        first, ring = blocks * BLOCK_TOKENS, self.tensors.ring
+        first, sunk = blocks * BLOCK_TOKENS, (sinks, to_sinks)
         kept = held + start - to_sinks - begun * BLOCK_TOKENS
         if held:
-            complete = copied_ring(ring, first, held, completed)
-            write_rows(complete, first + held, (prompt[0][:, :, to_sinks:start], prompt[1][:, :, to_sinks:start]))
-            ring = copied_ring(complete, first + begun * BLOCK_TOKENS, kept, capacity)
-        elif capacity > self.tensors.ring_rows:
-            ring = new_rows(ring, capacity)
-        slot = ((blocks + due) * BLOCK_TOKENS + kept) % ring[0].shape[2]
+            complete = tensors.with_ring(completed, first, held)
+            lead = prompt[0][:, :, :start], prompt[1][:, :, :start]
+            write_tokens(complete.rows, completed, lead, sunk, first + held)
+            tensors = complete.with_ring(capacity, first + begun * BLOCK_TOKENS, kept)
+        elif capacity > tensors.ring_rows:
+            tensors = tensors.with_ring(capacity, 0, 0)
+        slot = ((blocks + due) * BLOCK_TOKENS + kept) % tensors.ring_rows
         counts = Counts(sinks + to_sinks, blocks + due, kept + tokens - end)
         scales = None if self.scales_are_fixed or blocks else self.tensors.blocks.channel_scales
-        dense = DenseRows(self.tensors.sinks, ring, sinks, to_sinks, end, slot, counts[:3], self.device_counts)
+        dense = DenseRows(tensors.rows, tensors.ring_rows, *sunk, end, slot, counts[:3], self.device_counts)
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
         if begun:
             self._encode_rows(complete, blocks, begun)
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
-        tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
-        self.tensors = tensors if order is tensors.order else tensors.with_order(order)
+        # Encoding may have made room for more blocks.
+        self.tensors = tensors.with_blocks(self.tensors.blocks).with_order(order)
         self.counts, self._deferred = counts, None
         self._keep_in_place(is_counted=True)
 
-    def _encode_rows(self, ring: KeyValue, start: int, blocks: int) -> None:
+    def _encode_rows(self, tensors: LayerTensors, start: int, blocks: int) -> None:
         """Encode blocks `start` to `start + blocks` from their rows in a ring."""
-        for skipped, part in ring_parts(ring, start * BLOCK_TOKENS, blocks * BLOCK_TOKENS):
+        for skipped, part in tensors.ring_parts(start * BLOCK_TOKENS, blocks * BLOCK_TOKENS):
             self._encode(part, start + skipped // BLOCK_TOKENS)
 
     def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
@@ -433,11 +421,10 @@ class LayerStore:
         `is_counted`: a kernel has written them."""
         if self.device_counts is None or self._fixed is None:
             return
-        if self.tensors.ring is not self._fixed.ring:
+        if self.tensors.rows is not self._fixed.rows:
             if self.counts.residual > self._fixed.ring_rows:
                 self.counts = self.counts.without_encoded_rows()
-            first = self.counts.blocks * BLOCK_TOKENS
-            copy_rows(self.tensors.ring, self._fixed.ring, first, self.counts.residual)
+            self._fixed.copy_rows(self.tensors, self.counts.blocks * BLOCK_TOKENS, self.counts.residual)
             self.tensors = self._fixed.with_order(self.tensors.order)
         if not is_counted:
             reference.write_counts(self.device_counts, self.counts)
@@ -447,12 +434,12 @@ class LayerStore:
         """Make the view of `past` tokens and of `tokens` more, of `new` states or held; at first of these alone."""
         if past == 0 and new is not None:
             return View(self.tensors, None, tokens, 0, None, new)
-        return View(self.tensors.with_sinks(self.counts.sinks), self.counts, past + tokens, past, None, new)
+        return View(self.tensors, self.counts, past + tokens, past, None, new)
 
     def view(self) -> View:
         """All tokens held, as a query that adds none would read them; good until the next change."""
         counts = self.settle().without_encoded_rows()
-        return View(self.tensors.with_sinks(counts.sinks), counts, counts.tokens, counts.tokens)
+        return View(self.tensors, counts, counts.tokens, counts.tokens)
 
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
@@ -470,7 +457,7 @@ class LayerStore:
             blocks, rows = divmod(max(0, length - sinks), BLOCK_TOKENS)
             if rows:
                 slot = blocks * BLOCK_TOKENS % self.tensors.ring_rows
-                keys, values = (ring[:, :, slot : slot + BLOCK_TOKENS] for ring in self.tensors.ring)
+                keys, values = self.tensors.states(slice(slot, slot + BLOCK_TOKENS))
                 dispatch.dequantize(self.config, self.blocks.slice(blocks, blocks + 1), keys, values)
                 self._cuts.cut(blocks, rows, (keys, values))
             self.counts = Counts(min(sinks, length), blocks, rows)
@@ -522,10 +509,10 @@ class LayerStore:
         held = tensors.blocks.slice(0, counts.blocks + counts.pending).tensors()
         if self.config.balance:
             held["key_channel_scales"], held["value_channel_scales"] = tensors.blocks.channel_scales
-        parts = [part for _, part in ring_parts(tensors.ring, counts.blocks * BLOCK_TOKENS, counts.residual)]
-        for i, name in enumerate(("keys", "values")):
-            held[f"sink_{name}"] = tensors.sinks[i][:, :, : counts.sinks]
-            held[f"residual_{name}"] = torch.cat([tensors.sinks[i][:, :, :0], *(part[i] for part in parts)], dim=2)
+        parts = [part for _, part in tensors.ring_parts(counts.blocks * BLOCK_TOKENS, counts.residual)]
+        residual = zip(tensors.sinks(0), *parts, strict=True)
+        held |= zip(("sink_keys", "sink_values"), tensors.sinks(counts.sinks), strict=True)
+        held |= zip(("residual_keys", "residual_values"), (torch.cat(each, 2) for each in residual), strict=True)
         if tensors.order is not None:
             held["sink_index"] = tensors.order.index
         return counts, held
@@ -540,12 +527,11 @@ class LayerStore:
         if self.config.balance:
             self.blocks.channel_scales.keys.copy_(held["key_channel_scales"])
             self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
-        for buffer, name in zip(self.tensors.sinks, ("sink_keys", "sink_values"), strict=True):
-            buffer[:, :, : counts.sinks] = held[name].to(device)
-        ring = new_rows(self.tensors.ring, residual_capacity(self.config, counts.residual, self.max_cache_len))
-        rows = held["residual_keys"].to(device), held["residual_values"].to(device)
-        write_rows(ring, counts.blocks * BLOCK_TOKENS, rows)
+        tensors = self.tensors.with_ring(residual_capacity(self.config, counts.residual, self.max_cache_len), 0, 0)
+        keys, values = (torch.cat([held[f"sink_{x}"], held[f"residual_{x}"]], 2).to(device) for x in ("keys", "values"))
+        first = counts.blocks * BLOCK_TOKENS
+        write_tokens(tensors.rows, tensors.ring_rows, (keys, values), (0, counts.sinks), first)
         index = held.get("sink_index")
         order = None if index is None else SinkOrder(index.to(device), int(index.amax()) + 1)
-        self.tensors, self.counts = self.tensors.with_ring(ring).with_order(order), counts
+        self.tensors, self.counts = tensors.with_order(order), counts
         self._keep_in_place()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
-from .residual import PendingToken, ring_parts, write_token
+from .residual import PendingToken, ring_slices, write_rows
 from .sinks import Padding, SinkOrder
 
 
@@ -48,16 +48,14 @@ class LayerTensors:
     Args:
         config: The configuration the blocks were encoded with.
         blocks: Packed blocks.
-        sinks: Dense keys and values `[B, Hkv, s, D]`, `s` possibly 0.
-        ring: The buffers of the residual, `[B, Hkv, capacity, D]` (see `tq_hf.tensors.residual`), possibly without its
-            newest row.
+        rows: Dense rows `[B, Hkv, ring + sink_tokens, Dk + Dv]` (see `tq_hf.tensors.residual`), possibly without the
+            newest token.
         order: Order of the tokens of padded rows; `None` if no row is padded.
     """
 
     config: TurboQuantConfig
     blocks: PackedBlocks
-    sinks: KeyValue
-    ring: KeyValue
+    rows: torch.Tensor
     order: SinkOrder | None = None
     row: RowKind = field(init=False, repr=False)
     """Shapes, dtype and device of one token."""
@@ -72,43 +70,71 @@ class LayerTensors:
     (A weak dictionary in the backend would do, but Dynamo compiles anew whenever its length changes.)"""
 
     def __post_init__(self) -> None:
-        keys, values = self.ring
-        (batch, heads, self.ring_rows, key_dim), value_dim = keys.shape, values.shape[3]
-        self.row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
-        self.layout = self.blocks.layout
+        (batch, heads, count, _), self.layout = self.rows.shape, self.blocks.layout
+        self.ring_rows = count - self.config.sink_tokens
+        sizes = (batch, heads, 1)
+        shapes = (*sizes, self.layout.key_dim), (*sizes, self.layout.value_dim)
+        self.row = RowKind(*shapes, self.rows.dtype, self.rows.device)
         self.config_text = config_text(self.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without launches, which hold the addresses of these tensors.
-        return LayerTensors, (self.config, self.blocks, self.sinks, self.ring, self.order)
+        return LayerTensors, (self.config, self.blocks, self.rows, self.order)
 
     @property
     def batch_size(self) -> int:
         """Number of sequences."""
         return self.row.keys[0]
 
-    def with_sinks(self, count: int) -> LayerTensors:
-        """These tensors with views of the first `count` sink rows."""
-        keys, values = self.sinks
-        if count == keys.shape[2]:
-            return self
-        return LayerTensors(self.config, self.blocks, (keys[:, :, :count], values[:, :, :count]), self.ring, self.order)
+    def states(self, rows: slice) -> KeyValue:
+        """Views of the keys and values in some rows."""
+        keys, values = self.rows[:, :, rows].split([self.layout.key_dim, self.layout.value_dim], 3)
+        return keys, values
+
+    def sinks(self, count: int) -> KeyValue:
+        """Views of the first `count` sinks."""
+        return self.states(slice(self.ring_rows, self.ring_rows + count))
+
+    def ring_parts(self, first: int, count: int) -> Iterator[tuple[int, KeyValue]]:
+        """Views of numbers `first` to `first + count` of the ring, oldest first, each with the number of rows before
+        it."""
+        for at, part in ring_slices(self.ring_rows, first, count):
+            yield part.start, self.states(at)
+
+    @outside_inference_mode
+    def write_token(self, token: PendingToken) -> None:
+        """Write a pending token to its row, unless it is there."""
+        if token.states is not None:
+            write_rows(self.rows, slice(token.slot, token.slot + 1), token.states, slice(None))
+            token.states = None
+
+    def copy_rows(self, source: LayerTensors, first: int, count: int) -> None:
+        """Copy the sinks of other tensors, and numbers `first` to `first + count` of their ring, of any size."""
+        self.rows[:, :, self.ring_rows :] = source.rows[:, :, source.ring_rows :]
+        for at, part in ring_slices(source.ring_rows, first, count):
+            for to, some in ring_slices(self.ring_rows, first + part.start, part.stop - part.start):
+                self.rows[:, :, to] = source.rows[:, :, at][:, :, some]
+
+    @outside_inference_mode
+    def with_ring(self, ring: int, first: int, count: int) -> LayerTensors:
+        """These tensors with a ring of `ring` rows: copies of the sinks, and of numbers `first` to `first + count`."""
+        batch, heads, _, dim = self.rows.shape
+        rows = self.rows.new_empty(batch, heads, ring + self.config.sink_tokens, dim)
+        tensors = LayerTensors(self.config, self.blocks, rows, self.order)
+        tensors.copy_rows(self, first, count)
+        return tensors
 
     def with_blocks(self, blocks: PackedBlocks) -> LayerTensors:
         """These tensors with other blocks."""
-        return LayerTensors(self.config, blocks, self.sinks, self.ring, self.order)
-
-    def with_ring(self, ring: KeyValue) -> LayerTensors:
-        """These tensors with another residual."""
-        if ring is self.ring:
+        if blocks is self.blocks:
             return self
-        return LayerTensors(self.config, self.blocks, self.sinks, ring, self.order)
+        return LayerTensors(self.config, blocks, self.rows, self.order)
 
     def with_order(self, order: SinkOrder | None) -> LayerTensors:
         """These tensors with tokens in another order. Launches stay: they hold the same addresses."""
         if order is self.order:
             return self
-        tensors = LayerTensors(self.config, self.blocks, self.sinks, self.ring, order)
+        tensors = LayerTensors(self.config, self.blocks, self.rows, order)
         tensors.launches = self.launches
         return tensors
 
@@ -119,9 +145,8 @@ class LayerTensors:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerTensors:
         """The results of `function` on every tensor."""
-        sinks, ring = ((function(keys), function(values)) for keys, values in (self.sinks, self.ring))
         order = None if self.order is None else self.order.map(function)
-        return LayerTensors(self.config, self.blocks.map(function), sinks, ring, order)
+        return LayerTensors(self.config, self.blocks.map(function), function(self.rows), order)
 
     @outside_inference_mode
     def exchanged(
@@ -144,18 +169,13 @@ class LayerTensors:
         if order is None:
             return states, None, real[:, past:]
         if order is not held:
-            states = order.exchanged(self.with_sinks(counts.sinks).sinks, states, past)
+            states = order.exchanged(self.sinks(counts.sinks), states, past)
         return states, order, order.swapped(real, 1)[:, past:]
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""
         blocks, order = self.blocks, self._index()
-        return {
-            "packed": [blocks.data],
-            "metadata": [*blocks.channel_scales, *order],
-            "residual": list(self.ring),
-            "sinks": list(self.sinks),
-        }
+        return {"packed": [blocks.data], "metadata": [*blocks.channel_scales, *order], "residual": [self.rows]}
 
     def _index(self) -> list[torch.Tensor]:
         return [] if self.order is None else [self.order.index]
@@ -166,16 +186,15 @@ class LayerTensors:
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
-        return [*self.sinks, *self.ring, *self.blocks.channel_scales, self.blocks.data]
+        return [self.rows, *self.blocks.channel_scales, self.blocks.data]
 
     @classmethod
     def from_arguments(cls, text: str, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer that has this `config_text` and these `arguments()`."""
         config = config_from(text)
-        sink_keys, sink_values, ring_keys, ring_values, *channel_scales, data = tensors
-        layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
-        blocks = PackedBlocks(layout, data, ChannelScales(*channel_scales))
-        return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
+        rows, keys, values, data = tensors
+        layout = config.layout(keys.shape[2], values.shape[2])
+        return cls(config, PackedBlocks(layout, data, ChannelScales(keys, values)), rows)
 
 
 class Counts(NamedTuple):
@@ -256,29 +275,23 @@ class View(NamedTuple):
         assert not isinstance(self.counts, DeviceCounts)
         return self.counts or NOTHING
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of packed blocks read, the first ones. Counts are on the host."""
-        return self.host_counts.blocks
-
-    def written_ring(self) -> KeyValue:
-        """Write the pending token, unless that is done. Returns the ring, which then has every row."""
+    def written_rows(self) -> torch.Tensor:
+        """Write the pending token, unless that is done. Returns the dense rows, which then are complete."""
         if self.pending is not None:
-            write_token(self.pending, self.tensors.ring)
-        return self.tensors.ring
+            self.tensors.write_token(self.pending)
+        return self.tensors.rows
 
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
         """The dense parts that hold tokens, each with the position of its first token. Writes the pending token."""
         if self.counts is None:
             assert self.new is not None
             return [(0, self.new)]
-        _, blocks, rows, _ = self.host_counts
-        sinks = self.tensors.sinks
-        num_sinks = sinks[0].shape[2]
-        parts = [(0, sinks)] if num_sinks else []
+        self.written_rows()
+        sinks, blocks, rows, _ = self.host_counts
+        parts = [(0, self.tensors.sinks(sinks))] if sinks else []
         first = blocks * BLOCK_TOKENS
-        after = num_sinks + first
-        parts += [(after + skipped, part) for skipped, part in ring_parts(self.written_ring(), first, rows)]
+        after = sinks + first
+        parts += [(after + skipped, part) for skipped, part in self.tensors.ring_parts(first, rows)]
         if self.new is not None:
             parts.append((after + rows, self.new))
         return parts

@@ -90,13 +90,7 @@ class LayerPages:
         """
         page = pool[:, index]
         assert page.stride(0) % layout.block_bytes == 0
-        shape = rows_per_page(layout, dtype), layout.key_dim + layout.value_dim
-        dense = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
-        ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, pool.device)
-        factors = (ones.keys[0], ones.values[0])
-        ring = ring_pages(config, layout, dtype)
-        tensors = Pages(layout, page.view(torch.int32), dense, *factors, config.sink_tokens, ring)
-        return cls(config, layout, tensors)
+        return cls._of(page, page.view(torch.int32), config, layout, dtype)
 
     @classmethod
     def dense(cls, page: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> LayerPages:
@@ -108,12 +102,18 @@ class LayerPages:
             layout: Sizes of these blocks.
             dtype: Dtype of the model.
         """
-        states, shape = page.view(dtype), (rows_per_page(layout, dtype), layout.key_dim + layout.value_dim)
-        dense = states[..., : prod(shape)].unflatten(-1, shape)
+        pages = cls._of(page, page.new_empty(0).view(torch.int32), config, layout, dtype)
+        return replace(pages, blocks=page.view(dtype).unflatten(-1, (BLOCK_TOKENS, layout.key_dim + layout.value_dim)))
+
+    @classmethod
+    def _of(
+        cls, page: torch.Tensor, blocks: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
+    ) -> LayerPages:
+        shape = rows_per_page(layout, dtype), layout.key_dim + layout.value_dim
+        rows = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, page.device)
-        empty, ring = page.new_empty(0).view(torch.int32), ring_pages(config, layout, dtype)
-        tensors = Pages(layout, empty, dense, ones.keys[0], ones.values[0], config.sink_tokens, ring)
-        return cls(config, layout, tensors, states.unflatten(-1, (BLOCK_TOKENS, shape[1])))
+        scales, ring = (ones.keys[0], ones.values[0]), ring_pages(config, layout, dtype)
+        return cls(config, layout, Pages(layout, blocks, rows, *scales, config.sink_tokens, ring))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
         """This view with other channel scales, `[1, Hkv, D]` on any device. Raises `ValueError` for scales of heads of
@@ -145,30 +145,32 @@ class LayerPages:
     def block_rows(self, pages: torch.Tensor) -> KeyValue:
         """Keys and values `[1, Hkv, n * 128, D]` of the blocks in `pages` `[n]` of a layer that is not compressed."""
         assert self.blocks is not None
-        return self._read(self.blocks[pages])
+        return self.states(_joined(self.blocks[pages]))
 
     def write_block_rows(self, pages: torch.Tensor, states: KeyValue) -> None:
         """Write keys and values `[1, Hkv, n * 128, D]` to the blocks in `pages` `[n]`."""
         assert self.blocks is not None
         self.blocks[pages] = torch.cat(states, -1)[0].unflatten(1, (len(pages), BLOCK_TOKENS)).transpose(0, 1)
 
-    def ring(self, pages: torch.Tensor) -> KeyValue:
-        """A copy of the ring in `pages` `[ring_pages]`: keys and values `[1, Hkv, ring_rows, D]`."""
-        return self._read(self.tensors.rows[pages])
-
-    def sinks(self, page: torch.Tensor, count: int) -> KeyValue:
-        """A copy of the first `count` rows of the sink page `[1]`: keys and values `[1, Hkv, count, D]`."""
-        return self._read(self.tensors.rows[page][:, :, :count])
+    def rows(self, pages: torch.Tensor) -> torch.Tensor:
+        """A copy of the rows of ring and sinks in `pages`, as `tq_hf.tensors.layer.LayerTensors.rows` of one sequence:
+        `[1, Hkv, ring_rows + sinks, Dk + Dv]`."""
+        return _joined(self.tensors.rows[pages])[:, :, : self.tensors.ring_rows + self.tensors.sinks]
 
     def write_rows(self, pages: torch.Tensor, row: torch.Tensor, states: KeyValue) -> None:
         """Write keys and values `[1, Hkv, n, D]` to rows `row` `[n]`, counted through all of `pages`."""
         page, row = pages[row // self.tensors.page_rows], row % self.tensors.page_rows
         self.tensors.rows[page, :, row] = torch.cat(states, -1)[0].transpose(0, 1)
 
-    def _read(self, rows: torch.Tensor) -> KeyValue:
-        """Keys and values `[1, Hkv, n * rows, D]` of rows `[n, Hkv, rows, Dk + Dv]` of n pages."""
-        keys, values = rows.transpose(0, 1).flatten(1, 2)[None].split([self.layout.key_dim, self.layout.value_dim], -1)
+    def states(self, rows: torch.Tensor) -> KeyValue:
+        """Keys and values `[1, Hkv, n, D]` of rows `[1, Hkv, n, Dk + Dv]`, views."""
+        keys, values = rows.split([self.layout.key_dim, self.layout.value_dim], -1)
         return keys, values
+
+
+def _joined(rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[1, Hkv, pages * rows, Dk + Dv]` of rows `[pages, Hkv, rows, Dk + Dv]`."""
+    return rows.transpose(0, 1).flatten(1, 2)[None]
 
 
 def window_page(unit: int, row_bytes: int, window: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""The residual of a layer, its dense end: a ring of the newest keys and values.
+"""Dense rows of a layer: a ring of its newest tokens, then its sinks.
 
-Rows are numbered by their token's position after the sinks; row p lives in slot `p % capacity`. The capacity is a
-multiple of the block size, so a block's rows are always contiguous: dropping a block that has been encoded moves
-nothing.
+They are one tensor `[B, Hkv, ring + sinks, Dk + Dv]`: a token's key, then its value. Tokens of the ring are numbered by
+their position after the sinks; number p lives in row `p % ring`. A ring has whole blocks of rows, so those of a block
+are always contiguous: dropping a block that has been encoded moves nothing.
 
 The newest token may be *pending*: apart from the ring. The next decode kernel writes it in passing, because a launch
 for one row would cost the host as much as the kernel's. All other readers and writers of the ring must write it first.
@@ -16,19 +16,10 @@ import torch
 from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import KeyValue
 
-from ..compat import outside_inference_mode
-
 
 def ring_capacity(rows: int) -> int:
     """`rows` rounded up to whole blocks, at least one."""
     return max(1, -(-rows // BLOCK_TOKENS)) * BLOCK_TOKENS
-
-
-def new_rows(like: KeyValue, count: int) -> KeyValue:
-    """Room for `count` keys and values like these, `[B, Hkv, count, D]`, not filled."""
-    keys, values = like
-    batch, heads, _, key_dim = keys.shape
-    return keys.new_empty(batch, heads, count, key_dim), values.new_empty(batch, heads, count, values.shape[3])
 
 
 class PendingToken:
@@ -37,7 +28,7 @@ class PendingToken:
 
     Args:
         states: Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; S is 1 where counts are on the host.
-        slot: Row in the residual's ring; 0 where counts on the device decide it.
+        slot: Row of the ring; 0 where counts on the device decide it.
     """
 
     def __init__(self, states: KeyValue | None = None, slot: int = 0) -> None:
@@ -45,39 +36,39 @@ class PendingToken:
         self.slot = slot
 
 
-@outside_inference_mode
-def write_token(token: PendingToken, ring: KeyValue) -> None:
-    """Write a pending token to its slot of a ring, unless it is there."""
-    if token.states is not None:
-        for rows, row in zip(ring, token.states, strict=True):
-            rows[:, :, token.slot : token.slot + 1] = row
-        token.states = None
-
-
-def _slots(ring: KeyValue, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Slots of rows `first` to `first + count`, and which of these rows (from 0) they have: one range, or two at the
-    end of the ring."""
-    capacity, done = ring[0].shape[2], 0
+def ring_slices(ring: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
+    """Rows of numbers `first` to `first + count` in a ring of `ring` rows, and which of these numbers (from 0) they
+    have: one range, or two at the end of the ring."""
+    done = 0
     while done < count:
-        slot = (first + done) % capacity
-        size = min(count - done, capacity - slot)
-        yield slice(slot, slot + size), slice(done, done + size)
+        row = (first + done) % ring
+        size = min(count - done, ring - row)
+        yield slice(row, row + size), slice(done, done + size)
         done += size
 
 
-def write_rows(ring: KeyValue, first: int, states: KeyValue) -> None:
-    """Write keys and values `[B, Hkv, n, D]` to rows `first` to `first + n` of a ring."""
-    (key_ring, value_ring), (keys, values) = ring, states
-    for slots, rows in _slots(ring, first, keys.shape[2]):
-        key_ring[:, :, slots] = keys[:, :, rows]
-        value_ring[:, :, slots] = values[:, :, rows]
+def write_rows(rows: torch.Tensor, at: slice, states: KeyValue, tokens: slice) -> None:
+    """Write tokens `tokens` of keys and values `[B, Hkv, n, D]` to rows `at`."""
+    keys, values = states
+    rows[:, :, at, : keys.shape[3]] = keys[:, :, tokens]
+    rows[:, :, at, keys.shape[3] :] = values[:, :, tokens]
 
 
-def ring_parts(ring: KeyValue, first: int, count: int) -> Iterator[tuple[int, KeyValue]]:
-    """Views of rows `first` to `first + count` of a ring, oldest first, each with the number of rows before it."""
-    keys, values = ring
-    for slots, rows in _slots(ring, first, count):
-        yield rows.start, (keys[:, :, slots], values[:, :, slots])
+def write_tokens(
+    rows: torch.Tensor, ring: int, states: KeyValue, sinks: tuple[int, int], first: int, start: int | None = None
+) -> None:
+    """Write keys and values `[B, Hkv, n, D]` to rows whose first `ring` are a ring.
+
+    Args:
+        sinks: First sink to write, and number of tokens at the start that become sinks.
+        first: Number in the ring of token `start`, which all tokens after it follow.
+        start: The first token after the sinks by default.
+    """
+    (sink, count), tokens = sinks, states[0].shape[2]
+    start = count if start is None else start
+    write_rows(rows, slice(ring + sink, ring + sink + count), states, slice(count))
+    for at, part in ring_slices(ring, first, tokens - start):
+        write_rows(rows, at, states, slice(start + part.start, start + part.stop))
 
 
 CUTS = 2
@@ -110,17 +101,3 @@ class CutBlocks(dict[int, KeyValue]):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> CutBlocks:
         """The results of `function` on every tensor."""
         return CutBlocks({block: (function(keys), function(values)) for block, (keys, values) in self.items()})
-
-
-@outside_inference_mode
-def copied_ring(ring: KeyValue, first: int, count: int, capacity: int) -> KeyValue:
-    """A new ring of `capacity` rows, with rows `first` to `first + count` of this one."""
-    new = new_rows(ring, capacity)
-    copy_rows(ring, new, first, count)
-    return new
-
-
-def copy_rows(ring: KeyValue, to: KeyValue, first: int, count: int) -> None:
-    """Copy rows `first` to `first + count` of a ring to another, where they have the same numbers."""
-    for skipped, part in ring_parts(ring, first, count):
-        write_rows(to, first + skipped, part)

@@ -307,7 +307,7 @@ def print_table(report: Report, console: Console) -> None:
     rows = []
     for row in report.rows:
         last = row.decoding if shrinks else row.footprint
-        sizes = [] if fits else [last.packed + last.metadata, last.residual + last.sinks, last.uncompressed]
+        sizes = [] if fits else [last.packed + last.metadata, last.residual, last.uncompressed]
         sizes += [row.footprint.total, last.total] if shrinks else [last.total]
         cells = [f"{size / size_of:,.1f}" for size in sizes] + [f"{last.ratio:.1%}"]
         if fits:

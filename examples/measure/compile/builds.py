@@ -95,7 +95,7 @@ def build_prompt(
 ) -> Compiled:
     """`store_prompt` of a preallocated cache, and of a padded prompt whose queries were shown if `balanced`."""
     own, statistics = f"*{dtype}", ["*u8", "*fp32", "*fp32"] if balanced else [None] * 3
-    types: list[str | None] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", *[own] * 4]
+    types: list[str | None] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", own]
     types += ["*i32", "*i32", "*i64", *["i32"] * 27]
     return build(store_prompt, types, prompt_constants(dim, value_dim or dim), arch, num_warps=WARPS)
 
@@ -109,7 +109,7 @@ def build_prefix(
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
     constants = prefix_constants(BlockLayout(*dims, *bits), config=config, on=on, **flags)
     own = f"*{dtype}"
-    types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
+    types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 3, "*i1", "*fp32", own, "*fp32"]
     types += ["*fp32", "*fp16"]
     types += [None] * 4
     numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 5
@@ -149,10 +149,10 @@ def build_latents(
     config = fitted(latent_config(rows, on), layout)
     types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32"]
     if paged:
-        types += [None, None, own, None, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
-        types += [*["i32"] * 4, *[None] * 3, *["i32"] * 6, "fp32"]
+        types += [own, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
+        types += [*["i32"] * 4, None, None, *["i32"] * 6, "fp32"]
     else:
-        types += [*[own] * 4, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 10, *[None] * 3, "fp32"]
+        types += [own, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 9, *[None] * 3, "fp32"]
     causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
     return build(attend_latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
@@ -199,13 +199,13 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     """`rotate_and_append`."""
     p = plan(arch, *bits, dim=dim)
     own = f"*{dtype}"
-    types = [*[own] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
+    types = [*[own] * 4, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
     return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=1)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
     """`reorder_sequences` of a layer's tensors."""
-    types = ["*i64", *[f"*{dtype}"] * 4, "*fp16", "*fp16", "*i32", *["i32"] * (TENSORS + 1)]
+    types = ["*i64", f"*{dtype}", "*fp16", "*fp16", "*i32", *["i32"] * (TENSORS + 1)]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": 4}
     return build(reorder_sequences, types, (sequences, PIECE_WORDS // sequences), arch, **options)
 
@@ -225,7 +225,7 @@ def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
     states = ["*bf16"]
-    types: list[str | None] = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32"]
+    types: list[str | None] = [*2 * states, "*i32", "*i32", "*i64", *states, "*i32"]
     types += ["*fp32", "*fp32", "*fp16"]
     if rotates:
         types += [*states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
@@ -265,8 +265,8 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
-        ["*fp32", "*i32", "*i32", *[None] * 7, *["*fp16"] * 3, *["*i32"] * 3, *[None] * 3,
-         *["i32"] * 4, *[None] * 6, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
+        ["*fp32", "*i32", "*i32", "*fp16", *[None] * 3, *["*fp16"] * 2, *["*i32"] * 3, *[None] * 3,
+         *["i32"] * 4, *[None] * 3, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
         (p.split,),
         arch,
         num_warps=p.config.warps,
@@ -328,7 +328,7 @@ def build_prompts(arch: int, preset: str) -> Any:
     flags = (True, 0, False, False, False)
     layout, sizes = BlockLayout(128, 128, *bits), (*place(preset, 128), SEQUENCES)
     constants = prefix_constants(layout, *flags, config, on, sizes)
-    types = ["*fp16", "*i32", *["*fp16"] * 10, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
+    types = ["*fp16", "*i32", *["*fp16"] * 7, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["*i32"] * 4
     numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5
     types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]

@@ -99,8 +99,8 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled
     p = plan(arch, **shape)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     types = [
-        *["*fp32", "*i32", "*i32", *[dtype] * 4, "*i32", "*i32", "*u8", *[None] * 6],
-        *[*["i32"] * 13, *[None] * 5, "fp32", "fp32", *["i32"] * 8],
+        *["*fp32", "*i32", "*i32", dtype, "*i32", "*i32", "*u8", *[None] * 5],
+        *[*["i32"] * 10, *[None] * 5, "fp32", "fp32", *["i32"] * 8],
     ]
     return build(
         decode_split_fragments if target_of(arch).fragments else decode_split,

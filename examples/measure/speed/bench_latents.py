@@ -30,7 +30,7 @@ from tq_kernels.decode.launch import held_counts
 from tq_kernels.latents.attention import sum_apart
 from tq_kernels.latents.launch import LatentConfig, attend_latents, latent_config
 from tq_kernels.prefix.launch import merge, prefix_splits
-from tq_kernels.types import AttentionOptions, KeyValue
+from tq_kernels.types import AttentionOptions
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DynamicCache, PreTrainedModel
 
 from examples.measure.speed.bench_generate import NEW_TOKENS, ONE_GRAPH, Variant, step_seconds
@@ -135,10 +135,7 @@ class Inputs:
         self.packed = random_blocks(self.config.layout(LATENT, ROTARY), batch, 1, blocks, device)
         self.tokens = SINKS + 128 * blocks + RESIDUAL
         self.query = torch.randn(batch, heads, LATENT + ROTARY, device=device, dtype=BF16)
-        self.sinks, self.ring = (
-            tuple(torch.randn(batch, 1, rows, dim, device=device, dtype=BF16) for dim in (LATENT, ROTARY))
-            for rows in (SINKS, RING)
-        )
+        self.rows = torch.randn(batch, 1, RING + SINKS, LATENT + ROTARY, device=device, dtype=BF16)
         self.counts = held_counts(blocks, RESIDUAL, SINKS, device)
         self.rotations = rotations(self.config, self.packed.layout, device, torch.float16)
         self.allocate = functools.cache(functools.partial(torch.empty, device=device))
@@ -147,7 +144,7 @@ class Inputs:
         """Means of latents `[Hq, B, R]`."""
         latent, rotary = self.query.split([LATENT, ROTARY], -1)
         return attend_latents(
-            latent.transpose(0, 1), rotary[:, :, None], (self.packed, self.sinks, self.ring), self.counts,
+            latent.transpose(0, 1), rotary[:, :, None], (self.packed, self.rows, SINKS), self.counts,
             self.rotations, None, AttentionOptions(SCALING), allocate=self.allocate, config=config, splits=splits,
         )  # fmt: skip
 
@@ -158,11 +155,8 @@ class Inputs:
         dequantize(self.config, self.packed, *states)
         start = 128 * blocks % RING
 
-        def joined(sinks: torch.Tensor, middle: torch.Tensor, ring: torch.Tensor) -> torch.Tensor:
-            return torch.cat([sinks, middle, ring.roll(-start, 2)[:, :, :RESIDUAL]], 2)[:, 0]
-
-        parts: list[KeyValue] = [self.sinks, (states[0], states[1]), self.ring]
-        return torch.cat([joined(*of_one) for of_one in zip(*parts, strict=True)], -1)
+        sinks, residual = self.rows[:, :, RING:], self.rows[:, :, :RING].roll(-start, 2)[:, :, :RESIDUAL]
+        return torch.cat([sinks, torch.cat(states, -1), residual], 2)[:, 0]
 
 
 def best(calls: dict[str, Callable[[], Any]], repeat: int) -> tuple[str, float, dict[str, float]]:

@@ -218,7 +218,7 @@ def graph_step(model: PreTrainedModel, shape: Shape) -> dict[str, Any]:
 def bytes_with_heads(cache: TurboQuantCache) -> int:
     """Bytes of keys and values in a preallocated cache, without a layer's few bytes of counts."""
     held = [layer.store.tensors for layer in cache.layers]
-    return sum(tensor.nbytes for each in held for tensor in (each.blocks.data, *each.sinks, *each.ring))
+    return sum(tensor.nbytes for each in held for tensor in (each.blocks.data, each.rows))
 
 
 def meet(ranks: int) -> None:

@@ -59,15 +59,13 @@ def over_tensors(config: TurboQuantConfig, states: list[torch.Tensor], count: in
     (batch, heads, _, dim), device = new[0].shape, query.device
     layout = config.layout(dim)
     packed = random_blocks(layout, batch, heads, count + 2, device)
-    sinks, ring = (
-        tuple(torch.randn(batch, heads, rows, dim, device=device, dtype=DTYPE) for _ in range(2))
-        for rows in (config.sink_tokens, RING)
-    )
-    launch, out = blocks.decode_launch(LayerTensors(config, packed, sinks, ring)), query.transpose(1, 2).contiguous()
+    rows = torch.randn(batch, heads, RING + config.sink_tokens, 2 * dim, device=device, dtype=DTYPE)
+    launch, out = blocks.decode_launch(LayerTensors(config, packed, rows)), query.transpose(1, 2).contiguous()
     counts = (*(torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((4,), (6, 4))),)
     length = torch.zeros((), dtype=torch.int64, device=device)
     rotations = blocks.rotations(config, layout, device, torch.float32)
-    append = AppendLaunch(packed, sinks, ring, rotations, config.residual_length, (*counts, length), 1 << 20)
+    dense = (rows, config.sink_tokens, config.residual_length)
+    append = AppendLaunch(packed, *dense, rotations, (*counts, length), 1 << 20)
     options, scratch, times = AttentionOptions(dim**-0.5), torch.empty(1 << 24, device=device), {}
 
     def step() -> torch.Tensor:

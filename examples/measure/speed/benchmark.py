@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,24 +131,19 @@ def prepared(
     """A decode step over sinks, `packed` and `window_rows` rows of a window, and the tensors it reads."""
     layout, device = packed.layout, packed.data.device
     batch, kv_heads, blocks = packed.data.shape[:3]
-
-    def dense(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(
-            torch.randn(batch, kv_heads, rows, dim, device=device, dtype=dtype)
-            for dim in (layout.key_dim, layout.value_dim)
-        )  # type: ignore[return-value]
-
-    sinks, window = dense(SINKS), dense(WINDOW_CAPACITY)
+    dim = layout.key_dim + layout.value_dim
+    rows = torch.randn(batch, kv_heads, WINDOW_CAPACITY + SINKS, dim, device=device, dtype=dtype)
+    tensors = LayerTensors(replace(config, sink_tokens=SINKS), packed, rows)
     query = torch.randn(batch, query_heads, 1, layout.key_dim, device=device, dtype=dtype)
     allocate = functools.cache(functools.partial(torch.empty, device=device))
     out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
-    decoder = triton_blocks.decode_launch(LayerTensors(config, packed, sinks, window))
+    decoder = triton_blocks.decode_launch(tensors)
     held = held_counts(blocks, window_rows, SINKS, device)
 
     def step() -> torch.Tensor:
         return decoder(query, held, None, AttentionOptions(layout.key_dim**-0.5), allocate=allocate, out=out)
 
-    return step, {"query": query, "sinks": sinks, "window": window}
+    return step, {"query": query, "sinks": tensors.sinks(SINKS), "window": tensors.states(slice(WINDOW_CAPACITY))}
 
 
 def relative_error(preset: str, heads: tuple[int, int, int], device: torch.device) -> float:

@@ -166,38 +166,17 @@ def _store_channel_scales(
     tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < dim)
 
 
-class RowPlaces(NamedTuple):
-    """Dense rows of a prompt and their places, as in `DenseRows`, with the sizes of its buffers."""
-
-    max_sinks: Any
-    first_sink: Any
-    to_sinks: Any
-    capacity: Any
-    slot: Any
-    start: Any
-    kept: Any
-
-
 @triton.jit
-def _copy_rows(
-    states, stride, sinks, ring, place, head, tile, channel, DIM: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Copy ROWS dense rows of `head` (counted over all sequences) from row `ROWS * tile` on, sinks first."""
-    i = tile * ROWS + tl.arange(0, ROWS)
-    is_sink = i < place.to_sinks
-    later = i - place.to_sinks
-    token = tl.where(is_sink, i, place.start + later).to(tl.int64)
-    sink = head.to(tl.int64) * place.max_sinks + place.first_sink + i
-    row = head.to(tl.int64) * place.capacity + (place.slot + later) % place.capacity
-    at = tl.where(is_sink[:, None], sinks + (sink * DIM)[:, None], ring + (row * DIM)[:, None]) + channel[None, :]
-    exists = (later < place.kept)[:, None] & (channel < DIM)[None, :]
-    tl.store(at, tl.load(states + (token * stride)[:, None] + channel[None, :], mask=exists), mask=exists)
+def _copy_part(states, at, valid, channel, DIM: tl.constexpr):
+    """Copy keys or values from pointers `states` [n, 1] to their part of the rows at pointers `at` [n]."""
+    exists = valid[:, None] & (channel < DIM)[None, :]
+    tl.store(at[:, None] + channel[None, :], tl.load(states + channel[None, :], mask=exists), mask=exists)
 
 
 @kernel(
     "kv_heads:rows valid_b:valid_t",
     # Without this, copies would decide the layout of the sums and so their order.
-    do_not_specialize_on_alignment="sink_keys sink_values ring_keys ring_values".split(),
+    do_not_specialize_on_alignment=["kv_rows"],
 )
 def store_prompt(
     keys,  # [B, Hkv, T, DK]
@@ -208,17 +187,14 @@ def store_prompt(
     counters,  # [B * Hkv, 2] of 32 bits, 0 between launches; or None
     key_channel_scales,  # [B, Hkv, DK] fp16, written as ones without sums; or None
     value_channel_scales,  # [B, Hkv, DV] fp16
-    sink_keys,  # [B, Hkv, max_sinks, DK], contiguous, like the next three; or None
-    sink_values,  # [B, Hkv, max_sinks, DV]
-    ring_keys,  # [B, Hkv, capacity, DK]
-    ring_values,  # [B, Hkv, capacity, DV]
+    kv_rows,  # [B, Hkv, ring + max_sinks, DK + DV], contiguous; or None
     state,  # [4] int32, or None, like the next two
     step_counts,  # [6, 4] int32
     length,  # [] int64
     kv_heads,
     pieces,  # fields of a `Sample`, like the numbers after it except `kinds`
     kinds,  # 2 + group
-    first, size, whole, max_sinks, first_sink, to_sinks, capacity, slot, start, kept,
+    first, size, whole, max_sinks, first_sink, to_sinks, ring, slot, start, kept,
     sinks,  # counts of the store after this
     blocks, rows, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
@@ -240,11 +216,16 @@ def store_prompt(
             tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
     copying = job - pieces * kinds
     if copying >= 0:
-        place = RowPlaces(max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
+        # Keys or values: both would take registers that the sums need.
+        i = copying // 2 * ROWS + tl.arange(0, ROWS)
+        later = i - to_sinks
+        token = tl.where(i < to_sinks, i, start + later).to(tl.int64)
+        row = tl.where(i < to_sinks, ring + first_sink + i, (slot + later) % ring)
+        at = kv_rows + (program.to(tl.int64) * (ring + max_sinks) + row) * (DK + DV)
         if copying % 2 == 0:
-            _copy_rows(keys, key_s, sink_keys, ring_keys, place, program, copying // 2, dk, DK, ROWS)
+            _copy_part(keys + (token * key_s)[:, None], at, later < kept, dk, DK)
         else:
-            _copy_rows(values, value_s, sink_values, ring_values, place, program, copying // 2, dv, DV, ROWS)
+            _copy_part(values + (token * value_s)[:, None], at + DK, later < kept, dv, DV)
         if sums is None:
             if key_channel_scales is not None:
                 if copying == 0:
@@ -328,13 +309,13 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
         queries, valid, first, allocate, zeros = statistics
         of_queries = None if queries is None else (queries.shape, queries.stride(), queries.dtype, queries.device)
         of_valid = None if valid is None else (valid.stride(), valid.shape, valid.device)
-    sinks, ring, counts = dense.sinks, dense.ring, dense.counts
+    rows, counts = dense.rows, dense.counts
     of_states = (keys.shape, values.shape[3], keys.stride(), values.stride(), keys.dtype, keys.device, values.device)
-    places = (sinks[0].shape[2], ring[0].shape[2], *dense[2:7], scales is None, counts is None)
+    places = (rows.shape[2] - dense.ring, *dense[1:7], scales is None, counts is None)
     launch, sizes = _prompt_launch(STORE, of_states, of_queries, of_valid, first, places)
     if first is not None:
         sums, counters = allocate(sizes[0]), zeros(sizes[1])
-    tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE[:2]), *sinks, *ring, *(counts or NONE))
+    tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE[:2]), rows, *(counts or NONE))
     launch_all(
         (launch,),
         (tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors]),),
@@ -356,7 +337,7 @@ def _prompt_launch(
 ) -> tuple[Launch, tuple[int, int]]:
     """Launch of `store` for tensors like these, and its numbers of sums and counters."""
     (batch, heads, tokens, key_dim), value_dim, key_strides, value_strides, dtype, device, _ = of_states
-    max_sinks, capacity, first_sink, to_sinks, start, slot, held, *_ = places
+    max_sinks, ring, first_sink, to_sinks, start, slot, held, *_ = places
     constants = prompt_constants(key_dim, value_dim)
     kept = tokens - start
     copies = 2 * max(1, -(-(to_sinks + kept) // constants[5]))
@@ -381,7 +362,7 @@ def _prompt_launch(
         *((0, 0, 0) if of_queries is None else of_queries[1][:3]),
         *((0, 0) if of_valid is None else of_valid[0]),
     )
-    place = (max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
+    place = (max_sinks, first_sink, to_sinks, ring, slot, start, kept)
     launch = Launch(
         kernel,
         device.index,

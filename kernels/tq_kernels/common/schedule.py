@@ -92,31 +92,76 @@ def first_block_column(SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constex
 
 
 class NewTokens(NamedTuple):
-    """Pointers to keys and values of all new tokens of a step, and strides over tokens and heads in elements."""
+    """Pointers to key and value of the first new token of a KV head, and strides over tokens in elements."""
 
     key: Any
     value: Any
     key_t: Any
-    key_h: Any
     value_t: Any
-    value_h: Any
+
+
+class DenseTokens(NamedTuple):
+    """Dense tokens of a KV head: sinks, then those after its packed blocks, then new ones.
+
+    Args:
+        rows: Pointer to the head's rows `[ring + sinks, DK + DV]`; with pages to the layer's first page.
+        pages: Pointer to the sequence's pages, or `None`, as the next two.
+        page_blocks: Blocks from a page to the next.
+        kv_head: Number of the head.
+        sinks, ring: Rows of sinks and of the ring.
+        start: Row of the first token after the sinks.
+        history: Number of tokens in rows.
+        new: `NewTokens` after these, or `None`.
+        count: Number of tokens.
+    """
+
+    rows: Any
+    pages: Any
+    page_blocks: Any
+    kv_head: Any
+    sinks: Any
+    ring: Any
+    start: Any
+    history: Any
+    new: Any
+    count: Any
 
 
 @triton.jit
-def dense_rows(
-    rows, pages, new: NewTokens, t, packed, past, length, first, kv_head, page_blocks, DK: tl.constexpr,
-    DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    """Pointers [n] to keys and values of a sequence's dense tokens `t` [n]: sinks, then those of its `past` tokens
-    after `packed` blocks, then new tokens from `first` on. Tokens from `length` on do not exist."""
-    token = tl.where(t < SINKS, t, t + packed * TOKENS)
-    old = token < past
-    row = row_of(token, SINKS, RING)
-    in_page = ring_rows(rows, pages, row, old, kv_head, page_blocks, DK + DV, ROWS, BLOCK_WORDS)
-    token = (first + tl.minimum(t, length - 1) + packed * TOKENS - past).to(tl.int64)
-    k_row = tl.where(old, in_page, new.key + token * new.key_t + kv_head * new.key_h)
-    v_row = tl.where(old, in_page + DK, new.value + token * new.value_t + kv_head * new.value_h)
+def dense_rows(dense: DenseTokens, t, C: tl.constexpr):
+    """Pointers [n] to keys and values of dense tokens `t` [n]; for absent tokens, to the last one. C has DK, DV, and
+    over pages ROWS and BLOCK_WORDS."""
+    near = tl.minimum(t, dense.count - 1)
+    row = dense.start + near - dense.sinks
+    row = tl.where(row >= dense.ring, row - dense.ring, row)
+    row = tl.where(near < dense.sinks, dense.ring + near, row)
+    if dense.pages is None:
+        k_row = dense.rows + row * (C.DK + C.DV)
+    else:
+        old = t < dense.history
+        k_row = ring_rows(
+            dense.rows, dense.pages, row, old, dense.kv_head, dense.page_blocks, C.DK + C.DV, C.ROWS, C.BLOCK_WORDS
+        )
+    v_row = k_row + C.DK
+    if dense.new is not None:
+        fresh = (near - dense.history).to(tl.int64)
+        k_row = tl.where(near < dense.history, k_row, dense.new.key + fresh * dense.new.key_t)
+        v_row = tl.where(near < dense.history, v_row, dense.new.value + fresh * dense.new.value_t)
     return k_row, v_row
+
+
+@triton.jit
+def copy_rows(
+    key, value, i, at, valid, key_stride, value_stride, DK: tl.constexpr, DV: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_V: tl.constexpr,
+):  # fmt: skip
+    """Copy keys `i` [n] int64 from pointer `key` on, and values likewise, to the rows at pointers `at` [n]."""
+    dk, dv = tl.arange(0, TILE_K)[None, :], tl.arange(0, TILE_V)[None, :]
+    has_k, has_v = valid[:, None] & (dk < DK), valid[:, None] & (dv < DV)
+    k = tl.load(key + (i * key_stride)[:, None] + dk, mask=has_k)
+    v = tl.load(value + (i * value_stride)[:, None] + dv, mask=has_v)
+    tl.store(at[:, None] + dk, k, mask=has_k)
+    tl.store(at[:, None] + (DK + dv), v, mask=has_v)
 
 
 @triton.jit

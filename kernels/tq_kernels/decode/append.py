@@ -11,7 +11,7 @@ Other programs rotate queries and wait for none of these. `AppendLaunch` launche
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -29,58 +29,34 @@ from ..codec.encode import (
 from ..codec.launch import encode_shape
 from ..common.device import AMPERE, constants_of, current_device, matrix_type, target
 from ..common.launcher import Kernel, kernel
-from ..common.schedule import lengths, ring_rows, row_of
+from ..common.schedule import copy_rows, lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows, rotate_rows_of_head
 from .tiles import fetch
 
 
-@triton.jit
-def load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
-    """Load the new row of `head` (of B * H) from `states` [B, H, 1, DIM]."""
-    batch = (head // heads).to(tl.int64)
-    return tl.load(states + batch * stride_b + head % heads * stride_h + d, mask=d < DIM)
-
-
-@triton.jit
-def _copy_rows(
-    key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DK: tl.constexpr, DV: tl.constexpr,
-    TILE_K: tl.constexpr, TILE_V: tl.constexpr,
-):  # fmt: skip
-    """Copy keys and values of tokens `token` [n] int64 to the rows at pointers `at` [n]."""
-    dk, dv = tl.arange(0, TILE_K)[None, :], tl.arange(0, TILE_V)[None, :]
-    has_k, has_v = valid[:, None] & (dk < DK), valid[:, None] & (dv < DV)
-    k = tl.load(key + (token * key_t + kv_head * key_h)[:, None] + dk, mask=has_k)
-    v = tl.load(value + (token * value_t + kv_head * value_h)[:, None] + dv, mask=has_v)
-    tl.store(at[:, None] + dk, k, mask=has_k)
-    tl.store(at[:, None] + (DK + dv), v, mask=has_v)
-
-
 @kernel("slot:scale_at")
 def rotate_and_append(
     keys,  # [B, Hkv, 1, DK]
     values,  # [B, Hkv, 1, DV]
-    residual_keys,  # [B, Hkv, capacity, DK], contiguous
-    residual_values,  # [B, Hkv, capacity, DV]
+    kv_rows,  # [B, Hkv, held, DK + DV], contiguous
     query,  # [B, Hq, S, DK]; this and the rest as in `rotate_query`
-    rotation, channel_scales, scratch, slot, capacity, keys_b, keys_h, values_b, values_h, rows, queries, kv_heads,
+    rotation, channel_scales, scratch, slot, held, keys_b, keys_h, values_b, values_h, rows, queries, kv_heads,
     query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr, DK: tl.constexpr,
     DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Write each head's new row to slot `slot` of the residual's ring (first program); rotate queries (the others).
+    """Write each head's new token to row `slot` (first program); rotate queries (the others).
 
     Grid: (P, 1 + rows / BLOCK_R). The kernel that attends reads the row after this one has ended.
     """
     index = tl.program_id(1)
     if index == 0:
-        head = tl.program_id(0)
-        d = tl.arange(0, TILE)
-        k = load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
-        v = load_row(values, values_b, values_h, head, kv_heads, d, DV)
-        row = head.to(tl.int64) * capacity + slot
-        tl.store(residual_keys + row * DK + d, k, mask=d < DK)
-        tl.store(residual_values + row * DV + d, v, mask=d < DV)
+        head, one = tl.program_id(0), tl.zeros([1], tl.int64)
+        batch, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
+        key, value = keys + (batch * keys_b + kv_head * keys_h), values + (batch * values_b + kv_head * values_h)
+        at = kv_rows + (head.to(tl.int64) * held + slot) * (DK + DV)
+        copy_rows(key, value, one, at + one, one == 0, 0, 0, DK, DV, TILE, TILE)
     else:
         new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s, None)
         rotate_rows_of_head(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
@@ -133,10 +109,10 @@ def append_to_pages(
         row = row_of(past, SINKS, RING) + tl.zeros([BLOCK_H], tl.int32)
         DIMS: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
         at = ring_rows(rows, pages, row, exists, head, page_blocks, DIMS, ROWS, KEYS.BLOCK_WORDS)
-        token = first.to(tl.int64) + tl.zeros([BLOCK_H], tl.int64)
-        _copy_rows(
-            keys, values, token, at, exists, head, key_t * 8, key_h * 8, value_t * 8, value_h * 8,
-            KEYS.HEAD_DIM, VALUES.HEAD_DIM, KEYS.TILE, VALUES.TILE,
+        token = first.to(tl.int64)
+        copy_rows(
+            keys + token * (key_t * 8), values + token * (value_t * 8), head.to(tl.int64), at, exists,
+            key_h * 8, value_h * 8, KEYS.HEAD_DIM, VALUES.HEAD_DIM, KEYS.TILE, VALUES.TILE,
         )  # fmt: skip
     elif index < copies + rotations:
         i = (index - copies) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -168,76 +144,32 @@ def append_to_pages(
         )  # fmt: skip
 
 
-class AppendStates(NamedTuple):
-    """New keys or values, their sinks and residual, and their rotation: pointers as in `append_and_rotate`."""
-
-    states: Any
-    stride_b: Any
-    stride_h: Any
-    stride_s: Any
-    sinks: Any
-    residual: Any
-    rotation: Any
-    channel_scales: Any
-
-
-class Place(NamedTuple):
-    """Places of a sequence's new tokens, and of the block that becomes due.
-
-    Args:
-        heads: H.
-        max_sinks, capacity: Rows in the buffers of sinks and residual.
-        num_sinks: Number of sinks before the tokens.
-        to_sinks: Number of tokens that become sinks, the first ones.
-        row: Number of the first other token in the residual; row p is in slot p % capacity.
-        tokens: Number of tokens to write, 0 if the store has no room.
-        due: Number of blocks that become due, 0 or 1.
-        first_slot: Slot of the due block's first row.
-        home: Index of the due block among the packed ones.
-    """
-
-    heads: Any
-    max_sinks: Any
-    capacity: Any
-    num_sinks: Any
-    to_sinks: Any
-    row: Any
-    tokens: Any
-    due: Any
-    first_slot: Any
-    home: Any
-
-
 @triton.jit
-def _append(new, place, packed, C: tl.constexpr, MOST: tl.constexpr):
-    """Write the new rows of this program's head to their places; then encode the due block, if any, from the residual
-    (it may end with these rows).
+def _append(
+    states, stride, rows, row, tokens, due, due_row, packed, home, rotation, channel_scales, DIM: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Write this program's new keys or values, and encode those of the due block (it may end with them).
 
     Args:
-        new: `AppendStates`.
-        place: A `Place`.
-        packed: Pointer to block 0.
+        states, stride: Pointer to the first new token's, and elements to the next.
+        rows: Pointer to those of the head's first dense row, of DIM elements.
+        row: [MOST, 1] row of each token; the first `tokens` are written.
+        due, due_row: Number of blocks that become due, 0 or 1, and row of the first token.
+        packed, home: Pointer to block 0, and index of the due block.
+        rotation, channel_scales: Pointers, to the head's channel scales.
         C: An `EncodeShape`.
-        MOST: A power of two, at least the number of tokens.
     """
-    head = tl.program_id(0)
-    wide = head.to(tl.int64)
-    i, d = tl.arange(0, MOST)[:, None], tl.arange(0, C.TILE)[None, :]
-    written = (i < place.tokens) & (d < C.HEAD_DIM)  # [MOST, TILE]
-    first = new.states + (wide // place.heads) * new.stride_b + head % place.heads * new.stride_h
-    rows = tl.load(first + i * new.stride_s + d, mask=written)
-    sink = new.sinks + (wide * place.max_sinks + place.num_sinks + i) * C.HEAD_DIM + d
-    tl.store(sink, rows, mask=written & (i < place.to_sinks))
-    slot = (place.row + i - place.to_sinks) % place.capacity
-    tl.store(new.residual + (wide * place.capacity + slot) * C.HEAD_DIM + d, rows, mask=written & (i >= place.to_sinks))
-    if place.due > 0:
+    i, d = tl.arange(0, row.shape[0])[:, None], tl.arange(0, C.TILE)[None, :]
+    written = (i < tokens) & (d < C.HEAD_DIM)  # [MOST, TILE]
+    tl.store(rows + row * DIM + d, tl.load(states + i * stride + d, mask=written), mask=written)
+    if due > 0:
         tl.debug_barrier()
-        channel_scales = new.channel_scales + head * C.HEAD_DIM
-        high, low = resident_rotation(new.rotation, channel_scales, C)
-        early = new.residual + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
-        offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
-        late = early + HALF_TOKENS * C.HEAD_DIM
-        encode_block(early, late, offsets, offsets, packed, place.home, new.rotation, channel_scales, high, low, C)
+        high, low = resident_rotation(rotation, channel_scales, C)
+        early = rows + due_row * DIM
+        offsets = block_rows()[:, None] * DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
+        late = early + HALF_TOKENS * DIM
+        encode_block(early, late, offsets, offsets, packed, home, rotation, channel_scales, high, low, C)
 
 
 @kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
@@ -247,16 +179,13 @@ def append_and_rotate(
     state,  # [4] int32
     step_counts,  # [6, 4] int32; the last entry counts programs, 0 between launches
     length,  # [] int64
-    sink_keys,  # [B, H, max_sinks, DK], contiguous
-    sink_values,  # [B, H, max_sinks, DV]
-    residual_keys,  # [B, H, capacity, DK], contiguous
-    residual_values,  # [B, H, capacity, DV]
+    kv_rows,  # [B, H, ring + max_sinks, DK + DV], contiguous
     packed,  # blocks, as for `encode_blocks`
     key_rotation, value_rotation, value_channel_scales,
     query,  # as in `rotate_query`, or `None`
     query_rotation, key_channel_scales, scratch, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     new,  # S
-    max_sinks, capacity, residual, max_cache_len,
+    max_sinks, ring, residual, max_cache_len,
     blocks_b,  # strides in blocks
     blocks_h,
     rows,  # as in `rotate_query`, like the rest but `heads`
@@ -280,9 +209,7 @@ def append_and_rotate(
         tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
         tokens = tl.where(fits, new, 0)
         to_sinks = tl.where(held == sinks, tl.minimum(tokens, max_sinks - sinks), 0)
-        # Residual rows are numbered from the end of the sinks; row p is in slot p % capacity.
-        row = blocks * TOKENS + held_rows
-        first_slot = (blocks * TOKENS) % capacity
+        due_row = (blocks * TOKENS) % ring
         after = held + tokens
         due = tl.minimum(tl.maximum(due_blocks_in_kernel(after, max_sinks, residual) - blocks, 0), 1)
         tl.debug_barrier()
@@ -292,7 +219,7 @@ def append_and_rotate(
             tl.store(step_counts, num_sinks)
             tl.store(step_counts + 1 * 4, blocks)
             tl.store(step_counts + 2 * 4, num_rows)
-            tl.store(step_counts + 3 * 4, first_slot)
+            tl.store(step_counts + 3 * 4, due_row)
             tl.store(step_counts + 4 * 4, due)
             tl.store(step_counts + 5 * 4, 0)
             tl.store(state, num_sinks)
@@ -300,19 +227,25 @@ def append_and_rotate(
             tl.store(state + 2, num_rows)
             tl.store(state + 3, due)
             tl.store(length, after.to(tl.int64))
-        head = tl.program_id(0)
-        home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
-        place = Place(heads, max_sinks, capacity, sinks, to_sinks, row, tokens, due, first_slot, home)
+        program = tl.program_id(0)
+        batch, head = (program // heads).to(tl.int64), (program % heads).to(tl.int64)
+        home = batch * blocks_b + head * blocks_h + blocks
+        # After the sinks tokens are numbered; number p is in row p % ring.
+        i = tl.arange(0, MOST)[:, None]
+        row = (blocks * TOKENS + held_rows + i - to_sinks) % ring
+        row = tl.where(i < to_sinks, ring + sinks + i, row)
+        DIM: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
+        own_rows = kv_rows + program.to(tl.int64) * (ring + max_sinks) * DIM
         if tl.program_id(1) == 0:
-            new_keys = AppendStates(
-                keys, keys_b, keys_h, keys_s, sink_keys, residual_keys, key_rotation, key_channel_scales
-            )
-            _append(new_keys, place, packed, KEYS, MOST)
+            _append(
+                keys + (batch * keys_b + head * keys_h), keys_s, own_rows, row, tokens, due, due_row, packed, home,
+                key_rotation, key_channel_scales + program * KEYS.HEAD_DIM, DIM, KEYS,
+            )  # fmt: skip
         else:
-            new_values = AppendStates(
-                values, values_b, values_h, values_s, sink_values, residual_values, value_rotation, value_channel_scales
-            )
-            _append(new_values, place, packed, VALUES, MOST)
+            _append(
+                values + (batch * values_b + head * values_h), values_s, own_rows + KEYS.HEAD_DIM, row, tokens, due,
+                due_row, packed, home, value_rotation, value_channel_scales + program * VALUES.HEAD_DIM, DIM, VALUES,
+            )  # fmt: skip
     else:
         of_step = Queries(
             query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
@@ -329,10 +262,10 @@ class AppendLaunch:
 
     Args:
         packed: Blocks to write, with the same bits as by `tq_kernels.codec.launch.encode`.
-        sinks: Keys `[B, Hkv, S0, Dk]` and values `[B, Hkv, S0, Dv]`, contiguous.
-        residual: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
-        rotations: As in `encode`.
+        rows: Dense rows `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous.
+        sinks: Number of sinks.
         residual_length: Number of tokens that stay dense.
+        rotations: As in `encode`.
         counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
         max_cache_len: Capacity in tokens. A full store is not written to, and on a GPU the launch fails.
     """
@@ -340,29 +273,28 @@ class AppendLaunch:
     def __init__(
         self,
         packed: PackedBlocks,
-        sinks: KeyValue,
-        residual: KeyValue,
-        rotations: KeyValue,
+        rows: torch.Tensor,
+        sinks: int,
         residual_length: int,
+        rotations: KeyValue,
         counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         max_cache_len: int,
     ) -> None:
-        ring = residual[0]
-        self.device, on = ring.device, target(ring.device)
+        self.device, on = rows.device, target(rows.device)
         self.counts = counts
         sinks_held, blocks_held, rows_held = counts[1][:3, 0].unbind()
         self.held = HeldCounts(blocks_held, rows_held, sinks_held)
         """Counts a step attends to, its own tokens appended."""
-        self.tensors = (*counts, *sinks, *residual, packed.data, *rotations, packed.channel_scales.values)
+        self.tensors = (*counts, rows, packed.data, *rotations, packed.channel_scales.values)
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.key_channel_scales = packed.channel_scales.keys
-        self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
-        self.numbers = (sinks[0].shape[2], ring.shape[2], residual_length, max_cache_len, *packed.block_strides)
+        self.heads, self.programs = rows.shape[1], rows.shape[0] * rows.shape[1]
+        self.numbers = (sinks, rows.shape[2] - sinks, residual_length, max_cache_len, *packed.block_strides)
         """Arguments of kernels after the strides of keys and values."""
-        matrix = matrix_type(ring.dtype, ring.device)
+        matrix = matrix_type(rows.dtype, rows.device)
         configs, self.constants = zip(
-            *(encode_shape(packed.layout, is_value, ring.dtype, on, matrix) for is_value in (False, True)), strict=True
+            *(encode_shape(packed.layout, is_value, rows.dtype, on, matrix) for is_value in (False, True)), strict=True
         )
         warps = max(config.warps for config in configs)
         # `debug` would turn on `sanitize_overflow`.
@@ -430,9 +362,9 @@ def append_tails(
     at = ring_rows(
         rows, block_table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DK + DV, ROWS, BLOCK_WORDS,
     )  # fmt: skip
-    _copy_rows(
-        key, value, (first + fresh).to(tl.int64), at, valid, kv_head,
-        key_t * 8, key_h * 8, value_t * 8, value_h * 8, DK, DV, TILE_K, TILE_V,
+    copy_rows(
+        key + kv_head * (key_h * 8), value + kv_head * (value_h * 8), (first + fresh).to(tl.int64), at, valid,
+        key_t * 8, value_t * 8, DK, DV, TILE_K, TILE_V,
     )  # fmt: skip
 
 

@@ -77,9 +77,8 @@ class DecodeLaunch:
     """Launch of decode attention over fixed tensors, any number of times.
 
     Args:
-        held: Packed blocks, sinks and residual of a batch, or pages. Sinks are keys `[B, Hkv, sinks, Dk]` and values
-            `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous; the residual is the same, a ring, all
-            dimensions contiguous.
+        held: Packed blocks of a batch, its dense rows, and the number of sinks among them, or pages. Rows are
+            `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous: the residual, a ring, then sinks.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
         encoder: For pages, R of keys and of values as in `tq_kernels.codec.launch.encode`: the launch that writes
@@ -87,42 +86,31 @@ class DecodeLaunch:
     """
 
     def __init__(
-        self,
-        held: tuple[PackedBlocks, KeyValue, KeyValue] | Pages,
-        rotations: KeyValue,
-        encoder: KeyValue | None = None,
+        self, held: tuple[PackedBlocks, torch.Tensor, int] | Pages, rotations: KeyValue, encoder: KeyValue | None = None
     ) -> None:
         self.pages = held if isinstance(held, Pages) else None
         sizes: tuple[Any, ...]
         if isinstance(held, Pages):
-            blocks, scales = held.blocks, (held.key_channel_scales, held.value_channel_scales)
+            blocks, rows, scales = held.blocks, held.rows, (held.key_channel_scales, held.value_channel_scales)
             assert encoder is not None
-            ring: tuple[Any, ...] = (held.rows,)
             self.written = (blocks, *encoder, held.value_channel_scales)
-            self.layout, self.kv_heads = held.layout, held.rows.shape[1]
-            dense, sizes = (None,) * 4, (held.place, held.page_blocks)
+            self.layout, sizes = held.layout, (held.place, held.page_blocks)
         else:
-            packed, sinks, ring = held
+            packed, rows, self.sinks = held
             self.written = ()
             blocks, self.layout = packed.data, packed.layout
             scales, self.block_strides = packed.channel_scales, packed.block_strides
-            self.kv_heads, self.capacity = blocks.shape[1:3]
-            self.sinks = sinks[0].shape[2]
-            dense = (*sinks, *ring)
-            strides = (sinks[0].stride(), ring[0].stride(), self.block_strides)
-            sizes = (self.sinks, ring[0].shape[2], self.capacity, strides)
-        self.value_dim, self.ring, self.dtype, self.device = self.layout.value_dim, ring, ring[0].dtype, blocks.device
+            self.capacity, self.ring = blocks.shape[2], rows.shape[2] - self.sinks
+            sizes = (self.sinks, self.ring, self.capacity, self.block_strides)
+        self.kv_heads, self.value_dim = rows.shape[1], self.layout.value_dim
+        self.dtype, self.device = rows.dtype, blocks.device
         self.on_gpu = self.device.type == "cuda"
         # Tensors of blocks, dense rows, queries and outputs.
-        self.tensors: tuple[Any, ...] = ((blocks,), dense, *zip(rotations, scales, strict=True))
+        self.tensors: tuple[Any, ...] = ((blocks,), (rows,), *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        *parts, self.ring_at, self.written_at = (
-            tuple(None if tensor is None else tensor.data_ptr() for tensor in part)
-            for part in (*self.tensors, self.ring, self.written)
-        )
+        *parts, self.written_at = (tuple([x.data_ptr() for x in part]) for part in (*self.tensors, self.written))
         self.addresses = tuple(parts)
-        every = (*parts, self.ring_at, self.written_at)
-        self.aligned = all(not address or address % 16 == 0 for part in every for address in part)
+        self.aligned = all(address % 16 == 0 for part in (*parts, self.written_at) for address in part)
         self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.layout, sizes))
 
     def __call__(
@@ -212,7 +200,8 @@ class DecodeLaunch:
             keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
             if append is None:
-                row_at = (keys_at, values_at, *self.ring_at, *(() if shown is None else (*tables_at, *self.written_at)))
+                places = () if shown is None else (*tables_at, *self.written_at)
+                row_at = (keys_at, values_at, *self.addresses[1], *places)
                 slots = (slot,) if shown is None else ()
             else:
                 row_at = (keys_at, values_at, *append.addresses)
@@ -228,7 +217,7 @@ class DecodeLaunch:
         if states is None:
             row: tuple[Any, ...] = ()
         elif append is None:
-            row = (*states, *self.ring, *(() if shown is None else (*tables, *self.written)))
+            row = (*states, *self.tensors[1], *(() if shown is None else (*tables, *self.written)))
         else:
             row = (*states, *append.tensors)
         self._launch(
@@ -270,7 +259,7 @@ class DecodeLaunch:
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
         call_split(
             *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
-            *(NO_TABLES if table is None else row[:3]), *tables, *mask_strides, *of_split,
+            *((None, None) if table is None else row[:2]), *tables, *mask_strides, *of_split,
         )  # fmt: skip
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
@@ -291,7 +280,7 @@ class DecodeLaunch:
         pages, on, kv_heads, value_dim = self.pages, target(self.device), self.kv_heads, self.value_dim
         if pages is None or shown is None:
             (batch, query_heads, queries, key_dim), least = query.shape, 1
-            room = (self.capacity, self.sinks + self.tensors[1][2].shape[2])
+            room = (self.capacity, self.sinks + self.ring)
         else:
             (_, query_heads, key_dim), queries, (batch, width, least, fill) = query.shape, 1, shown
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
@@ -307,11 +296,11 @@ class DecodeLaunch:
         if pages is not None and shown is not None and states is not None:
             new = tuple(stride // 8 for x in (*states, query) for stride in x.stride()[:2])
             first = self._append_to_pages(pages, (batch, query.shape[0], width), rows, new, (at.plain, at.scale), least)
-            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 6, *new[:4], width)
+            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 3, *new[:4], width)
             reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
             reduced = reduced._replace(FILL=fill)
         else:
-            heads, sinks, ring = (rows, queries, kv_heads), self.tensors[1][0], self.tensors[1][2]
+            heads = (rows, queries, kv_heads)
             numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
             grid, constants = plan.rotate_grid, plan.rotate_constants
             if append is not None and states is not None:
@@ -322,12 +311,11 @@ class DecodeLaunch:
             elif states is not None:
                 constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
                 strides = (*states[0].stride()[:2], *states[1].stride()[:2])
-                numbers = (ring.shape[2], *strides, *numbers)
+                numbers = (self.ring + self.sinks, *strides, *numbers)
                 first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, {"num_warps": 1})
             else:
                 first = (ROTATE, grid, numbers, constants, {"num_warps": 1})
-            of_dense = tuple(part.stride(axis) // key_dim for part in (sinks, ring) for axis in (0, 1))
-            split_numbers = (*heads, *self.block_strides, *of_dense, ring.shape[2], *[None] * 5)
+            split_numbers = (*heads, *self.block_strides, self.ring, self.sinks, *[None] * 5)
             reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
         split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
         index, dense = self.device.index, self.dtype

@@ -18,7 +18,7 @@ import triton.language as tl
 from ..common.device import current_device, target
 from ..common.launcher import Kernel, kernel
 
-TENSORS = 7
+TENSORS = 4
 """Most tensors of a launch."""
 MOST_SEQUENCES = 256
 """Most sequences: more would leave pieces of less than 64 bytes."""
@@ -39,23 +39,20 @@ def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
 def reorder_sequences(
     sources,  # [B] int32 or int64: sequence b gets the states of sequence `sources[b]`
     tensor0,  # [B, ..] contiguous, aligned
-    tensor1, tensor2, tensor3, tensor4, tensor5, tensor6,
+    tensor1, tensor2, tensor3,
     units0,  # units of 16 bytes of a sequence in tensor 0
-    units1, units2, units3, units4, units5, units6,
+    units1, units2, units3,
     count,  # B
     BLOCK_B: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Reorder pieces of all sequences. Grid: (programs, 7)."""
+    """Reorder pieces of all sequences. Grid: (programs, 4)."""
     which = tl.program_id(1)
     at = tensor0.to(tl.pointer_type(tl.int32), bitcast=True)
     size = units0.to(tl.int64) * 4
     at, size = selected(tensor1, units1, which, 1, at, size)
     at, size = selected(tensor2, units2, which, 2, at, size)
     at, size = selected(tensor3, units3, which, 3, at, size)
-    at, size = selected(tensor4, units4, which, 4, at, size)
-    at, size = selected(tensor5, units5, which, 5, at, size)
-    at, size = selected(tensor6, units6, which, 6, at, size)
     place = tl.arange(0, BLOCK_B)
     source = tl.load(sources + place, mask=place < count, other=0).to(tl.int64)
     exists = (source >= 0) & (source < count)

@@ -25,6 +25,7 @@ from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
     START,
+    DenseTokens,
     NewTokens,
     claim,
     counted,
@@ -40,7 +41,7 @@ from ..common.schedule import (
 )
 from ..format import TOKENS
 from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
-from .tiles import DecodeMask, DenseTokens, dense_job, dense_rows_of, per_lane, prefetch, prefetch_rows, store_dense
+from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_dense
 
 
 @kernel("mask_b:dense_splits")
@@ -48,16 +49,12 @@ def decode_split(
     scratch,
     packed,  # [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
     num_blocks,  # [] int32; over pages [B]
-    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, as up to `mask`
-    sink_values,  # [B, Hkv, sinks, DV]
-    residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
-    residual_values,  # [B, Hkv, residual_capacity, DV]
-    num_residual,  # [] int32
+    kv_rows,  # [B, Hkv, ring + sinks, DK + DV] in the model's dtype; over pages [pages, Hkv, ROWS, DK + DV]
+    num_residual,  # [] int32, residual row j is in row (128 * num_blocks + j) % ring; over pages None, as up to `mask`
     num_sinks,  # [] int32
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
     key,  # [T, Hkv, DK], strides in units of 8 elements; None without pages, as up to `cu_seqlens_k`
     value,  # [T, Hkv, DV]
-    page_rows,  # [pages, Hkv, ROWS, DK + DV] in the model's dtype
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
@@ -67,8 +64,7 @@ def decode_split(
     kv_heads,
     blocks_b,  # strides in blocks; over pages from page to page
     blocks_h,
-    sink_b,  # strides of sinks and residual in tokens
-    sink_h, residual_b, residual_h, residual_capacity,
+    ring, sinks,  # over pages None
     key_t, key_h, value_t, value_h,
     width,  # W
     scaling_log2,  # scaling * log2(e)
@@ -98,14 +94,14 @@ def decode_split(
     FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(C.SINKS, C.RING, C.ROWS)
     if block_table is None:
         blocks = tl.load(num_blocks)
-        residual_count = tl.load(num_residual)
         sink_count = tl.load(num_sinks)
-        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(sink_count + residual_count)
+        tokens = sink_count + tl.load(num_residual)
+        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(tokens)
         total = counted(blocks) * streams
     else:
         every = tl.arange(0, C.BLOCK_B)
         work = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-        total, jobs = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0)
+        total, jobs, sink_count = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0), 0
     total_jobs = jobs * streams
     sharers = sharing(workers, total, total_jobs)
     start, end = packed_share(worker, sharers, total)
@@ -113,71 +109,55 @@ def decode_split(
 
     # Packed blocks: the worker's share, stream by stream.
     if block_table is None:
-        residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-        # Find the first stream here and count on from it: a division takes longer than an addition.
-        first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
-        tile, head = first_stream % row_tiles, first_stream // row_tiles
-        batch, kv_head = head // kv_heads, head % kv_heads
-        if C.ASM >= AMPERE:
-            # Fetch the first block and dense rows now: queries are read before them.
-            own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-            own_block += tl.maximum(start % per_stream - START, 0)
-            prefetch(packed + own_block * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
+        ring_start = (blocks * TOKENS) % ring
+        stream = start // per_stream
+        batch, at = stream // heads, stream * per_stream
+    else:
+        batch, stream, at = stream_of(counted(work[0]), heads, start)
+    # Find the first stream here and count on from it: a division takes longer than an addition.
+    tile, kv_head = stream % row_tiles, stream % heads // row_tiles
+    if C.ASM >= AMPERE:
+        # Fetch the first block and dense rows now: queries are read before them.
+        first = tl.maximum(start - at - START, 0)
+        if block_table is None:
+            home = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h + first
             if (first_job >= 0) & (first_job < total_jobs):
-                job_head = first_job // jobs // row_tiles
-                own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
-                own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
-                first_low = first_job % jobs * DENSE_TOKENS
-                first_dense = DenseTokens(
-                    sink_keys + own_sinks * C.DK, sink_values + own_sinks * C.DV,
-                    residual_keys + own_residual * C.DK, residual_values + own_residual * C.DV,
-                    sink_count, residual_count, residual_start, residual_capacity,
-                )  # fmt: skip
-                k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
+                own_rows = kv_rows + (first_job // jobs // row_tiles).to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
+                own_dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, tokens, None, tokens)
+                k_row, v_row = dense_rows(own_dense, first_job % jobs * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS), C)
                 prefetch_rows(k_row, C.DK)
                 prefetch_rows(v_row, C.DV)
+        else:
+            column = block_table + batch.to(tl.int64) * width + FIRST_BLOCK + first
+            home = tl.load(column, mask=start < end, other=0).to(tl.int64) * blocks_b + kv_head
+        prefetch(packed + home * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
 
-        for stream in tl.range(first_stream, last_stream, num_stages=1):
-            first = tl.maximum(start - stream * per_stream - START, 0)
-            last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), C.ASM)
-            r = tile * C.BLOCK_R + local
+    while at < end:
+        if block_table is None:
             own_blocks = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
             stream_blocks = DecodeBlocks(packed + own_blocks * C.BLOCK_WORDS, None, None)
-            stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
-            stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
-            attend_share(
-                to, stream_blocks, stream_mask, first, last,
-                stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
-            )  # fmt: skip
-            tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
-            batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
-    else:
-        sequence, stream, at = stream_of(counted(work[0]), heads, start)
-        if C.ASM >= AMPERE:
-            # Fetch the share's first block while queries are read.
-            first = tl.maximum(start - at - START, 0)
-            own_column = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + first
-            page = tl.load(own_column, mask=start < end, other=0)
-            first_block = page.to(tl.int64) * blocks_b + stream % heads // row_tiles
-            prefetch(packed + first_block * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
-        while at < end:
-            stream_blocks_count = packed_of(num_blocks, sequence, queries)
-            first = tl.maximum(start - at - START, 0)
-            last = per_lane(tl.minimum(end - at - START, stream_blocks_count), C.ASM)
-            r = stream % row_tiles * C.BLOCK_R + local
-            pages = block_table + sequence.to(tl.int64) * width + FIRST_BLOCK
-            stream_blocks = DecodeBlocks(packed + stream % heads // row_tiles * C.BLOCK_WORDS, pages, blocks_b)
-            attend_share(
-                to, stream_blocks, DecodeMask(scratch, 0, 0), first, last,
-                DecodeRows(stream // row_tiles * rows, r, r < rows, local, store_rows, 1), worker + stream, 0,
-                scaling_log2, cap_log2, C,
-            )  # fmt: skip
-            at += counted(stream_blocks_count)
-            stream += 1
+        else:
+            blocks = packed_of(num_blocks, batch, queries)
+            pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
+            stream_blocks = DecodeBlocks(packed + kv_head * C.BLOCK_WORDS, pages, blocks_b)
+        first = tl.maximum(start - at - START, 0)
+        last = per_lane(tl.minimum(end - at - START, blocks), C.ASM)
+        r = tile * C.BLOCK_R + local
+        stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
+        stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
+        attend_share(
+            to, stream_blocks, stream_mask, first, last,
+            stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
+        )  # fmt: skip
+        at += counted(blocks)
+        stream += 1
+        tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
+        batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
+        if block_table is not None:
             if (stream % heads == 0) & (at < end):
                 # Numbers of blocks are read again: they would take registers through the loop over blocks.
                 later = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-                sequence, stream, at = stream_of(counted(later[0]), heads, at)
+                batch, stream, at = stream_of(counted(later[0]), heads, at)
 
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has.
     job = first_job
@@ -190,36 +170,24 @@ def decode_split(
         r = (stream % row_tiles) * C.BLOCK_R + local
         query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * C.DK
         scale = scratch + LINE * scale_at + head * rows + r
-        low = part * DENSE_TOKENS
-        slot = workers + streams + stream * dense_splits + part
+        t = part * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
+        own_jobs, job_mask = jobs, DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
         if block_table is None:
-            sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-            residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
-            dense = DenseTokens(
-                sink_keys + sink_at * C.DK, sink_values + sink_at * C.DV, residual_keys + residual_at * C.DK,
-                residual_values + residual_at * C.DV, sink_count, residual_count, residual_start, residual_capacity,
-            )  # fmt: skip
-            job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
-            k_row, v_row, t, inside = dense_rows_of(low, dense, C)
-            out, dense_total, dense_maximum = dense_job(
-                k_row, v_row, t, inside, blocks * TOKENS, query, scale, dense, job_mask, (r % queries) * mask_s,
-                queries, r, rows, scaling_log2, cap_log2, C,
-            )  # fmt: skip
-            store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
+            own_rows = kv_rows + head.to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
+            dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, tokens, None, tokens)
         else:
-            held, own_jobs, token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
-            if part < own_jobs:
-                t = low + tl.arange(0, DENSE_TOKENS)
-                length = past - held * TOKENS + 1
-                k_row, v_row = dense_rows(
-                    page_rows, block_table + batch.to(tl.int64) * width,
-                    NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
-                    held, past, length, token, kv_head, blocks_b, C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS,
-                    C.RING,
-                )  # fmt: skip
-                out, dense_total, dense_maximum = dense_job(
-                    k_row, v_row, t, t < length, 0, query, scale, None, None, None, 1, r, rows, scaling_log2,
-                    cap_log2, C,
-                )  # fmt: skip
-                store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
+            blocks, own_jobs, token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
+            own_key = key + (token.to(tl.int64) * (key_t * 8) + kv_head * (key_h * 8))
+            own_value = value + (token.to(tl.int64) * (value_t * 8) + kv_head * (value_h * 8))
+            history = past - blocks * TOKENS
+            dense = DenseTokens(
+                kv_rows, block_table + batch.to(tl.int64) * width, blocks_b, kv_head, C.SINKS, C.RING,
+                (blocks * TOKENS) % C.RING, history, NewTokens(own_key, own_value, key_t * 8, value_t * 8), history + 1,
+            )  # fmt: skip
+        if part < own_jobs:
+            out, dense_total, dense_maximum = dense_job(
+                dense, t, blocks * TOKENS, query, scale, job_mask, queries, r, rows, scaling_log2, cap_log2, C
+            )
+            slot = workers + streams + stream * dense_splits + part
+            store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
         job = claim(claims, without_share, total_jobs)

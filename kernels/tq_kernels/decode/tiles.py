@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.schedule import DENSE_TOKENS, LINE
+from ..common.schedule import LINE, dense_rows
 from ..common.softmax import bounded, finite, log2_sum
 from ..common.unpack import chunk_start, load_levels, load_tile, unpack_scales
 from ..format import CODE
@@ -215,26 +215,6 @@ class DecodeMask(NamedTuple):
     stride_t: Any
 
 
-class DenseTokens(NamedTuple):
-    """Dense tokens of a KV head, sinks before residual. The residual is a ring; its first row is in slot
-    `residual_start`.
-
-    Args:
-        sink_keys, sink_values, residual_keys, residual_values: Pointers to the head's rows.
-        sink_count, residual_count: Number of rows that count.
-        residual_start, residual_capacity: First slot and number of slots of the residual.
-    """
-
-    sink_keys: Any
-    sink_values: Any
-    residual_keys: Any
-    residual_values: Any
-    sink_count: Any
-    residual_count: Any
-    residual_start: Any
-    residual_capacity: Any
-
-
 @triton.jit
 def allowed_tile(mask, t, r_offset, stride_t, valid):
     """Load the mask tile [32, BR] of tokens `t` [32]."""
@@ -271,21 +251,6 @@ def dense_sums(x, v):
 
 
 @triton.jit
-def dense_rows_of(low, dense, C: tl.constexpr):
-    """Pointers [32] to keys and values of dense tokens `low` to `low + 32`; the tokens [32]; and whether they exist.
-    Pointers of absent ones are to the last one."""
-    t = low + tl.arange(0, DENSE_TOKENS)
-    count = dense.sink_count + dense.residual_count
-    near = tl.minimum(t, count - 1)
-    row = dense.residual_start + near - dense.sink_count  # the residual is a ring
-    row = tl.where(row >= dense.residual_capacity, row - dense.residual_capacity, row)
-    sink = near < dense.sink_count
-    k_row = tl.where(sink, dense.sink_keys + near * C.DK, dense.residual_keys + row * C.DK)
-    v_row = tl.where(sink, dense.sink_values + near * C.DV, dense.residual_values + row * C.DV)
-    return k_row, v_row, t, t < count
-
-
-@triton.jit
 def prefetch_rows(row, DIM: tl.constexpr):
     """Start to move rows of DIM elements at pointers `row` [32] to the L2 cache."""
     LINE_ELEMENTS: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth
@@ -295,20 +260,20 @@ def prefetch_rows(row, DIM: tl.constexpr):
 
 @triton.jit
 def dense_job(
-    k_row, v_row, t, inside, packed_count, query, scale, dense, mask, mask_offset, queries, r, rows, scaling_log2,
-    cap_log2, C: tl.constexpr,
+    dense, t, packed_count, query, scale, mask, queries, r, rows, scaling_log2, cap_log2, C: tl.constexpr
 ):  # fmt: skip
-    """Attention over 32 dense tokens: (sum [BDM, BR], total [BR], maximum [BR]).
+    """Attention over 32 dense tokens `t`: (sum [BDM, BR], total [BR], maximum [BR]).
 
     Args:
-        k_row, v_row, t, inside: Results of `dense_rows_of`.
+        dense: `DenseTokens`.
         packed_count: Number of tokens in packed blocks, between sinks and residual.
         query, scale: [BR] pointers to the rows' queries and to the scales they were divided by.
-        dense: `DenseTokens`; like the next two `None` without a mask.
-        mask: The sequence's `DecodeMask`, and `mask_offset` [BR] the offset of each row's query.
+        mask: The sequence's `DecodeMask`, read with a mask.
         queries, r, rows: S, [BR] rows of the head, and their number.
         C: A `DecodeShape`.
     """
+    k_row, v_row = dense_rows(dense, t, C)
+    inside = t < dense.count
     # Load states first: the compiler lets a product wait for its queries before it loads what comes after them.
     k, v = dense_states(k_row, v_row, inside, C)
     d = tl.arange(0, C.BLOCK_DK)
@@ -317,10 +282,10 @@ def dense_job(
     x = dense_logits(k, q, factor, cap_log2, C.BOUNDS)
     allowed = inside[:, None] & (r < rows)[None, :]
     if C.CAUSAL:
-        allowed = allowed & ((t - dense.sink_count)[:, None] <= (dense.residual_count - queries + r % queries)[None, :])
+        allowed = allowed & (t[:, None] <= (dense.count - queries + r % queries)[None, :])
     if C.MASK:
-        position = tl.where(t < dense.sink_count, t, t + packed_count)
-        allowed = allowed & allowed_tile(mask.start, position, mask_offset, mask.stride_t, allowed)
+        position = tl.where(t < dense.sinks, t, t + packed_count)
+        allowed = allowed & allowed_tile(mask.start, position, (r % queries) * mask.stride_s, mask.stride_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
     return dense_sums(x, v)
 

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from ..common.device import AMPERE, constants_of
 from ..common.launcher import kernel
-from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, parts_of
+from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, parts_of
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
 from ..decode.reduce import Partials, merge_row
@@ -245,11 +245,8 @@ def attend_latents_split(
     scale,  # [B * rows] float32
     packed_blocks,  # [B, 1, N, BLOCK_WORDS] int32; over pages [pages, 1, BLOCK_WORDS]
     num_blocks,  # [] int32; over pages [B]
-    sink_keys,  # [B, 1, sinks, DK] in the model's dtype; the first num_sinks count; over pages None, like the next
-    sink_values,  # [B, 1, sinks, DV]
-    residual_keys,  # [B, 1, residual_capacity, DK]; over pages rows [pages, 1, ROWS, DK + DV]
-    residual_values,  # [B, 1, residual_capacity, DV]; over pages None, like the next two
-    num_residual,  # [] int32
+    kv_rows,  # [B, 1, ring + sinks, DK + DV] in the model's dtype; over pages [pages, 1, ROWS, DK + DV]
+    num_residual,  # [] int32; over pages None, like the next
     num_sinks,  # [] int32
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
     new_keys,  # [T, 1, DK], strides in units of 8 elements, like the next; this and the next four over pages, or None
@@ -262,8 +259,8 @@ def attend_latents_split(
     rows,  # Hq * S
     count,  # B * rows
     queries,  # S
-    blocks_b,  # strides over sequences: of packed blocks, and of dense ones in tokens; over pages from page to page
-    sink_b, residual_b, residual_capacity,  # over pages None
+    blocks_b,  # stride over sequences in blocks; over pages from page to page
+    ring, sinks,  # over pages None
     mask_b, mask_s, mask_t,
     new_key_t, new_value_t,  # over pages
     width,  # W
@@ -272,7 +269,7 @@ def attend_latents_split(
 ):  # fmt: skip
     """Attend to every program's share: writes `partial` and `lse`. Grid: (row tiles, B, splits).
 
-    Without pages residual row j is in slot (128 * num_blocks + j) % residual_capacity.
+    Without pages residual row j is in row (128 * num_blocks + j) % ring.
     """
     C: tl.constexpr = constants_of(SHAPE)
     PART: tl.constexpr = C.TILE // 4  # tokens of a plane
@@ -327,28 +324,22 @@ def attend_latents_split(
     if C.MASK == 2:
         mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
     if block_table is None:
-        new = queries
-        start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+        new, own_rows = queries, kv_rows + batch * (ring + sinks) * (C.DK + C.DV)
+        dense = DenseTokens(own_rows, None, None, None, sinks, ring, (blocks * TOKENS) % ring, tokens, None, tokens)
     else:  # read again: it would take registers through the loop
         first_new, new, past, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
         first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, C.TILE, STEPS)
-        new_tokens = NewTokens(new_keys, new_values, new_key_t * 8, 0, new_value_t * 8, 0)
+        new_keys += first_new.to(tl.int64) * (new_key_t * 8)
+        new_values += first_new.to(tl.int64) * (new_value_t * 8)
+        dense = DenseTokens(
+            kv_rows, block_table + batch * width, blocks_b, 0, C.SINKS, C.RING, (blocks * TOKENS) % C.RING,
+            tokens - new, NewTokens(new_keys, new_values, new_key_t * 8, new_value_t * 8), tokens,
+        )  # fmt: skip
     for tile in tl.range(first_tile, last_tile, num_stages=1):
         t = tile * C.TILE + tl.arange(0, C.TILE)
         exists = t < tokens
         newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
-        if block_table is None:
-            slot = start + t - sink_count  # the residual is a ring
-            slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
-            sink = t < sink_count
-            held_sink, held = batch * sink_b + t, batch * residual_b + slot
-            key_at = tl.where(sink, sink_keys + held_sink * C.DK, residual_keys + held * C.DK)
-            value_at = tl.where(sink, sink_values + held_sink * C.DV, residual_values + held * C.DV)
-        else:
-            key_at, value_at = dense_rows(
-                residual_keys, block_table + batch * width, new_tokens, t, blocks, past, tokens, first_new, 0,
-                blocks_b, C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
-            )  # fmt: skip
+        key_at, value_at = dense_rows(dense, t, C)
         latents = _load_chunks(key_at, exists, C.CHUNKS, C.DK, C.KEY_BITS)
         x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, C.DV, 8)[0]), C)
         seen = exists[None, :]
@@ -356,7 +347,7 @@ def attend_latents_split(
             seen = seen & (t[None, :] <= (tokens - new + query)[:, None])
         x = tl.where(seen, x, -float("inf"))
         if C.MASK:
-            x = _masked(x, newest, tl.where(sink, t, t + blocks * TOKENS), exists, C)
+            x = _masked(x, newest, tl.where(t < sinks, t, t + blocks * TOKENS), exists, C)
         state = _empty(C)
         maximum, total, decay, p = _weights(state, x, gain, True)
         state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))

@@ -96,7 +96,7 @@ def latent_scratch_bytes(
 def attend_latents(
     latent: torch.Tensor,
     rotary: torch.Tensor,
-    held: tuple[PackedBlocks, KeyValue, KeyValue] | tuple[Pages, KeyValue],
+    held: tuple[PackedBlocks, torch.Tensor, int] | tuple[Pages, KeyValue],
     counts: HeldCounts | Sequences,
     rotations: KeyValue,
     mask: torch.Tensor | None,
@@ -112,9 +112,9 @@ def attend_latents(
         latent: `[Hq, B * S, R]`, any float dtype, last dimension contiguous: queries times the up-projection of keys;
             over pages `[Hq, T, R]`, of all new tokens.
         rotary: `[B, Hq, S, Dr]`, likewise: rotary parts of the queries; over pages `[1, Hq, T, Dr]`.
-        held: Packed blocks of one KV head; sinks, and the residual's ring: latents `[B, 1, *, R]` and rotary keys
-            `[B, 1, *, Dr]`, dense, the last two dimensions contiguous. Or pages, and the new latents `[T, 1, R]` and
-            rotary keys `[T, 1, Dr]` in the dtype of the rows, strides multiples of 8.
+        held: Packed blocks of one KV head; dense rows `[B, 1, ring + sinks, R + Dr]`, contiguous; and the number of
+            sinks. Or pages, and the new latents `[T, 1, R]` and rotary keys `[T, 1, Dr]` in the dtype of the rows,
+            strides multiples of 8.
         counts: Counts of blocks, residual rows and sinks to attend to. The last S rows are the queries' own. Or the
             sequences over pages, whose new tokens are not stored yet, S = `max_q`.
         rotations: sqrt(D) R of latents and of rotary keys as `[D, D]` fp16.
@@ -137,20 +137,19 @@ def attend_latents(
         batch, queries, table = counts.cu_seqlens_q.shape[0] - 1, counts.max_q, counts.block_table
         layout, factors = pages.layout, (pages.key_channel_scales, pages.value_channel_scales)
         room = (table.shape[1] - pages.first_block_column, pages.ring_rows + pages.sinks + queries - 1)
-        packed, place, dtype = pages.blocks, pages.place, pages.rows.dtype
+        packed, place, dense = pages.blocks, pages.place, pages.rows
         tables, of_counts = (*new, table, *counts[:2]), (counts.packed, None, None)
-        dense = (None, None, pages.rows, None)
-        numbers = (pages.page_blocks, None, None, None, *strides, new[0].stride(0) // 8, new[1].stride(0) // 8)
+        numbers = (pages.page_blocks, None, None, *strides, new[0].stride(0) // 8, new[1].stride(0) // 8)
         numbers += (table.shape[1],)
         out = torch.zeros_like(latent, memory_format=torch.contiguous_format)
     else:
-        blocks, sinks, ring = held
+        blocks, dense, sinks = held
+        assert isinstance(blocks, PackedBlocks) and isinstance(sinks, int)
         (batch, _, queries, _), layout, factors = rotary.shape, blocks.layout, blocks.channel_scales
-        room = (blocks.capacity, sinks[0].shape[2] + ring[0].shape[2])
-        packed, place, dtype = blocks.data, NO_PLACE, ring[0].dtype
-        tables, of_counts, dense = (None,) * 5, counts.tensors, (*sinks, *ring)
-        numbers = (blocks.block_strides[0], *[part.stride(0) // key_dim for part in (sinks[0], ring[0])])
-        numbers += (ring[0].shape[2], *strides, None, None, None)
+        room = (blocks.capacity, dense.shape[2])
+        packed, place = blocks.data, NO_PLACE
+        tables, of_counts = (None,) * 5, counts.tensors
+        numbers = (blocks.block_strides[0], dense.shape[2] - sinks, sinks, *strides, None, None, None)
         out = torch.empty_like(latent, memory_format=torch.contiguous_format)
     rows = query_heads * queries
     config = fitted(config or latent_config(rows, on), layout)
@@ -178,12 +177,12 @@ def attend_latents(
     SPLIT(
         (row_tiles, batch, splits),
         (
-            *(rotated, plain, scale, packed, of_counts[0], *dense, *of_counts[1:]),
+            *(rotated, plain, scale, packed, of_counts[0], dense, *of_counts[1:]),
             *(scale if mask is None else mask.view(torch.uint8), *tables, lse, partial),
         ),
         (rows, count, queries, *numbers, options.log2_factors[0]),
         constants,
-        (constants, config, dtype, mask is None, index),
+        (constants, config, dense.dtype, mask is None, index),
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -26,12 +26,11 @@ import triton.language as tl
 
 from ..common.device import constants_of
 from ..common.launcher import kernel
-from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, packed_of, parts_of
+from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, packed_of, parts_of
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, rescaled, update, weights
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
 from .tiles import (
-    PrefixDense,
     PrefixMask,
     Scale,
     channel_of,
@@ -43,7 +42,6 @@ from .tiles import (
     reference_key,
     row_tile,
     spill,
-    stored_rows,
     value_tiles,
 )
 
@@ -221,23 +219,15 @@ def _attend_blocks(
 
 @triton.jit
 def _attend_dense(
-    state, plain, newest, scale: Scale, mask: PrefixMask, dense: PrefixDense, low, high, blocks, C: tl.constexpr,
+    state, plain, newest, scale: Scale, mask: PrefixMask, dense: DenseTokens, low, blocks, C: tl.constexpr,
 ):  # fmt: skip
-    """Attend to dense tokens `low` to `high`; rows see those up to `newest` [BR]. `blocks` blocks are packed."""
+    """Attend to dense tokens from `low` on; rows see those up to `newest` [BR]. `blocks` blocks are packed."""
     dk = tl.arange(0, C.BLOCK_DK)
     dv = tl.arange(0, C.BLOCK_DV)
-    for start in tl.range(low, high, TILE, num_stages=1):
+    for start in tl.range(low, dense.count, TILE, num_stages=1):
         t = start + tl.arange(0, TILE)
-        inside = t < high
-        if dense.pages is None:
-            k_row, v_row = stored_rows(dense, t, C.DK, C.DV)
-        else:
-            k_row, v_row = dense_rows(
-                dense.residual_keys, dense.pages,
-                NewTokens(dense.new_keys, dense.new_values, dense.new_t, 0, dense.new_vt, 0),
-                t, blocks, dense.history + blocks * TOKENS, high, 0, dense.kv_head, dense.page_blocks,
-                C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
-            )  # fmt: skip
+        inside = t < dense.count
+        k_row, v_row = dense_rows(dense, t, C)
         k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0)
         v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < C.DV)[None, :], other=0.0)
         x = tl.dot(plain, tl.trans(k.to(tl.float16)))  # [BR, 64]
@@ -262,10 +252,7 @@ def prefix_attention(
     value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
     key_channel_scales,  # f, [B, Hkv, DK] fp16
     value_channel_scales,  # f', [B, Hkv, DV] fp16
-    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype
-    sink_values,  # [B, Hkv, sinks, DV]
-    residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (residual_start + j) % residual_capacity
-    residual_values,  # [B, Hkv, residual_capacity, DV]
+    kv_rows,  # [B, Hkv, ring + sinks, DK + DV] in the model's dtype; with a block table [pages, Hkv, ROWS, DK + DV]
     new_keys,  # [B, Hkv, new_count, DK]
     new_values,  # [B, Hkv, new_count, DV]
     mask,  # [B, 1, S or 1, T] bool
@@ -282,12 +269,11 @@ def prefix_attention(
     query_b, query_h, query_s,
     blocks_b,  # strides in blocks
     blocks_h,
-    sink_b,  # strides of sinks, residual and new tokens in elements: keys, then values
-    sink_h, sink_vb, sink_vh, residual_b, residual_h, residual_vb, residual_vh, new_b, new_h, new_t, new_vb, new_vh,
-    new_vt, out_b, out_s, out_h,
+    new_b,  # strides of new tokens in elements: keys, then values
+    new_h, new_t, new_vb, new_vh, new_vt, out_b, out_s, out_h,
     rows,  # G * S
     groups,  # G
-    kv_heads, blocks, sink_count, residual_count, residual_start, residual_capacity, new_count,
+    kv_heads, blocks, sink_count, residual_count, ring, sinks, new_count,
     queries,  # S
     mask_b, mask_s, mask_t,
     scaling_log2,  # scaling * log2(e)
@@ -301,9 +287,8 @@ def prefix_attention(
     """Attend to everything with many queries. Grid: (row tiles, B * Hkv, splits).
 
     With a block table: sequences with several new tokens, over the pages of `tq_kernels.common.schedule`. Tensors then
-    have one batch row with the new tokens of all sequences; `residual_keys` are the layer's first page, `blocks_b`
-    blocks before the next; `rows` counts rows of all sequences. Programs without a tile end at once. With MERGE, only
-    cached tokens are attended to, and rows without any stay as they are.
+    have one batch row with the new tokens of all sequences, and `rows` counts rows of all sequences. Programs without a
+    tile end at once. With MERGE, only cached tokens are attended to, and rows without any stay as they are.
     """
     C: tl.constexpr = constants_of(SHAPE)
     head = tl.program_id(1)
@@ -390,16 +375,22 @@ def prefix_attention(
         plain = spill(plain, operand_rows, tile_count, C.BLOCK_R, C.BLOCK_DK)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
-        dense = PrefixDense(
-            sink_keys + (batch * sink_b + kv_head * sink_h), sink_values + (batch * sink_vb + kv_head * sink_vh),
-            residual_keys + (batch * residual_b + kv_head * residual_h),
-            residual_values + (batch * residual_vb + kv_head * residual_vh),
-            new_keys + (batch * new_b + kv_head * new_h), new_values + (batch * new_vb + kv_head * new_vh),
-            new_t, new_vt, sink_count, sink_count + residual_count, residual_start, residual_capacity,
-            pages, kv_head, blocks_b,
-        )  # fmt: skip
+        own_keys = new_keys + (batch * new_b + kv_head * new_h)
+        own_values = new_values + (batch * new_vb + kv_head * new_vh)
+        new = NewTokens(own_keys, own_values, new_t, new_vt)
+        if pages is None:
+            own_rows = kv_rows + (batch * kv_heads + kv_head) * (ring + sinks) * (C.DK + C.DV)
+            dense = DenseTokens(
+                own_rows, None, None, None, sinks, ring, (blocks * TOKENS) % ring, sink_count + residual_count, new,
+                high,
+            )  # fmt: skip
+        else:
+            dense = DenseTokens(
+                kv_rows, pages, blocks_b, kv_head, C.SINKS, C.RING, (blocks * TOKENS) % C.RING,
+                sink_count + residual_count, new, high,
+            )  # fmt: skip
         newest = dense.history + new_count - queries + s  # [BR], the last dense token a row sees
-        state = _attend_dense(state, plain, newest, scale, allowed, dense, low, high, blocks, C)
+        state = _attend_dense(state, plain, newest, scale, allowed, dense, low, blocks, C)
 
     r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
     row_mask = r < rows

@@ -18,7 +18,7 @@ from ..common.device import AMPERE, Target, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..format import BLOCK_TOKENS, padded_dim
 from ..layout import BlockLayout
-from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences, Tokens
+from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences
 from .attention import PrefixShape, prefix_attention
 from .tiles import merge_splits
 
@@ -115,100 +115,102 @@ def prefix_constants(
 @on_its_device
 def attend_prefix(
     query: torch.Tensor,
-    packed: PackedBlocks,
-    num_blocks: int,
-    sinks: tuple[torch.Tensor, torch.Tensor],
-    residual: tuple[torch.Tensor, torch.Tensor],
-    num_residual: int,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
+    held: tuple[PackedBlocks, torch.Tensor, int] | Pages,
+    counts: tuple[int, int, int] | Sequences,
+    new: KeyValue | None,
     rotations: KeyValue,
     mask: torch.Tensor | None,
     options: AttentionOptions,
     *,
     out: torch.Tensor,
     allocate: Callable[[int], torch.Tensor],
+    new_lse: torch.Tensor | None = None,
     config: PrefixConfig | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Attention of S queries over sinks, packed blocks, residual and new tokens.
+    """Attention of many queries over sinks, packed blocks, residual and new tokens. Nothing is stored.
 
     Args:
         query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous; row i is the query of the i-th of the
-            last S tokens.
-        packed: Packed blocks; the first `num_blocks` count.
-        sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
-        residual: Ring of dense rows, shaped as `sinks`: `num_residual` rows from 128 * `num_blocks` modulo its size on.
+            last S tokens. Over pages `[T, Hq, D]`, of all new tokens.
+        held: Packed blocks, dense rows `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous, and the number of sinks among
+            them. The residual begins at row 128 * blocks modulo `ring`. Or pages.
+        counts: Numbers of sinks, blocks and residual rows to attend to. Or the sequences over pages: attention is
+            computed for those with several new tokens, and is causal.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the residual, last dimension contiguous, or
-            `None`.
+            `None`. Over pages `[T, Hkv, D]`, of all new tokens.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
         mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, residual and new rows in this
-            order.
-        out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
+            order. `None` over pages.
+        out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous. Over pages `[T, Hq, D]` contiguous, zeros;
+            rows of sequences with one new token are then undefined.
         allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
+        new_lse: Over pages, log-sum-exp `[Hq, T]` float32 of the logits of new tokens: `out` has the attention to them,
+            to which that to cached tokens is added.
         config, splits: Replace the choices of the table.
 
     Returns:
         `out`. Rows that attend to nothing are 0.
     """
-    batch, query_heads, queries, key_dim = query.shape
-    kv_heads, value_dim = packed.data.shape[1], residual[1].shape[3]
-    groups, on = query_heads // kv_heads, target(query.device)
-    config = config or prefix_config(key_dim, value_dim, on)
-    rows, heads = groups * queries, batch * kv_heads
-    row_tiles = -(-rows // config.block_rows)
-    fresh = (residual[0][:, :, :0], residual[1][:, :, :0]) if new is None else new
-    dense = sinks[0].shape[2] + num_residual + fresh[0].shape[2]
-    if splits is None:
-        resident = on.multiprocessors * config.programs_per_multiprocessor
-        splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // BLOCK_TOKENS), resident)
-    sums = splits * heads * rows
-    outputs = sums if splits > 1 else 0
-    operands = splits * heads * row_tiles * config.block_rows * block_of(key_dim) // 2
-    sizes = [operands, outputs * value_dim, sums]
+    result, on, written = out, target(query.device), None
+    tables: tuple[torch.Tensor | None, ...] = (None,) * 4
+    if isinstance(counts, Sequences):
+        assert isinstance(held, Pages) and new is not None
+        # One row of a batch has the new tokens of all sequences.
+        query, fresh = query.transpose(0, 1)[None], (new[0].transpose(0, 1)[None], new[1].transpose(0, 1)[None])
+        out, (count, units), block_strides = out[None], counts.block_table.shape, (held.page_blocks, 1)
+        layout, blocks, dense, *scales = held[:5]
+        place = (*held.place, triton.next_power_of_2(max(count, counts.least_padding)), new_lse is not None)
+        tables, numbers, width = counts[:4], (0,) * 6, units
+        written = counts.cu_seqlens_q[count:]
+    else:
+        assert not isinstance(held, Pages)
+        (packed, dense, max_sinks), (sinks, num_blocks, residual) = held, counts
+        fresh = (dense[:, :, :0], dense[:, :, :0]) if new is None else new
+        layout, blocks, scales, block_strides = packed.layout, packed.data, packed.channel_scales, packed.block_strides
+        units = num_blocks + -(-(sinks + residual + fresh[0].shape[2]) // BLOCK_TOKENS)
+        numbers = (num_blocks, sinks, residual, dense.shape[2] - max_sinks, max_sinks, fresh[0].shape[2])
+        count, width, place = 0, 0, ()
+    (batch, query_heads, queries, _), kv_heads = query.shape, fresh[0].shape[1]
+    config = config or prefix_config(layout.key_dim, layout.value_dim, on)
+    groups, heads = query_heads // kv_heads, batch * kv_heads
+    rows, dims = groups * queries, (layout.key_dim, layout.value_dim)
+    row_tiles = _most_tiles(queries, count, groups, config.block_rows)
+    if isinstance(counts, Sequences) and counts.lengths is not None:
+        row_tiles = sum(-(-groups * n // config.block_rows) for n in counts.lengths if n > 1)
+        if not row_tiles:
+            return result
+    splits, sizes = _sizes(rows, row_tiles, heads, units, dims, config, on, splits)
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
-    capacity = max(residual[0].shape[2], 1)
+    if splits > 1 and written is not None:
+        lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
     mask_kind, mask_strides = mask_layout(mask)
     flags = (options.causal and mask is None, mask_kind, *options.flags, splits > 1)
-    constants = prefix_constants(packed.layout, *flags, config, on)
+    constants = prefix_constants(layout, *flags, config, on, place)
     seen, aux = query if mask is None else mask, query if options.s_aux is None else options.s_aux
     query_strides, out_strides = query.stride()[:3], out.stride()[:3]
-    dense_strides = (
-        *sinks[0].stride()[:2],
-        *sinks[1].stride()[:2],
-        *residual[0].stride()[:2],
-        *residual[1].stride()[:2],
-    )
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
-    strides = specialised((*query_strides, *dense_strides, *fresh_strides, *out_strides, *mask_strides))
-    dtypes = (query.dtype, sinks[0].dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
+    strides = specialised((*query_strides, *fresh_strides, *out_strides, *mask_strides))
+    dtypes = (query.dtype, dense.dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
     ATTEND(
         (row_tiles, heads, splits),
         (
-            *(query, packed.data, *rotations),
-            *(*packed.channel_scales, *sinks, *residual, *fresh, seen, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 5),
+            *(query, blocks, *rotations, *scales, dense, *fresh, seen, aux),
+            *(out, partial, lse, operand_rows.view(torch.float16), *tables, new_lse),
         ),
         (
-            *query_strides, *packed.block_strides, *dense_strides, *fresh_strides, *out_strides,
-            rows, groups, kv_heads, num_blocks,
-            sinks[0].shape[2],
-            num_residual,
-            num_blocks * BLOCK_TOKENS % capacity,
-            capacity,
-            fresh[0].shape[2],
-            queries,
-            *mask_strides,
-            *options.log2_factors,
-            row_tiles,
-            *(0, 0, 0),
+            *(*query_strides, *block_strides, *fresh_strides, *out_strides, rows, groups, kv_heads, *numbers),
+            *(queries, *mask_strides, *options.log2_factors, row_tiles, count, width),
+            0 if new_lse is None else new_lse.stride(0),
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),
         num_warps=config.warps,
-    )  # fmt: skip
+    )
     if splits > 1:
-        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=options.s_aux is not None)
-    return out
+        has_aux = options.s_aux is not None
+        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=has_aux, tokens=written)
+    return result
 
 
 def merge(
@@ -245,104 +247,33 @@ def _most_tiles(total: int, count: int, groups: int, block_rows: int) -> int:
     return -(-groups * total // block_rows) + min(count, total // 2)
 
 
-def _many_sizes(
-    total: int, row_tiles: int, width: int, heads: tuple[int, int], dim: int, config: PrefixConfig, on: Target
+def _sizes(
+    rows: int,
+    row_tiles: int,
+    heads: int,
+    units: int,
+    dims: tuple[int, int],
+    config: PrefixConfig,
+    on: Target,
+    splits: int | None = None,
 ) -> tuple[int, list[int]]:
     """Number of programs a row tile, and of float32 for operands, outputs and sums."""
-    query_heads, kv_heads = heads
-    rows, resident = query_heads // kv_heads * total, on.multiprocessors * config.programs_per_multiprocessor
-    # Partial results have rows for single tokens, too.
-    most = max(1, 2 * resident * config.block_rows // (kv_heads * rows))
-    splits = min(most, prefix_splits(row_tiles * kv_heads, width, resident))
-    sums = splits * kv_heads * rows
-    operands = splits * kv_heads * row_tiles * config.block_rows * block_of(dim) // 2
-    return splits, [operands, sums * dim if splits > 1 else 0, sums]
+    if splits is None:
+        resident = on.multiprocessors * config.programs_per_multiprocessor
+        # Over pages, partial results have rows for single tokens, too.
+        most = max(1, 2 * resident * config.block_rows // (heads * rows))
+        splits = min(most, prefix_splits(row_tiles * heads, units, resident))
+    sums = splits * heads * rows
+    operands = splits * heads * row_tiles * config.block_rows * block_of(dims[0]) // 2
+    return splits, [operands, sums * dims[1] if splits > 1 else 0, sums]
 
 
 def many_scratch_bytes(total: int, count: int, heads: tuple[int, int], dim: int, on: Target) -> int:
-    """Most scratch bytes of `attend_many` for up to `total` new tokens in up to `count` sequences of any lengths;
-    `heads` are query and KV heads."""
+    """Most scratch bytes of `attend_prefix` over pages, for up to `total` new tokens in up to `count` sequences of any
+    lengths; `heads` are query and KV heads."""
     config = prefix_config(dim, dim, on)
     shared = 2 * on.multiprocessors * config.programs_per_multiprocessor
     tiles = _most_tiles(total, count, heads[0] // heads[1], config.block_rows)
     # Tiles are split only into `shared` parts or fewer.
     rows = max(heads[1] * tiles, shared) * config.block_rows
     return 4 * (rows * block_of(dim) // 2 + rows + shared * config.block_rows * dim)
-
-
-def attend_many(
-    tokens: Tokens,
-    pages: Pages,
-    sequences: Sequences,
-    rotations: tuple[torch.Tensor, torch.Tensor],
-    options: AttentionOptions,
-    *,
-    allocate: Callable[[int], torch.Tensor],
-    out: torch.Tensor,
-    new_lse: torch.Tensor | None = None,
-) -> None:
-    """Compute causal attention of sequences with several new tokens. Nothing is stored.
-
-    Args:
-        rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
-        allocate: Function that returns float32 scratch of a number of elements or more, 16-byte aligned.
-        out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined. With `new_lse` it has
-            the attention to the new tokens, to which that to cached ones is added.
-        new_lse: `[Hq, T]` float32, log-sum-exp of the logits of new tokens, or `None`.
-    """
-    query, key, value = tokens
-    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], sequences.cu_seqlens_q.shape[0] - 1
-    groups, width, on = query_heads // kv_heads, sequences.block_table.shape[1], target(query.device)
-    config = prefix_config(dim, dim, on)
-    rows = groups * total
-    row_tiles = _most_tiles(total, count, groups, config.block_rows)
-    if sequences.lengths is not None:
-        row_tiles = sum(-(-groups * n // config.block_rows) for n in sequences.lengths if n > 1)
-        if not row_tiles:
-            return
-    splits, sizes = _many_sizes(total, row_tiles, width, (query_heads, kv_heads), dim, config, on)
-    operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
-    if splits > 1:
-        lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
-    aux = query if options.s_aux is None else options.s_aux
-    flags = (True, 0, *options.flags, splits > 1)
-    padded = triton.next_power_of_2(max(count, sequences.least_padding))
-    place = (*pages.place, padded, new_lse is not None)
-    constants = prefix_constants(pages.layout, *flags, config, on, place)
-    (query_s, query_h), (new_t, new_h), (new_vt, new_vh), (out_s, out_h) = (x.stride()[:2] for x in (*tokens, out))
-    strides = specialised((query_s, query_h, new_t, new_h, new_vt, new_vh, out_s, out_h))
-    dtypes = (query.dtype, pages.rows.dtype, key.dtype, aux.dtype, out.dtype)
-    ATTEND(
-        (row_tiles, kv_heads, splits),
-        (
-            *(query, pages.blocks, *rotations),
-            *(pages.key_channel_scales, pages.value_channel_scales, *[pages.rows] * 4, key, value, query, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:4], new_lse),
-        ),
-        (
-            *(0, query_h, query_s),
-            *(pages.page_blocks, 1),
-            *[0] * 8,
-            *(0, new_h, new_t),
-            *(0, new_vh, new_vt),
-            *(0, out_s, out_h),
-            rows,
-            groups,
-            kv_heads,
-            *[0] * 7,
-            *(0, 0, 0),
-            *options.log2_factors,
-            row_tiles,
-            count,
-            width,
-            0 if new_lse is None else new_lse.stride(0),
-        ),
-        constants,
-        (constants, config, strides, dtypes, query.device.index),
-        num_warps=config.warps,
-    )
-    if splits > 1:
-        merge(
-            partial, lse, aux, out[None], rows, groups, kv_heads, kv_heads * rows, splits,
-            has_aux=options.s_aux is not None, tokens=sequences.cu_seqlens_q[count:],
-        )  # fmt: skip

@@ -155,27 +155,6 @@ class Scale(NamedTuple):
     cap_log2: Any
 
 
-class PrefixDense(NamedTuple):
-    """Dense tokens of a KV head: `sinks` rows, a ring up to token `history`, then new ones. With `pages` of the
-    sequence, sinks and ring are in these: `residual_keys` is page 0, and pages are `page_blocks` blocks apart."""
-
-    sink_keys: Any
-    sink_values: Any
-    residual_keys: Any
-    residual_values: Any
-    new_keys: Any
-    new_values: Any
-    new_t: Any
-    new_vt: Any
-    sinks: Any
-    history: Any
-    residual_start: Any
-    residual_capacity: Any
-    pages: Any
-    kv_head: Any
-    page_blocks: Any
-
-
 @triton.jit
 def normalised_rows(pointers, inside):
     """Load rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] divided by."""
@@ -242,19 +221,6 @@ def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.const
     tile = tl.sum(tiles, 0) - 1 - index
     sequence, before = located(tiles, tile)
     return tile >= 0, sequence, (tile - before) * BLOCK_R
-
-
-@triton.jit
-def stored_rows(dense: PrefixDense, t, DK: tl.constexpr, DV: tl.constexpr):
-    """Pointers [64] to keys and to values of dense tokens `t`: sinks, residual, new."""
-    sink = t < dense.sinks
-    slot = dense.residual_start + t - dense.sinks  # the residual is a ring
-    slot = tl.where(slot >= dense.residual_capacity, slot - dense.residual_capacity, slot)
-    fresh = (t - dense.history).to(tl.int64)
-    k_row = tl.where(sink, dense.sink_keys + t * DK, dense.residual_keys + slot * DK)
-    k_row = tl.where(t < dense.history, k_row, dense.new_keys + fresh * dense.new_t)
-    v_row = tl.where(sink, dense.sink_values + t * DV, dense.residual_values + slot * DV)
-    return k_row, tl.where(t < dense.history, v_row, dense.new_values + fresh * dense.new_vt)
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits", "out_b", "out_s", "out_h"])

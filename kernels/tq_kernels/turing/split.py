@@ -22,6 +22,7 @@ from ..common.schedule import (
     ROTATED,
     START,
     BlockParts,
+    DenseTokens,
     NewTokens,
     claim,
     counted,
@@ -114,9 +115,8 @@ def store_partial(
 @kernel("mask_b:dense_splits")
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
-    packed, num_blocks, sink_keys, sink_values, residual_keys, residual_values, num_residual, num_sinks, mask, key,
-    value, page_rows, block_table, cu_seqlens_q, cu_seqlens_k, mask_b, mask_s, mask_t, rows, queries, kv_heads,
-    blocks_b, blocks_h, sink_b, sink_h, residual_b, residual_h, residual_capacity, key_t, key_h, value_t, value_h,
+    packed, num_blocks, kv_rows, num_residual, num_sinks, mask, key, value, block_table, cu_seqlens_q, cu_seqlens_k,
+    mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b, blocks_h, ring, sinks, key_t, key_h, value_t, value_h,
     width, scaling_log2, cap_log2, row_tiles, streams, tile_rows, plain_at, scale_at, lse_at, partial_at, dense_splits,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def decode_split_fragments(
         if block_table is None:
             head_blocks = packed + (batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h) * C.BLOCK_WORDS
             mask_row = mask + batch.to(tl.int64) * mask_b
-            sinks = tl.load(num_sinks) if C.MASK else 0
+            sink_count = tl.load(num_sinks) if C.MASK else 0
         else:
             head_blocks = packed + kv_head * C.BLOCK_WORDS
             pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
@@ -188,7 +188,7 @@ def decode_split_fragments(
                         for i in tl.static_range(4):
                             token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
                             r = first_row + 8 * tile + 2 * t + i % 2
-                            seen = mask_row + (sinks + token).to(tl.int64) * mask_t + (r % queries) * mask_s
+                            seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
                             allowed += (load_flag(seen, r < rows),)
             home = block if block_table is None else tl.load(pages + block).to(tl.int64) * blocks_b
             parts = parts_of(head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS, C.DVP * C.VALUE_BITS)
@@ -215,10 +215,8 @@ def decode_split_fragments(
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has. Load
     # numbers of tokens again: the loop above has no register to spare.
     if block_table is None:
-        residual_count = tl.load(num_residual)
-        sink_count = tl.load(num_sinks)
-        count = sink_count + residual_count
-        residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
+        count = tl.load(num_sinks) + tl.load(num_residual)
+        ring_start = (blocks * TOKENS) % ring
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     job, without_share = first_jobs(worker, workers, total, sharers)
     if job < 0:
@@ -226,11 +224,21 @@ def decode_split_fragments(
     while job < total_jobs:
         stream, part = job // jobs, job % jobs
         batch = stream // heads
-        if block_table is not None:
-            held, own_jobs, new_token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
-            count = tl.where(own_jobs > 0, past - held * TOKENS + 1, 0)
         head = stream // row_tiles
         kv_head = head % kv_heads
+        if block_table is None:
+            own_rows = kv_rows + head.to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
+            dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, count, None, count)
+        else:
+            held, own_jobs, new_token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
+            history = tl.where(own_jobs > 0, past - held * TOKENS, 0)
+            count = tl.where(own_jobs > 0, history + 1, 0)
+            new_key = key + (new_token.to(tl.int64) * (key_t * 8) + kv_head * (key_h * 8))
+            new_value = value + (new_token.to(tl.int64) * (value_t * 8) + kv_head * (value_h * 8))
+            dense = DenseTokens(
+                kv_rows, block_table + batch.to(tl.int64) * width, blocks_b, kv_head, C.SINKS, C.RING,
+                (held * TOKENS) % C.RING, history, NewTokens(new_key, new_value, key_t * 8, value_t * 8), count,
+            )  # fmt: skip
         first_row = (stream % row_tiles) * (8 * TILES)
         gain = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2, TILES)
         plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * C.DK
@@ -242,30 +250,14 @@ def decode_split_fragments(
             for chunk in tl.static_range((C.DK + 15) // 16):
                 pairs += load_dense(plain + r * C.DK, (r < rows) & exists, t, chunk, C.DK, C.DK % 4 == 0)
             q += (pairs,)
-        if block_table is None:
-            sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-            residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
+        if C.MASK:
             mask_row = mask + batch.to(tl.int64) * mask_b
         key_rows, value_rows, inside, allowed = (), (), (), ()
         for group in tl.static_range(2):
             token = ()
             for half in tl.static_range(2):
                 j = part * DENSE_TOKENS + 16 * group + 8 * half + g
-                if block_table is None:
-                    sink = j < sink_count
-                    row = residual_start + j - sink_count  # the residual is a ring
-                    row = tl.where(row >= residual_capacity, row - residual_capacity, row)
-                    k_row = tl.where(sink, sink_keys + (sink_at + j) * C.DK, residual_keys + (residual_at + row) * C.DK)
-                    v_row = tl.where(
-                        sink, sink_values + (sink_at + j) * C.DV, residual_values + (residual_at + row) * C.DV
-                    )
-                else:
-                    k_row, v_row = dense_rows(
-                        page_rows, block_table + batch.to(tl.int64) * width,
-                        NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
-                        held, past, count, new_token, kv_head, blocks_b, C.DK, C.DV, C.ROWS, C.BLOCK_WORDS, C.SINKS,
-                        C.RING,
-                    )  # fmt: skip
+                k_row, v_row = dense_rows(dense, j, C)
                 key_rows += (k_row,)
                 value_rows += (v_row,)
                 inside += (j < count,)
@@ -276,9 +268,9 @@ def decode_split_fragments(
                     r = first_row + 8 * tile + 2 * t + i % 2
                     seen = inside[2 * group + i // 2] & (r < rows)
                     if C.CAUSAL:
-                        seen = seen & (j - sink_count <= residual_count - queries + r % queries)
+                        seen = seen & (j <= count - queries + r % queries)
                     if C.MASK:
-                        position = tl.where(j < sink_count, j, j + blocks * TOKENS)
+                        position = tl.where(j < sinks, j, j + blocks * TOKENS)
                         at_mask = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
                         seen = load_flag(at_mask, seen)
                     allowed += (seen,)

@@ -146,10 +146,10 @@ def _view_tiles(view: View, query: torch.Tensor, latents: bool = False) -> Itera
     """Iterate over all tokens of a view in tiles, oldest first. Tiles of packed blocks share scratch: use scores and
     values of one at a time."""
     dense, packed = (DenseLatents, PackedLatents) if latents else (DenseTile, PackedTile)
-    parts, sinks = view.dense_parts(), view.tensors.sinks
-    if parts and sinks[0].shape[2]:
+    parts, (sinks, count, *_) = view.dense_parts(), view.host_counts
+    if sinks:
         yield from _dense_tiles(*parts.pop(0), query, dense)
-    if view.num_blocks:
+    if count:
         blocks, config = view.tensors.blocks, view.tensors.config
         needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
         take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
@@ -157,11 +157,11 @@ def _view_tiles(view: View, query: torch.Tensor, latents: bool = False) -> Itera
         halves = zip(query.split(widths, -1), scales, strict=True) if latents else [(query, scales.keys)]
         turned = torch.cat([rotated(part, factors, config.seed) for part, factors in halves], -1)
         step = _blocks_of_tile(blocks)
-        products = torch.float32 if latents else _products(sinks[0])  # rotary keys make scores, not sums
-        for start in range(0, view.num_blocks, step):
-            some = blocks.slice(start, min(start + step, view.num_blocks))
-            position = sinks[0].shape[2] + start * blocks.layout.tokens
-            yield packed(position, turned, config, some, sinks[1].shape[3], take, products)
+        products = torch.float32 if latents else _products(view.tensors.rows)  # rotary keys make scores, not sums
+        for start in range(0, count, step):
+            some = blocks.slice(start, min(start + step, count))
+            position = sinks + start * blocks.layout.tokens
+            yield packed(position, turned, config, some, blocks.layout.value_dim, take, products)
     if len(parts) > 1 and sum(states[0].shape[2] for _, states in parts) <= TILE_TOKENS:
         keys, values = zip(*(states for _, states in parts), strict=True)
         parts = [(parts[0][0], (torch.cat(keys, 2), torch.cat(values, 2)))]
@@ -197,7 +197,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 @torch.compiler.disable
 def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S tokens `[B, Hq, S, Dk]` over all tokens of `view`; arguments as for `attend_dense`."""
-    heads = view.tensors.sinks[0].shape[1]
+    heads = view.tensors.row.keys[1]
     return _attend(query, partial(_view_tiles, view), heads, view.length, mask, options)
 
 

@@ -82,7 +82,7 @@ def once_per_layer(make: Callable[[T], R]) -> Callable[[T], R]:
 @once_per_layer
 def _supports_layer(tensors: LayerTensors) -> bool:
     """`supports_blocks`, for the states and blocks of a layer."""
-    return supports_blocks(tensors.ring[0], tensors.layout)
+    return supports_blocks(tensors.rows, tensors.layout)
 
 
 def supports_step(query: torch.Tensor, tensors: LayerTensors) -> bool:
@@ -209,7 +209,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
     """The decode kernels on these tensors, made once."""
     rotation = rotations(tensors.config, tensors.layout, tensors.row.device, torch.float16)
-    return DecodeLaunch((tensors.blocks, tensors.sinks, tensors.ring), rotation)
+    return DecodeLaunch((tensors.blocks, tensors.rows, tensors.config.sink_tokens), rotation)
 
 
 def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
@@ -228,7 +228,7 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
             held = append.held
         else:
             assert counts is not None
-            held = held_counts(counts.blocks, counts.residual, launch.sinks, device)
+            held = held_counts(counts.blocks, counts.residual, counts.sinks, device)
         out = launch(
             query,
             held,
@@ -252,14 +252,11 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
 @explains_failures
 def attend_many(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend_many`."""
-    layout, blocks = view.tensors.blocks.layout, view.tensors.blocks
+    layout = view.tensors.layout
     return attend_prefix(
         _rows(query),
-        blocks,
-        view.num_blocks,
-        view.tensors.sinks,
-        view.written_ring(),
-        view.host_counts.residual,
+        (view.tensors.blocks, view.written_rows(), view.tensors.config.sink_tokens),
+        view.host_counts[:3],
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
         rotations(view.tensors.config, layout, query.device, torch.float16),
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
@@ -293,13 +290,14 @@ def attend_latents(
         held = _append_launch(tensors, counts, view.length).held
         workspace = None if view.past_length is None or is_capturing() else current_workspace(device)
     else:
-        view.written_ring()
-        held = held_counts(view.num_blocks, view.host_counts.residual, tensors.sinks[0].shape[2], device)
+        assert counts is not None
+        view.written_rows()
+        held = held_counts(counts.blocks, counts.residual, counts.sinks, device)
         workspace = current_workspace(device)
     return attend_packed_latents(
         _rows(latent),
         _rows(rotary),
-        (tensors.blocks, tensors.sinks, tensors.ring),
+        (tensors.blocks, tensors.rows, tensors.config.sink_tokens),
         held,
         rotations(tensors.config, tensors.layout, device, torch.float16),
         None if mask is None else mask.expand(batch, -1, -1, -1),
@@ -316,7 +314,7 @@ def _reorder_launch(tensors: LayerTensors) -> ReorderLaunch:
 
 def supports_reorder(tensors: LayerTensors) -> bool:
     """Whether the kernel puts the sequences of these tensors in another order."""
-    return supports_states(tensors.ring[0]) and _reorder_launch(tensors).takes
+    return supports_states(tensors.rows) and _reorder_launch(tensors).takes
 
 
 @explains_failures
@@ -332,7 +330,7 @@ def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: i
         config = tensors.config
         rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
         launch = tensors.launches["append"] = AppendLaunch(
-            tensors.blocks, tensors.sinks, tensors.ring, rotation, config.residual_length, counts, max_cache_len
+            tensors.blocks, tensors.rows, config.sink_tokens, config.residual_length, rotation, counts, max_cache_len
         )
     return launch
 
@@ -349,7 +347,7 @@ def supports_attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, opt
 def supports_attend_dequantized(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
     """Whether kernels dequantize and attend to dense states here, and sdpa has no flash attention for it: heads
     wider than 256, capped logits or learned sinks."""
-    layout, sinks = view.tensors.layout, view.tensors.sinks
+    layout, sinks = view.tensors.layout, view.tensors.sinks(0)
     slow = max(layout.key_dim, layout.value_dim) > backend.MAX_FLASH_DIM or not options.only_scales()
     return slow and supports_blocks(query, layout) and supports_attend_dense(query, sinks, mask, options)
 

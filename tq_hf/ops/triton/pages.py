@@ -26,7 +26,7 @@ if HAS_TRITON:
     from tq_kernels.decode.append import append_new_rows
     from tq_kernels.decode.launch import DecodeLaunch, paged_scratch_bytes
     from tq_kernels.latents.launch import attend_latents, latent_scratch_bytes
-    from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, prefix_takes
+    from tq_kernels.prefix.launch import attend_prefix, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
 
@@ -162,8 +162,10 @@ def paged_step(
             attend_prompts(out)
         elif not single:
             rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
-            arguments = (tokens, pages.tensors, sequences, rotation_fp16, options)
-            attend_many(*arguments, allocate=scratch, out=out, new_lse=new_lse)
+            attend_prefix(
+                tokens.query, pages.tensors, sequences, (tokens.key, tokens.value), rotation_fp16, None, options,
+                allocate=scratch, out=out, new_lse=new_lse,
+            )  # fmt: skip
         if sequences.lengths is None or single or 1 in sequences.lengths:
             step = decode_launch(pages)
             step(tokens.query, sequences, None, options, scratch, out, (tokens.key, tokens.value), fill=fill)
