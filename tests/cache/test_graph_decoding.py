@@ -334,7 +334,8 @@ def test_how_to_compile_is_heeded_but_for_graphs_of_the_compiler(model, mode, ta
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=given)
     model.generate(**prompt(model), **GREEDY, **options)
-    assert [(config.backend, config.mode, config.options) for config in compiled] == [("eager", taken, {"epilogue": 1})]
+    wanted = "eager", taken, {"epilogue": 1}
+    assert compiled and all((config.backend, config.mode, config.options) == wanted for config in compiled)
     assert "triton.cudagraphs" in given.options, "the caller's own"
 
 
