@@ -4,8 +4,6 @@ A recipe that keeps every token exact answers as transformers' own cache does. A
 way. A name of transformers that has gone is named by `tests/test_fence.py`.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

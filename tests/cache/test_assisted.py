@@ -1,7 +1,5 @@
 """Assisted decoding in `graph_decoding`: the tokens are those of plain decoding, and the cache never saw a draft."""
 
-from __future__ import annotations
-
 import copy
 from functools import lru_cache
 

@@ -1,8 +1,6 @@
 """Under `torch.autocast` a float32 model gives the cache float32 keys and 16-bit values, and is served like a
 `DynamicCache` serves it: attention computes in 16 bits, and what this package computes is not rounded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

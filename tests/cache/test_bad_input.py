@@ -1,7 +1,5 @@
 """Bad input is refused with a message that says what came, what is allowed and what to do; the cache is unchanged."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

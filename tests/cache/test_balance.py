@@ -1,7 +1,5 @@
 """Balanced channels in a cache: what a model's scaling of its channels changes, and where the channel scales go."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

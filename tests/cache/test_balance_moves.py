@@ -1,7 +1,5 @@
 """Channel scales go where their layer goes: other devices, files, copies, later turns."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """What `Balance.of` runs a model on, and that the model is as before afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

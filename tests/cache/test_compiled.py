@@ -1,7 +1,5 @@
 """Compiled decoding with a preallocated cache, through plain generate(), on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Presets, their sizes, and what a configuration refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Calls at the edges: of no tokens, by a model on the meta device, and by a model that was moved since."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig

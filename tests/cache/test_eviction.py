@@ -4,8 +4,6 @@ kvpress 0.5.5 asks for a transformers below 5.3, older than any that this packag
 dependencies. Its hooks read two arguments that models no longer give them; here they are given.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What single families taught: models that do more than hand attention what was cached."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache

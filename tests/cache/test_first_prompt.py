@@ -1,7 +1,5 @@
 """What a cache says of its first prompt: scales that fp16 cannot hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models in float64: nothing of the cache, of attention or of files narrows what it may not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

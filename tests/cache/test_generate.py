@@ -1,7 +1,5 @@
 """generate() on a compressed cache, in every way transformers can call it, on every family."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """`custom_generate=graph_decoding` gives the tokens of `generate()`'s own loop, and leaves the cache as that does."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

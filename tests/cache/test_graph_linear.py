@@ -3,8 +3,6 @@
 Without a GPU its operations are recorded and done again, see `recorded_graph`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

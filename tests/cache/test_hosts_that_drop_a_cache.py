@@ -1,7 +1,5 @@
 """Models of which `generate()` makes a new cache where their rotary embedding changes: Phi-3, Phi-4 and PhiMoE."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The way of a decode step's keys, from the cache to a kernel, is short and goes one way."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType, SimpleNamespace
 from typing import Any

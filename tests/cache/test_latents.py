@@ -5,8 +5,6 @@ channels as its keys and the rotary key of 64 as its values, each packed with it
 absorb the up-projection; for other attention functions keys and values of the heads are made from dequantized latents.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

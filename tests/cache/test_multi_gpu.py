@@ -1,7 +1,5 @@
 """Models whose layers live in several places: offloaded by accelerate, or on two GPUs by `device_map`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Everything stays dense in these caches, so that logits are those over a `DynamicCache`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import product
 

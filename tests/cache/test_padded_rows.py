@@ -1,7 +1,5 @@
 """The first real tokens of a padded row are its exact sinks, however they came and whatever attention reads them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -5,8 +5,6 @@ after the other, on a cache that grows; those of pages with a cache of the same 
 sentence in `refused`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product

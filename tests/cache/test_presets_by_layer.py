@@ -1,7 +1,5 @@
 """Presets of single layers: one configuration, of which every layer takes its part."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Layers that read the keys of others (Gemma 3n, Gemma 4), on the device of those or elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

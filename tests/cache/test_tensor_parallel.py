@@ -1,7 +1,5 @@
 """A model sharded over two processes by transformers' tensor parallelism, on CPUs: the tokens of one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tables that a process makes once do not depend on the modes of their first caller."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

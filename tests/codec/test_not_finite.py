@@ -1,7 +1,5 @@
 """A token that is not finite is lost, and no other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tq_kernels.types import AttentionOptions, KeyValue

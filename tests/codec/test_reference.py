@@ -1,7 +1,5 @@
 """Encode and dequantize in torch: errors, exact definitions, and bits that depend on the tokens alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tq_kernels.format import CODES

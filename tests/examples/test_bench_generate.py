@@ -1,7 +1,5 @@
 """What `bench_generate` measures is what its rows say."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

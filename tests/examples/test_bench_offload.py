@@ -1,7 +1,5 @@
 """`bench_offload.py` as a CPU runs it: a request is preempted, and its pages come back as they were."""
 
-from __future__ import annotations
-
 import pytest
 from transformers.generation.continuous_batching import offloading_manager
 

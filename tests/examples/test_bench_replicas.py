@@ -1,7 +1,5 @@
 """`bench_replicas`: what is run, answers compared, and a whole measurement over CPU processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

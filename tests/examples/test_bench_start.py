@@ -1,7 +1,5 @@
 """`bench_start`: an engine on a CPU, and its row in the table."""
 
-from __future__ import annotations
-
 import torch
 
 from examples.measure.report.tables import start

@@ -1,7 +1,5 @@
 """The comparison of tokens with and without drafts counts what differs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """KL by the bits of latents: the script, on a model of random weights."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

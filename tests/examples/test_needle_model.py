@@ -1,7 +1,5 @@
 """The shipped model of `examples/needle`: what its card claims, and that it recalls what it read."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make test` also runs them.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -5,8 +5,6 @@ sign in the rotation, mixed-up scales or a lost block mean bring recall to zero;
 the parts.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

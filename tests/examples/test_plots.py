@@ -1,7 +1,5 @@
 """The committed pictures show what the package and the results files say."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import combinations

@@ -1,7 +1,5 @@
 """`quantized`: memory, time of a step and KL of caches that read the same tokens in turn."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """README.md and its sister pages say what the package and the committed results say."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`examples/serve_many.py` over gloo: replicas, tensor parallelism, both, and a process that dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

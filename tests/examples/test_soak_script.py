@@ -1,7 +1,5 @@
 """The soak of an engine, shortened: bursts, aborts, refusals, preemptions, sleeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every cell of a results file is shown, whatever its kind, also where a measurement failed or is missing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Taking tokens back from layers that hold different numbers of them, on purpose or because a call was interrupted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, cache_utils

@@ -1,7 +1,5 @@
 """Sliding-window layers hold their window and no more, and otherwise do what transformers' own do."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

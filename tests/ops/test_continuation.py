@@ -1,8 +1,6 @@
 """A second turn over compressed history: the buffered way, the switch, the mask that is left out; and what assisted
 decoding must not change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_tiled_attention import random, viewed

@@ -3,8 +3,6 @@
 Needs no GPU. Triton is given a driver of a card that lacks something, and its cache is empty.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable

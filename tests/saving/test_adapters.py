@@ -1,7 +1,5 @@
 """A saved cache belongs to the adapters that were active, merged and scaled as they were."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A cache saved as one that grows is loaded as a preallocated one, and the other way round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

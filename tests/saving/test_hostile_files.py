@@ -1,7 +1,5 @@
 """Damaged and hostile files are refused with a sentence, before anything is allocated."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

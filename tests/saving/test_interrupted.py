@@ -1,7 +1,5 @@
 """What `save` does with a cache that it should not, or where it should not."""
 
-from __future__ import annotations
-
 import builtins
 from functools import partial
 from pathlib import Path

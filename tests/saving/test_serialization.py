@@ -1,7 +1,5 @@
 """Saving and loading: the same bits come back, and a cache of another model is refused with a sentence."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A file is written whole or not at all, where a file may be."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

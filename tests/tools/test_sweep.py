@@ -1,7 +1,5 @@
 """`tq-hf sweep`: what each layer loses at each preset, and the presets by layer that fit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
