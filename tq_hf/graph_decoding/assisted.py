@@ -266,7 +266,8 @@ class AssistedLoop(Loop):
         return self._result(step.history)
 
     @outside_inference_mode
-    def _begin(self, inputs: dict[str, Any], *_: Any, **__: Any) -> AssistedTensors:
+    def _begin(self, inputs: dict[str, Any]) -> AssistedTensors:
+        """Let drafts and sliding layers begin. Returns tensors set for the first step."""
         mask = inputs.get("attention_mask")
         self.drafts.begin(self.prompt, None if mask is None else mask[:, : self.length], self.config)
         for ring in sliding_layers(self.layers):
@@ -274,7 +275,7 @@ class AssistedLoop(Loop):
         addresses = [tensor.data_ptr() for layer in self.drafts.layers for tensor in tensors_of(layer)]
         own = {"drafts": self.drafts, "accepted": self.prompt.new_zeros(self.tokens + 1)}
         inputs = longer_inputs(inputs, self.tokens - 1)
-        return super()._begin(inputs, AssistedTensors, (self.drafts.key, addresses), **own)
+        return self._step(inputs, AssistedTensors, (self.drafts.key, addresses), **own)
 
     def _advance(self, step: Any) -> None:
         self._run_or_replay(step)

@@ -140,7 +140,7 @@ class Loop:
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
-        step = self._begin(inputs)
+        step = self._step(inputs)
         step.logits = logits
         self._choose(step, step.history[:, : self.length])
         while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
@@ -256,9 +256,10 @@ class Loop:
         return self.flags.record(step.unfinished, step.history[:, self.length - 1])
 
     @outside_inference_mode
-    def _begin(self, inputs: dict[str, Any], kind: Any = CapturedStep, key: tuple[Any, ...] = (), **own: Any) -> Any:
-        """Set tensors for the first step: those of the last call, with its graph, if they fit, or new ones of the class
-        `kind`, with fields of its `own`. `key`: values of its own. Outside of inference mode later calls may write."""
+    def _step(self, inputs: dict[str, Any], kind: Any = CapturedStep, key: tuple[Any, ...] = (), **own: Any) -> Any:
+        """Tensors set for the first step: those of the last call, with its graph, if they fit, or new ones of the class
+        `kind` with fields of its `own`. The graph depends on `key`, too. Outside of inference mode later calls may write.
+        """
         made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs, self.width)
         step, key = latest_steps.pop(self.cache, None), (*self._key(made), *key)
         # Under autocast, a graph reads copies of weights that are freed when autocast ends.

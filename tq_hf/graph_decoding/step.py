@@ -164,7 +164,7 @@ class StepInputs:
         column, given, other = torch.full((1,), cached, device=ids.device), mask_tensors(self.masks), []
         start = sliding[0].get_mask_sizes(tokens)[1] if sliding else 0
         if not all(self._continues(mask, kind, column, start) for mask, kind in zip(given, self.kinds, strict=True)):
-            other.append("an attention mask that is not causal")
+            other.append("an attention mask that is not causal, or not [batch, 1, queries, columns]")
         if sliding and all(kind.window is None for kind in self.kinds):
             other.append("no mask for its sliding layers")
         check_inputs(model, first, other)
@@ -172,8 +172,9 @@ class StepInputs:
             self.kinds = [kind if kind.window is not None else kind._replace(columns=0) for kind in self.kinds]
 
     def _continues(self, given: torch.Tensor, kind: MaskKind, column: torch.Tensor, start: int) -> bool:
-        """Whether a mask from transformers is what `_mask` makes. A sliding layer's begins at the token `start`."""
-        if given.dim() != 4:
+        """Whether a mask from transformers is what `_mask` makes, which adds nothing to logits that it lets through. A
+        sliding layer's begins at the token `start`."""
+        if given.dim() != 4 or (given.is_floating_point() and bool(given[allowed(given)].any())):
             return False
         places = torch.arange(given.shape[3], device=given.device) + (0 if kind.window is None else start)
         return torch.equal(allowed(given), allowed(self._mask(kind, column, places)))
