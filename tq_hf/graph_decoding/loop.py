@@ -258,8 +258,8 @@ class Loop:
     @outside_inference_mode
     def _step(self, inputs: dict[str, Any], kind: Any = CapturedStep, key: tuple[Any, ...] = (), **own: Any) -> Any:
         """Tensors set for the first step: those of the last call, with its graph, if they fit, or new ones of the class
-        `kind` with fields of its `own`. The graph depends on `key`, too. Outside of inference mode later calls may write.
-        """
+        `kind` with fields of its `own`. The graph depends on `key`, too. (Outside of inference mode, tensors may be
+        written later.)"""
         made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs, self.width)
         step, key = latest_steps.pop(self.cache, None), (*self._key(made), *key)
         # Under autocast, a graph reads copies of weights that are freed when autocast ends.
