@@ -42,8 +42,7 @@ def packed(model: PreTrainedModel, **options: Any) -> TurboQuantCache:
 
 
 def model_of(family: str, attention: str = "turboquant") -> PreTrainedModel:
-    model = build(family)
-    model.set_attn_implementation(attention)
+    model = build(family, attention=attention)
     return model
 
 

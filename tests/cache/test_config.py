@@ -276,8 +276,7 @@ def assembled(model: Any, room: int | None) -> TurboQuantCache:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
     torch._dynamo.reset()
-    model = build("llama", num_hidden_layers=LAYERS).to(device)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=LAYERS, attention="turboquant").to(device)
     ids = tokens(2, 300).to(device)
     outputs = []
     for cache in (

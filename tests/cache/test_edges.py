@@ -73,8 +73,7 @@ def tokens(count: int) -> torch.Tensor:
 
 def used(name: str, attention: str, **options):
     """A float32 model, and a cache that it has used."""
-    model = build(name)
-    model.set_attn_implementation(attention)
+    model = build(name, attention=attention)
     cache = TurboQuantCache(model.config, **options)
     model.generate(tokens(150), **as_input(cache), max_new_tokens=3, do_sample=False)
     return model, cache

@@ -245,8 +245,7 @@ def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
 @pytest.mark.parametrize("scenario", [greedy, left_padded, chunked_left_padded, multi_turn, beam, assisted])
 @pytest.mark.parametrize("skip_layers", [(0,), (-1,)], ids=["first", "last"])
 def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scenario, skip_layers):
-    model = model_named("llama")
-    model.set_attn_implementation("sdpa")
+    model = model_named("llama", attention="sdpa")
     expected = scenario(model, lambda: DynamicCache(config=model.config))
     options = dict(max_cache_len=120, skip_layers=skip_layers, **EVERYTHING_DENSE)
     for attention in ("turboquant", "sdpa"):
@@ -255,8 +254,7 @@ def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scen
 
 
 def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_growing_ones():
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     logits = []
     for room in (None, 400):
         cache = TurboQuantCache(model.config, max_cache_len=room, skip_layers=(0,), **EVERYTHING_PACKED)
@@ -278,8 +276,7 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
 @pytest.mark.parametrize("held, more", [(190, 11), (200, 1)])
 @pytest.mark.parametrize("skip_layers", [(0,), (-1,)])
 def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_layers, held, more):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers, **EVERYTHING_PACKED)
     with torch.no_grad():
         model(prompts(1, held)["input_ids"], **as_input(cache))
@@ -299,8 +296,7 @@ def test_linear_layers_keep_the_stock_class_and_sliding_ones_its_place():
 
 
 def test_a_reset_cache_serves_another_batch_size():
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     generate(model, cache, prompts(2, 140))
     cache.reset()
@@ -311,8 +307,7 @@ def test_a_reset_cache_serves_another_batch_size():
 
 @pytest.mark.parametrize("preallocated", [None, 400])
 def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     outputs = []
     for context in (torch.inference_mode, torch.no_grad):
         cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
@@ -328,8 +323,7 @@ def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
 
 @pytest.mark.parametrize("preallocated", [None, 400])
 def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     options = dict(max_cache_len=preallocated, skip_layers=(1,))
     cache = TurboQuantCache(model.config, **options, **EVERYTHING_PACKED)
     ids = prompts(2, 300)["input_ids"]
@@ -345,8 +339,7 @@ def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
 
 def test_offloading_between_steps_changes_nothing():
     """On a CPU both moves stay in place; what is tested is that a store and a view taken before survive them."""
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     outputs = []
     for offloaded in (False, True):
         cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
@@ -377,8 +370,7 @@ def test_nothing_keeps_the_prompt_alive_after_a_forward(preallocated, monkeypatc
         return update(self, keys, values, *args, **kwargs)
 
     monkeypatch.setattr(TurboQuantLayer, "update", watched)
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
     gc.collect()
     gc.disable()
@@ -394,8 +386,7 @@ def test_nothing_keeps_the_prompt_alive_after_a_forward(preallocated, monkeypatc
 
 @pytest.mark.parametrize("preallocated", [None, 800])
 def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
     with torch.enable_grad():
         for tokens in (300, 20, 1):
@@ -407,8 +398,7 @@ def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
 
 def test_a_preallocated_cache_is_read_with_additive_masks():
     """As a growing one is; the room after its tokens stays unseen, whatever the mask says of it."""
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     steps = []
     for room, keys in ((None, 202), (400, 400)):
         cache = TurboQuantCache(model.config, max_cache_len=room, **EVERYTHING_PACKED)
@@ -433,8 +423,7 @@ def filled_with_nan() -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("room", [None, 300], ids=["growing", "preallocated"])
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 def test_memory_that_nobody_filled_is_not_read(attention, room, filled_with_nan):
-    model = build("llama")
-    model.set_attn_implementation(attention)
+    model = build("llama", attention=attention)
 
     def tokens(length: int) -> torch.Tensor:
         cache = TurboQuantCache(model.config, max_cache_len=room, residual_length=0, sink_tokens=2)

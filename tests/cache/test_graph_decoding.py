@@ -29,8 +29,7 @@ GREEDY = dict(max_new_tokens=20, do_sample=False)
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def model(request):
-    model = build("llama").to(request.param)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant").to(request.param)
     return model
 
 

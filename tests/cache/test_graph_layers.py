@@ -58,21 +58,18 @@ def compare(model, prompt: int, padded: int = 0, ends: list[list[int] | None] = 
     ],
 )
 def test_tokens_are_those_of_generate(device, name, prompt, padded):
-    model = build(name).to(device)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant").to(device)
     compare(model, prompt, padded)
 
 
 def test_masks_that_are_added_are_continued_with_zeros(device):
-    model = build("gemma2").to(device)
-    model.set_attn_implementation("eager")
+    model = build("gemma2", attention="eager").to(device)
     compare(model, 80, 9)
 
 
 @pytest.mark.parametrize("prompt", [50, 85, 150], ids=["not full", "fills", "full"])
 def test_the_step_after_the_end_is_taken_back(device, prompt):
-    model = build("gpt_oss").to(device)
-    model.set_attn_implementation("turboquant")
+    model = build("gpt_oss", attention="turboquant").to(device)
     free, _ = conversation(model, {}, tokens_of(prompt), 0, NEW, TWO_TURNS)
     ends = [free[:, last].tolist() for last in (prompt + 12, prompt + NEW + 7 + 12)]
     tokens = compare(model, prompt, ends=ends)
@@ -91,8 +88,7 @@ def test_windows_that_do_not_slide_are_refused():
 
 def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:
     """transformers' assisted decoding records what leaves a window, and replayed steps do not."""
-    model = build("gemma3", sliding_window=20).to(device)
-    model.set_attn_implementation("turboquant")
+    model = build("gemma3", sliding_window=20, attention="turboquant").to(device)
     cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=256)
     ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0)).to(device)
     options = dict(do_sample=False, eos_token_id=None)
@@ -133,8 +129,7 @@ def test_a_model_that_hands_on_no_positions_gets_them(device, drafts):
 def test_tokens_and_states_are_those_of_generate(device: str, family: str, padded: int) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip("transformers does not have it yet")
-    model = tiny_model(family).to(device)
-    model.set_attn_implementation("turboquant")
+    model = tiny_model(family, "turboquant").to(device)
     prompt = torch.randint(3, 100, (2, 150), generator=torch.Generator().manual_seed(0))
     free, _ = conversation(model, {}, prompt, padded, 20, [None])
     ends = [free[:, 160].tolist(), None]  # the first turn ends before its last token

@@ -60,8 +60,7 @@ know: a second turn and `generate` stand for them."""
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     return model
 
 

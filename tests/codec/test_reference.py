@@ -359,8 +359,7 @@ def test_a_table_is_the_same_in_every_mode(name, bits, mode):
 @pytest.mark.parametrize("mode", ["float64", "bfloat16", "meta"])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"preset": "3bit_nc"}], ids=str)
 def test_a_whole_model_runs_in_a_mode_as_outside_of_it(mode, options):
-    model = build("llama")
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant")
 
     def logits() -> torch.Tensor:
         cache = TurboQuantCache(model.config, **options)

@@ -348,8 +348,7 @@ def test_a_compiled_step_that_an_exception_ended_is_taken_back():
 @pytest.mark.parametrize("limit", [None, 600])
 def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
     """Layers are pruned in the call of the prompt, by the same tokens whatever candidates come with it (PyramidKV)."""
-    model = build("llama")
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant")
     ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 10)
     kept, steps, answers = (350, 200), [], []
 
@@ -378,8 +377,7 @@ def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
 @pytest.mark.parametrize("empty", ["reset", "crop"])
 def test_the_first_call_after_an_emptied_cache_is_none_of_drafts(empty, skip_layers):
     """Layers agree on the rows of a call of 2 to 16 tokens: those of a prompt, not of a step with drafts."""
-    model = build("llama")
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant")
     ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
     cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers)
     cache.activate_past_recording()
@@ -406,8 +404,7 @@ def test_layers_whose_keys_transformers_keeps_are_refused():
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0, 1)}], ids=str)
 def test_layers_that_the_model_does_not_have_are_not_taken_for_interrupted(options):
     """A model that was cut off, or whose last layers have no attention: `crop` does what `DynamicCache` does."""
-    model = build("llama", num_hidden_layers=4)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=4, attention="turboquant")
     model.model.layers = model.model.layers[:2]
     ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 5)
     cache, answers = TurboQuantCache(model.config, "k8v4", **options), []

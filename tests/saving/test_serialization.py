@@ -75,8 +75,7 @@ def test_every_configuration_and_length_comes_back(tmp_path, options, length):
 
 @pytest.mark.parametrize("crop", [0, 15])
 def test_blocks_whose_rows_are_still_dense_come_back_as_they_were(tmp_path, crop):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, model=model, residual_length=0)
     run(model, cache, tokens(2, 120))
     run(model, cache, tokens(2, 20))
