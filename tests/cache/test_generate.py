@@ -4,12 +4,12 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
 import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from tests.support.saving_cases import model_named
 from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
@@ -17,8 +17,6 @@ from tq_hf.compat import as_input
 NEW_TOKENS = 8
 EVERYTHING_DENSE = dict(residual_length=10**6)
 EVERYTHING_PACKED = dict(residual_length=0, sink_tokens=0)
-
-model_named = lru_cache(build)
 
 
 def prompts(batch: int, length: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -126,8 +124,7 @@ SCENARIOS: list[Scenario] = [
 def test_with_everything_dense_tokens_are_those_of_dynamic_cache(name, scenario):
     if name == "qwen3_next" and scenario in (assisted, prompt_lookup):
         pytest.skip("transformers refuses assisted generation on models with linear attention")
-    model = model_named(name)
-    model.set_attn_implementation(dense_attention(name))
+    model = model_named(name, attention=dense_attention(name))
     expected = scenario(model, lambda: DynamicCache(config=model.config))
     assert expected[:, -NEW_TOKENS:].unique().numel() > 3, "a model that repeats itself shows nothing"
     weights = copy.deepcopy(model.state_dict())
@@ -177,8 +174,7 @@ def forward(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, new_tokens
 @pytest.mark.parametrize("name", CONFIGS)
 def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
     """One packed cache, read by the attention function and dequantized, after each kind of change."""
-    model = model_named(name)
-    model.set_attn_implementation("turboquant")
+    model = model_named(name, attention="turboquant")
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     mask = prompts(3, 300, padding)["attention_mask"]
     forward(model, cache, mask, 300)
@@ -206,8 +202,7 @@ def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
-    model = model_named(name)
-    model.set_attn_implementation("turboquant")
+    model = model_named(name, attention="turboquant")
     exact = decode_logits(model, DynamicCache(config=model.config), prompts(2, 300))[1:]
     errors = []
     for preset in ("k8v4", "2bit_nc"):
@@ -219,8 +214,7 @@ def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_only_its_own_attention_function_reads_the_packed_store(name, attention):
-    model = model_named(name)
-    model.set_attn_implementation(attention)
+    model = model_named(name, attention=attention)
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     logits = decode_logits(model, cache, prompts(1, 140))
     assert logits.isfinite().all()
@@ -423,7 +417,8 @@ def filled_with_nan() -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("room", [None, 300], ids=["growing", "preallocated"])
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 def test_memory_that_nobody_filled_is_not_read(attention, room, filled_with_nan):
-    model = build("llama", attention=attention)
+    model = build("llama")
+    model.set_attn_implementation(attention)
 
     def tokens(length: int) -> torch.Tensor:
         cache = TurboQuantCache(model.config, max_cache_len=room, residual_length=0, sink_tokens=2)
