@@ -4,7 +4,7 @@ A step runs the model on the newest token and on k drafts after it. The model ch
 k + 1 tokens. Drafts that agree with the model are accepted, and so is the model's own token after them: 1 to S tokens a
 step. The other tokens are taken back from the cache, by its counts on the device. Drafting and acceptance are part of
 the graph, too, so the host never waits for a step that it has just launched: it reads the number of accepted tokens one
-step late. Sliding layers are rings meanwhile: their masks follow from the number of tokens, too, and are made here.
+step late. Sliding layers are rings meanwhile: their masks follow from the number of tokens, too (`StepInputs`).
 
 Greedy search and drafts of a lookup accept a draft that is the model's choice. Sampling with an assistant accepts and
 replaces drafts as speculative sampling does (Leviathan et al. 2023, algorithm 1). Both leave the distribution of the

@@ -1,4 +1,4 @@
-"""Tensors of a captured decode step, which keep their addresses, and the flags that the host reads."""
+"""Tensors of a captured decode step, which keep their addresses, its inputs, and the flags that the host reads."""
 
 from __future__ import annotations
 
