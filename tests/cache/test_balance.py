@@ -38,6 +38,11 @@ def channel_scales(cache: TurboQuantCache) -> list[tuple[torch.Tensor, torch.Ten
     return [layer.store.blocks.channel_scales for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
 
 
+def assert_equal_channel_scales(cache: TurboQuantCache, expected: TurboQuantCache) -> None:
+    for pair, other in zip(channel_scales(cache), channel_scales(expected), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
+
+
 @torch.no_grad()
 def error(model: Any, options: dict[str, Any], prompt: int = 400) -> float:
     """Of the logits of 8 tokens after a prompt, relative to a plain cache."""
@@ -74,8 +79,7 @@ def test_a_batch_equals_its_rows_and_padding_is_left_out(name):
     model(ids, attention_mask=mask, **as_input(padded))
     other = TurboQuantCache(model.config)
     model(torch.where(mask.bool(), ids, 7), attention_mask=mask, **as_input(other))
-    for pair, one in zip(channel_scales(padded), channel_scales(other), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(pair, one, strict=True))
+    assert_equal_channel_scales(padded, other)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -137,8 +141,7 @@ def test_a_forgotten_prompt_leaves_no_channel_scales(length, forget):
     forget(cache)
     for used in (cache, fresh):
         model(tokens(280, seed=3), **as_input(used))
-    for pair, expected in zip(channel_scales(cache), channel_scales(fresh), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
+    assert_equal_channel_scales(cache, fresh)
 
 
 @pytest.mark.parametrize("length", [None, 500])
@@ -156,20 +159,6 @@ def test_a_reset_cache_waits_for_queries_again(length):
         model(tokens(300, seed=3), **as_input(cache))
     for pair, expected in zip(channel_scales(used), channel_scales(fresh), strict=True):
         assert (expected[0] != 1).any() and all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
-
-
-@torch.no_grad()
-def test_channel_scales_are_saved(tmp_path):
-    model = made("qwen3")
-    cache = TurboQuantCache(model.config)
-    model(tokens(300), **as_input(cache))
-    cache.save(tmp_path / "c.safetensors", model)
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
-    assert any((keys != 1).any() for keys, _ in channel_scales(cache))
-    for pair, expected in zip(channel_scales(loaded), channel_scales(cache), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
-    ids = tokens(1, seed=2)
-    assert torch.equal(model(ids, **as_input(loaded)).logits, model(ids, **as_input(cache)).logits)
 
 
 @torch.no_grad()
@@ -261,11 +250,6 @@ def test_a_prompt_that_cannot_be_encoded_goes_on_waiting(length, monkeypatch):
 
 
 LENGTHS = pytest.mark.parametrize("length", [None, 700], ids=["growing", "preallocated"])
-
-
-def assert_equal_channel_scales(cache: TurboQuantCache, expected: TurboQuantCache) -> None:
-    for pair, other in zip(channel_scales(cache), channel_scales(expected), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
 
 
 def is_balanced(cache: TurboQuantCache) -> bool:
@@ -373,6 +357,7 @@ def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loade
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
     assert is_balanced(again)
     assert_equal_channel_scales(again, cache)
+    assert torch.equal(*(model(tokens(1, batch=2), **as_input(used)).logits for used in (again, cache)))
     # Another prompt has channel scales of its own.
     again.reset()
     fresh = TurboQuantCache(model.config, max_cache_len=loaded)
