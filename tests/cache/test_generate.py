@@ -39,25 +39,26 @@ def generate(model: PreTrainedModel, cache: Cache, inputs: dict[str, torch.Tenso
 Scenario = Callable[[PreTrainedModel, Callable[[], Cache]], torch.Tensor]
 
 
-def greedy(model, make):
-    return generate(model, make(), prompts(2, 40))
+def one_call(shape: tuple[int, int], padding: tuple[int, ...] = (), **options) -> Scenario:
+    """A scenario of one call with prompts of this `shape`."""
+
+    def scenario(model, make):
+        torch.manual_seed(3)  # of samples
+        return generate(model, make(), prompts(*shape, padding), **options)
+
+    return scenario
 
 
-def sample(model, make):
-    torch.manual_seed(3)
-    return generate(model, make(), prompts(2, 40), do_sample=True, num_return_sequences=3)
-
-
-def beam(model, make):
-    return generate(model, make(), prompts(1, 40), num_beams=4)
-
-
-def beam_left_padded(model, make):
-    return generate(model, make(), prompts(3, 40, (7, 0, 21)), num_beams=4)
-
-
-def left_padded(model, make):
-    return generate(model, make(), prompts(3, 40, (7, 0, 21)))
+PADDED = dict(shape=(3, 40), padding=(7, 0, 21))
+ONE_CALL: dict[str, Scenario] = {
+    "greedy": one_call((2, 40)),
+    "sample": one_call((2, 40), do_sample=True, num_return_sequences=3),
+    "beam": one_call((1, 40), num_beams=4),
+    "beam_left_padded": one_call(**PADDED, num_beams=4),
+    "left_padded": one_call(**PADDED),
+    "chunked_prefill": one_call((2, 40), prefill_chunk_size=16),
+    "chunked_left_padded": one_call(**PADDED, prefill_chunk_size=16),
+}
 
 
 def assisted(model, make):
@@ -74,14 +75,6 @@ def prompt_lookup(model, make):
     inputs = prompts(1, 20)
     inputs = {key: value.repeat(1, 3) for key, value in inputs.items()}
     return generate(model, make(), inputs, prompt_lookup_num_tokens=3)
-
-
-def chunked_prefill(model, make):
-    return generate(model, make(), prompts(2, 40), prefill_chunk_size=16)
-
-
-def chunked_left_padded(model, make):
-    return generate(model, make(), prompts(3, 40, (7, 0, 21)), prefill_chunk_size=16)
 
 
 def multi_turn(model, make):
@@ -104,33 +97,21 @@ def copied_prefix(model, make):
     return torch.nn.utils.rnn.pad_sequence(outputs, batch_first=True)
 
 
-SCENARIOS: list[Scenario] = [
-    greedy,
-    sample,
-    beam,
-    beam_left_padded,
-    left_padded,
-    assisted,
-    prompt_lookup,
-    chunked_prefill,
-    chunked_left_padded,
-    multi_turn,
-    copied_prefix,
-]
+SCENARIOS = ONE_CALL | {each.__name__: each for each in (assisted, prompt_lookup, multi_turn, copied_prefix)}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_with_everything_dense_tokens_are_those_of_dynamic_cache(name, scenario):
-    if name == "qwen3_next" and scenario in (assisted, prompt_lookup):
+    if name == "qwen3_next" and scenario in ("assisted", "prompt_lookup"):
         pytest.skip("transformers refuses assisted generation on models with linear attention")
     model = model_named(name, attention=dense_attention(name))
-    expected = scenario(model, lambda: DynamicCache(config=model.config))
+    expected = SCENARIOS[scenario](model, lambda: DynamicCache(config=model.config))
     assert expected[:, -NEW_TOKENS:].unique().numel() > 3, "a model that repeats itself shows nothing"
     weights = copy.deepcopy(model.state_dict())
     for attention in ("turboquant", dense_attention(name)):
         model.set_attn_implementation(attention)
-        actual = scenario(model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
+        actual = SCENARIOS[scenario](model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
         assert torch.equal(actual, expected), attention
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
 
@@ -236,15 +217,17 @@ def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
     assert_close(logits[2], logits[0])
 
 
-@pytest.mark.parametrize("scenario", [greedy, left_padded, chunked_left_padded, multi_turn, beam, assisted])
+@pytest.mark.parametrize("scenario", ["greedy", "left_padded", "chunked_left_padded", "multi_turn", "beam", "assisted"])
 @pytest.mark.parametrize("skip_layers", [(0,), (-1,)], ids=["first", "last"])
 def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scenario, skip_layers):
     model = model_named("llama", attention="sdpa")
-    expected = scenario(model, lambda: DynamicCache(config=model.config))
+    expected = SCENARIOS[scenario](model, lambda: DynamicCache(config=model.config))
     options = dict(max_cache_len=120, skip_layers=skip_layers, **EVERYTHING_DENSE)
     for attention in ("turboquant", "sdpa"):
         model.set_attn_implementation(attention)
-        assert torch.equal(scenario(model, lambda: TurboQuantCache(model.config, **options)), expected), attention
+        assert torch.equal(SCENARIOS[scenario](model, lambda: TurboQuantCache(model.config, **options)), expected), (
+            attention
+        )
 
 
 def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_growing_ones():
