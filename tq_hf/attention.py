@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import Module
 from tq_kernels.types import AttentionOptions, KeyValue, Mask
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,7 +35,7 @@ TAKE_BACK = "A cache has the tokens of this call in its first layers by now: cal
 
 
 def turboquant_attention(
-    module: torch.nn.Module,
+    module: Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -101,12 +102,12 @@ def turboquant_attention(
         if torch.is_grad_enabled() or autocast_dtype(query) is not None:
             return _read_packed(attend, key, query, view, attention_mask, options), None
         return attend(query, view, attention_mask, options), None
-    if view is not None:  # these are all tokens
+    if view is not None:  # a compressed layer, with states of all tokens
         kwargs.pop("sliding_window", None)
     return _attend_dense(*call, dropout=dropout, **kwargs)
 
 
-def _check_call(module: torch.nn.Module, mask: Mask, sinks: Any) -> None:
+def _check_call(module: Module, mask: Mask, sinks: Any) -> None:
     """Raise a `ValueError` for sink logits by query, and for masks of integers."""
     if sinks is not None:
         raise ValueError(
@@ -123,11 +124,12 @@ def _check_call(module: torch.nn.Module, mask: Mask, sinks: Any) -> None:
 def _attend_latents(
     latents: Handle,
     refused: bool,
-    module: torch.nn.Module,
+    module: Module,
     query: torch.Tensor,
     states: KeyValue,
     mask: Mask,
     options: AttentionOptions,
+    /,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over packed latents with absorbed queries, or over the keys and values that the module expands from them
@@ -146,7 +148,7 @@ def _attend_latents(
 
 
 def _attend_dense(
-    module: torch.nn.Module, query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions, **kwargs: Any
+    module: Module, query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions, /, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend over dense states `[B, Hkv, T, D]`: by sdpa, or with softcap or sinks by kernels. With a `sliding_window`,
     a mask may not be wider than the states."""
@@ -242,7 +244,7 @@ def _causal(queries: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def _without_unselected(
-    module: torch.nn.Module, query: torch.Tensor, length: int, mask: Mask, causal: bool, kwargs: dict[str, Any]
+    module: Module, query: torch.Tensor, length: int, mask: Mask, causal: bool, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Mask out those of `length` keys that the model's indexer did not select. Pops `block_indices` and `indices`."""
     if (block_indices := kwargs.pop("block_indices", None)) is not None:
