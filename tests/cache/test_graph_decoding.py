@@ -367,13 +367,14 @@ def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
     assert plain != lower
 
 
+@pytest.mark.parametrize("drafts", ["none", "lookup", "assistant"])
 @pytest.mark.parametrize("first", [True, False], ids=["inference mode first", "inference mode last"])
-def test_a_step_is_used_again_in_and_out_of_inference_mode(model, first) -> None:
+def test_a_step_is_used_again_in_and_out_of_inference_mode(model, first, drafts) -> None:
     cache, found = TurboQuantCache(model.config, max_cache_len=ROOM), []
+    options: dict = {"lookup": {"prompt_lookup_num_tokens": 3}, "assistant": {"assistant_model": model}}.get(drafts, {})
+    options |= dict(**prompt(model, 1 if options else 2, padded=9), **GREEDY, custom_generate=graph_decoding)
     for inference in (first, not first):
         with torch.inference_mode(inference):
-            found.append(
-                model.generate(**prompt(model, padded=9), **GREEDY, **as_input(cache), custom_generate=graph_decoding)
-            )
+            found.append(model.generate(**as_input(cache), **options))
             cache.reset()
     assert torch.equal(*found)

@@ -95,7 +95,7 @@ class Assistant:
             ring.open_ring(self.number + 1)
         steps = [StepInputs(self.model, self.cache, read, held, n, longer_inputs(inputs, n - 1)) for n in (2, 1)]
         if [own.shapes for own in self.steps] != [new.shapes for new in steps]:
-            self.steps = [new.cloned() for new in steps]
+            self.steps = steps
         for own, new in zip(self.steps, steps, strict=True):
             own.copy_(new)
 

@@ -215,7 +215,7 @@ class Loop:
     def _forward(self, step: CapturedStep) -> torch.Tensor:
         """Logits `[B, S, vocabulary]` after the newest token of each sequence and the drafts after it."""
         newest = step.at - 1
-        tokens = step.history.index_select(1, newest + torch.arange(self.tokens, device=newest.device))
+        tokens = step.history.index_select(1, newest + step.inputs.place)
         return self.call(self.model, tokens, step.inputs.at(newest - step.shift), self.cache)
 
     def call(self, model: Any, tokens: torch.Tensor, inputs: dict[str, Any], cache: TurboQuantCache) -> torch.Tensor:
@@ -267,7 +267,7 @@ class Loop:
             step = None  # free the last graph first
             history = self.prompt.new_zeros(self.prompt.shape[0], self.width)
             counts = {name: history.new_zeros(1) for name in ("at", "shift")}
-            step = kind(key=key, history=history, unfinished=history[:, 0] == 0, inputs=made.cloned(), **counts, **own)
+            step = kind(key=key, history=history, unfinished=history[:, 0] == 0, inputs=made, **counts, **own)
         latest_steps[self.cache] = step
         step.inputs.copy_(made)
         step.history[:, : self.length] = self.prompt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from ..compat import CACHE_NAME, device_of_inputs, outside_inference_mode, takes_positions
+from ..compat import CACHE_NAME, device_of_inputs, takes_positions
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
@@ -132,7 +131,8 @@ class MaskKind(NamedTuple):
 
 
 class StepInputs:
-    """Inputs of a step with S tokens per sequence, made on the device from the number of tokens in the cache.
+    """Inputs of a step with S tokens per sequence, made on the device from the number of tokens in the cache. Make them
+    outside of inference mode, for later calls to write to.
 
     Args:
         model: The model.
@@ -156,7 +156,8 @@ class StepInputs:
         self.constants = first
         self.offsets = None if positions is None else positions - cached
         sliding = sliding_layers(cache.layers)
-        self.tokens, self.kinds = tokens, _mask_kinds(self.masks, layers_with_states(cache))
+        self.place = torch.arange(tokens, device=ids.device)
+        self.kinds = _mask_kinds(self.masks, layers_with_states(cache))
         self.open = ids.new_ones(ids.shape[0], max(room, cache.preallocated_for), dtype=torch.bool)
         """`[B, >= room]` bool, by place among the cached tokens: False for padding."""
         if (padding := inputs.get("attention_mask")) is not None:
@@ -190,14 +191,6 @@ class StepInputs:
             self.offsets.copy_(other.offsets)
         self.open.copy_(other.open)
 
-    @outside_inference_mode
-    def cloned(self) -> StepInputs:
-        """The same with tensors of its own, which later calls may write to."""
-        other = copy.copy(self)
-        other.offsets = None if self.offsets is None else self.offsets.clone()
-        other.open = self.open.clone()
-        return other
-
     def at(self, column: torch.Tensor) -> dict[str, Any]:
         """Inputs of a step after `column` cached tokens, `[1]` int64."""
         inputs = dict(self.constants)
@@ -208,15 +201,17 @@ class StepInputs:
         return inputs
 
     def _masks(self, column: torch.Tensor) -> Masks:
-        kinds, end = iter(self.kinds), column + self.tokens
+        kinds = iter(self.kinds)
 
         def mask(_: torch.Tensor) -> torch.Tensor:
             kind = next(kinds)
-            places = torch.arange(kind.columns, device=column.device)
+            if not kind.columns:
+                return self.open.new_empty(len(self.open), 1, len(self.place), 0, dtype=kind.dtype)
+            places, newest = torch.arange(kind.columns, device=column.device), column + (len(self.place) - 1)
             if kind.columns == kind.window:
-                places = places + (end - kind.columns).clamp(min=0)
+                places = places + (newest + 1 - kind.columns).clamp(min=0)
             elif kind.window is not None:  # each row of a ring has the newest token that fits there
-                places = end - 1 - (end - 1 - places) % kind.columns
+                places = newest - (newest - places) % kind.columns
             return self._mask(kind, column, places)
 
         return map_masks(mask, self.masks)
@@ -224,7 +219,7 @@ class StepInputs:
     def _mask(self, kind: MaskKind, column: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Mask `[B, 1, S, columns]` of keys at `places` `[columns]` among the cached tokens. Negative places are
         empty."""
-        query = column + torch.arange(self.tokens, device=column.device)[:, None]
+        query = column + self.place[:, None]
         attends, own = places <= query, self.open[:, : len(places)]
         if kind.window is not None:
             attends = attends & (places > query - kind.window) & (places >= 0)
