@@ -4,8 +4,6 @@
 `python -m tests.support.fence`.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is built, what an installation exposes, and what importing it does."""
 
-from __future__ import annotations
-
 import ast
 import email
 import email.message

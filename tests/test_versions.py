@@ -1,7 +1,5 @@
 """What is said of versions that nobody has tried."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@ A recipe that keeps every token exact answers as transformers' own cache does. A
 way. A name of transformers that has gone is named by `tests/test_fence.py`.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,8 +42,7 @@ def packed(model: PreTrainedModel, **options: Any) -> TurboQuantCache:
 
 
 def model_of(family: str, attention: str = "turboquant") -> PreTrainedModel:
-    model = build(family)
-    model.set_attn_implementation(attention)
+    model = build(family, attention=attention)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import Module
 from tq_kernels.types import AttentionOptions, KeyValue, Mask
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,7 +35,7 @@ TAKE_BACK = "A cache has the tokens of this call in its first layers by now: cal
 
 
 def turboquant_attention(
-    module: torch.nn.Module,
+    module: Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -89,8 +90,9 @@ def turboquant_attention(
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
     refused = dropout > 0 or module.__dict__.get("masked_key_indices") is not None
+    call = module, query, (key, value), attention_mask, options
     if latents is not None:
-        return _attend_latents(latents, module, query, key, value, attention_mask, dropout, options, refused, kwargs)
+        return _attend_latents(latents, refused, *call, dropout=dropout, **kwargs)
     if view is not None and view.counts is not None:
         if refused:
             _refuse_compressed(dropout)
@@ -100,11 +102,12 @@ def turboquant_attention(
         if torch.is_grad_enabled() or autocast_dtype(query) is not None:
             return _read_packed(attend, key, query, view, attention_mask, options), None
         return attend(query, view, attention_mask, options), None
-    sliding = view is None and kwargs.get("sliding_window") is not None
-    return _attend_dense(module, query, key, value, attention_mask, dropout, options, sliding, kwargs)
+    if view is not None:  # a compressed layer, with states of all tokens
+        kwargs.pop("sliding_window", None)
+    return _attend_dense(*call, dropout=dropout, **kwargs)
 
 
-def _check_call(module: torch.nn.Module, mask: Mask, sinks: Any) -> None:
+def _check_call(module: Module, mask: Mask, sinks: Any) -> None:
     """Raise a `ValueError` for sink logits by query, and for masks of integers."""
     if sinks is not None:
         raise ValueError(
@@ -120,19 +123,18 @@ def _check_call(module: torch.nn.Module, mask: Mask, sinks: Any) -> None:
 
 def _attend_latents(
     latents: Handle,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    dropout: float,
-    options: AttentionOptions,
     refused: bool,
-    kwargs: dict[str, Any],
+    module: Module,
+    query: torch.Tensor,
+    states: KeyValue,
+    mask: Mask,
+    options: AttentionOptions,
+    /,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over packed latents with absorbed queries, or over the keys and values that the module expands from them
     where kernels do not compute this call. `refused`: an option that only works on expanded ones."""
-    recorded: Any = getattr(key, "_expansion", None)
+    recorded: Any = getattr(states[0], "_expansion", None)
     view, weight = latents.view, up_projection(module) if recorded is None else recorded.weight
     assert weight is not None
     if not refused and autocast_dtype(query) is None:
@@ -141,29 +143,19 @@ def _attend_latents(
             return out, None
     if mask is not None and not mask.shape[-1]:
         mask = graph_ops.causal_mask(view, query.shape[2])
-    key, value = real((key, value)) if recorded else expand(weight, query.shape, graph_ops.dense(view))
-    sliding = kwargs.get("sliding_window") is not None
-    return _attend_dense(module, query, key, value, mask, dropout, options, sliding, kwargs)
+    states = real(states) if recorded else expand(weight, query.shape, graph_ops.dense(view))
+    return _attend_dense(module, query, states, mask, options, **kwargs)
 
 
 def _attend_dense(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    dropout: float,
-    options: AttentionOptions,
-    sliding: bool,
-    kwargs: dict[str, Any],
+    module: Module, query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions, /, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend over dense states `[B, Hkv, T, D]`: by sdpa, or with softcap or sinks by kernels.
-
-    `sliding`: a mask may not be wider than these states of a sliding layer.
-    """
+    """Attend over dense states `[B, Hkv, T, D]`: by sdpa, or with softcap or sinks by kernels. With a `sliding_window`,
+    a mask may not be wider than the states."""
+    key, value = states
     if mask is not None:
         key, value = _without_room(key, value, mask)
-        if sliding and mask.shape[-1] > key.shape[2]:
+        if kwargs.get("sliding_window") is not None and mask.shape[-1] > key.shape[2]:
             raise ValueError(
                 f"The attention mask {list(mask.shape)} has {mask.shape[-1]} columns, and this "
                 f"sliding layer has {key.shape[2]} tokens. Pass a dict with a mask for each kind of layer."
@@ -171,10 +163,11 @@ def _attend_dense(
         mask = mask[..., : key.shape[2]]
     if options.only_scales():
         mask = _bottom_right(query, key, mask, options.causal)
-        arguments: dict[str, Any] = dict(dropout=dropout, scaling=options.scaling, is_causal=options.causal)
-        arguments["position_bias"] = options.position_bias
-        return sdpa_attention_forward(module, query, key, value, mask, **arguments, **kwargs)
-    if dropout:
+        own: dict[str, Any] = dict(
+            scaling=options.scaling, is_causal=options.causal, position_bias=options.position_bias
+        )
+        return sdpa_attention_forward(module, query, key, value, mask, **own, **kwargs)
+    if dropout := kwargs["dropout"]:
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train. "
             f"{TAKE_BACK}"
@@ -251,7 +244,7 @@ def _causal(queries: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def _without_unselected(
-    module: torch.nn.Module, query: torch.Tensor, length: int, mask: Mask, causal: bool, kwargs: dict[str, Any]
+    module: Module, query: torch.Tensor, length: int, mask: Mask, causal: bool, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Mask out those of `length` keys that the model's indexer did not select. Pops `block_indices` and `indices`."""
     if (block_indices := kwargs.pop("block_indices", None)) is not None:

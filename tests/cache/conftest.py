@@ -1,7 +1,5 @@
 """What tests of caches share."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.recorded_graph import record_graphs

@@ -1,7 +1,5 @@
 """Assisted decoding in `graph_decoding`: the tokens are those of plain decoding, and the cache never saw a draft."""
 
-from __future__ import annotations
-
 import copy
 from functools import lru_cache
 
@@ -37,8 +35,7 @@ def noisy(model, noise: float = 0.05):
 @lru_cache
 def models(name: str, device: str = "cpu"):
     """A model and an assistant for it."""
-    model = build(name).to(device)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant").to(device)
     assistant = noisy(model)
     assistant.set_attn_implementation("turboquant")
     assistant.generation_config.num_assistant_tokens = 4

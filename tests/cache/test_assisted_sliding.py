@@ -3,8 +3,6 @@
 Without a GPU the operations of a step are recorded and done again, see `recorded_graph`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import pytest

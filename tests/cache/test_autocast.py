@@ -1,8 +1,6 @@
 """Under `torch.autocast` a float32 model gives the cache float32 keys and 16-bit values, and is served like a
 `DynamicCache` serves it: attention computes in 16 bits, and what this package computes is not rounded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -134,8 +132,7 @@ def test_attention_over_packed_tokens_is_rounded_once(limit, queries, softcap):
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_steps_are_like_eager_ones(backend, attention):
-    model = build("llama")
-    model.set_attn_implementation(attention)
+    model = build("llama", attention=attention)
     torch._dynamo.reset()
     counters.clear()
     compiled, loop, found = dict(compile_config=compile_config(backend)), dict(custom_generate=graph_decoding), []

@@ -1,7 +1,5 @@
 """Bad input is refused with a message that says what came, what is allowed and what to do; the cache is unchanged."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -146,8 +144,7 @@ def test_a_cache_reused_for_another_batch_or_model_is_refused(message, tokens, l
 @pytest.mark.parametrize("limit", [None, 64])
 @pytest.mark.parametrize(("name", "options"), [("gemma3", {}), ("llama", dict(skip_layers=(0,)))])
 def test_another_batch_is_refused_by_a_first_layer_that_is_not_compressed(name, options, limit, batch, tokens):
-    model = build(name)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=limit, residual_length=10**4, **options)
     ids, more = torch.arange(60).view(2, 30), torch.arange(6).view(2, 3)
     model(ids, **as_input(cache))
@@ -175,8 +172,7 @@ def test_a_call_with_dropout_is_taken_back_as_its_error_says(limit):
 
 
 def test_a_cache_may_be_initialized_early():
-    model = build("gemma3")
-    model.set_attn_implementation("turboquant")
+    model = build("gemma3", attention="turboquant")
     cache, config, ids = TurboQuantCache(model.config), model.config, torch.arange(3, 9)[None]
     cache.early_initialization(1, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu"))
     expected = model(ids, use_cache=False).logits

@@ -1,7 +1,5 @@
 """Compiled decoding with a preallocated cache, through plain generate(), on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -48,8 +46,7 @@ def fresh_compiler():
 
 @pytest.mark.parametrize("preset", [name if name in ("4bit_nc", "2bit_nc") else slow(name) for name in PRESETS])
 def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(preset):
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     backend = "aot_eager" if preset == "4bit_nc" else "eager"
     for padding in (0, 50):
         prompt = inputs(padding=padding)
@@ -67,8 +64,7 @@ def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(prese
 
 @pytest.mark.parametrize("name", [slow("qwen3"), slow("gemma3"), slow("gemma3n"), slow("gpt_oss"), "deepseek_v3"])
 def test_other_families_compile(name):
-    model = build(name)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant")
     expected = generate(model, TurboQuantCache(model.config, **OPTIONS), inputs())
     cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
     actual = generate(model, cache, inputs(), compile_config=compile_config("aot_eager"))
@@ -104,8 +100,7 @@ def test_tables_are_constants_of_a_graph(make, arguments):
 @pytest.mark.slow
 def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_updates_and_attention_alone():
     """Both stay out of graphs, which would be compiled anew as the cache grows."""
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     ids = inputs(length=40)["input_ids"]
 
     def logits(call):
@@ -122,8 +117,7 @@ def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_updates
 
 @pytest.mark.slow
 def test_inductor_gives_the_tokens_of_eager_decoding():
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     expected = generate(model, TurboQuantCache(model.config, **OPTIONS), inputs())
     cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
     assert torch.equal(generate(model, cache, inputs(), compile_config=compile_config("inductor")), expected)
@@ -131,8 +125,7 @@ def test_inductor_gives_the_tokens_of_eager_decoding():
 
 def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_cache():
     """Without positions of the caller's they follow from the cache's length, which the first layer's step changes."""
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     ids = inputs(batch=1, length=40)["input_ids"]
 
     def logits(call):
@@ -146,8 +139,7 @@ def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_c
 
 
 def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=2 * MAX_LENGTH, **OPTIONS)
     growing = TurboQuantCache(model.config, **OPTIONS)
     addresses = [tensor.data_ptr() for tensors in _tensors(cache, model) for tensor in tensors]
@@ -190,8 +182,7 @@ def _tensors(cache: TurboQuantCache, model: PreTrainedModel):
 
 
 def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=250, **OPTIONS)
     with pytest.raises(ValueError, match="max_cache_len"):
         model.generate(**inputs(), **as_input(cache), do_sample=False, max_length=264, compile_config=compile_config())
@@ -205,8 +196,7 @@ def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
 
 def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
     """Also of the third turn, whose prompt comes in a kind of call that is no longer watched."""
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=256)
     monkeypatch.setattr(dispatch, "dense_tokens", lambda *arguments: pytest.fail("a compiled step reads dense states"))
     ids = torch.randint(2, VOCAB, (1, 150), generator=torch.Generator().manual_seed(0))
@@ -249,8 +239,7 @@ PAIRWISE = [
 )
 def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, chunk):
     """transformers would compile chunks as it compiles steps. Tokens are those of a growing cache, in one graph."""
-    model = build(name)
-    model.set_attn_implementation(attention)
+    model = build(name, attention=attention)
     expected = two_turns(model, TurboQuantCache(model.config, **OPTIONS), chunk)
     own_loop = dict(custom_generate=graph_decoding) if loop == "graph_decoding" else {}
     cache = TurboQuantCache(model.config, max_cache_len=700, **OPTIONS)
@@ -265,8 +254,7 @@ def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, 
 )
 def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated):
     """What no graph can hold leaves it: prompts, growing caches. In the end the same calls compile nothing."""
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation(attention)
+    model = build("llama", num_hidden_layers=2, attention=attention)
     compiled = torch.compile(model, backend="eager")
     graphs = []
     for _ in range(3):
@@ -280,8 +268,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
 
 
 def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
-    model = build("llama", num_hidden_layers=1)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=1, attention="turboquant")
     torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], **as_input(TurboQuantCache(model.config)))
     # Before, between and after what leaves the graph: the embedding, norms and products of a layer, the head.
     assert counters["stats"]["unique_graphs"] <= 7 + OLD_TRANSFORMERS
@@ -290,8 +277,7 @@ def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
 @pytest.mark.parametrize("preallocated", [None, 900])
 def test_a_model_answers_while_another_thread_compiles(monkeypatch, preallocated):
     """As an engine's does behind its first answers. torch 2.13 then says of every thread that it compiles."""
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     found = []
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiling)

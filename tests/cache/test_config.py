@@ -1,13 +1,22 @@
-"""Presets, their sizes, and what a configuration refuses."""
-
-from __future__ import annotations
+"""Presets, their sizes, what a configuration refuses, and presets of single layers: one configuration, of which every
+layer takes its part."""
 
 import dataclasses
+import json
+import pickle
 import re
+from typing import Any
 
 import pytest
+import torch
 
-from tq_hf import PRESETS, TurboQuantConfig
+from tests.support.helpers import compile_config, states
+from tests.support.saving_cases import assert_continue_alike, filled, model_named, tokens
+from tests.support.tiny_models import build
+from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
+from tq_hf.compat import as_input
+from tq_hf.layers.dense import GrowingLayer, PreallocatedLayer
+from tq_hf.tensors.layer import config_from, config_text
 
 VLLM_SLOT_BYTES = {
     # head_dim: bytes per token and KV head of vLLM's backend
@@ -143,3 +152,167 @@ def test_config_is_frozen_and_hashable():
 )
 def test_blocks_are_packed_once_complete_and_wholly_older_than_the_residual_window(length, blocks):
     assert TurboQuantConfig(residual_length=128, sink_tokens=4).num_blocks(length) == blocks
+
+
+MIXED: dict[int, str | None] = {0: "k8v4", 2: "2bit_nc", -1: None}
+LAYERS = 4
+NAMES = ["k8v4", "3bit_nc", "2bit_nc", None]
+"""What these layers of a model have with `MIXED` beside "3bit_nc"."""
+
+
+def mixed(**options: Any) -> TurboQuantConfig:
+    return TurboQuantConfig.from_preset("3bit_nc", layers=MIXED, **options)
+
+
+def test_every_layer_has_the_bits_of_its_preset_and_all_other_options():
+    config = mixed(residual_length=7, seed=3, balance=False)
+    expected = [
+        None if name is None else (name, PRESETS[name].key_bits, PRESETS[name].value_bits, 7, 3, False)
+        for name in NAMES
+    ]
+    options = ("preset", "key_bits", "value_bits", "residual_length", "seed", "balance")
+    assert [layer and tuple(getattr(layer, name) for name in options) for layer in config.by_layer(4)] == expected
+    assert config.preset == "3bit_nc"
+
+
+def test_dense_is_the_same_in_layers_and_in_skip_layers():
+    assert TurboQuantConfig(layers={1: None, -1: None}) == TurboQuantConfig(skip_layers=(1, -1))
+    assert TurboQuantConfig(layers={1: None}, skip_layers=(1,)) == TurboQuantConfig(skip_layers=[1])
+    config = mixed(skip_layers=(1,))
+    assert (config.skip_layers, config.layers) == ((1, -1), ((0, "k8v4"), (2, "2bit_nc")))
+    assert dataclasses.replace(config, skip_layers=()).by_layer(4)[-1].preset == "3bit_nc"
+
+
+def test_a_configuration_with_presets_by_layer_is_hashable_and_goes_by_what_it_says():
+    other = TurboQuantConfig.from_preset("3bit_nc", layers={-1: None, 2: "turboquant_2bit_NC", 0: "K8V4"})
+    assert other == mixed() and hash(other) == hash(mixed()) and other != PRESETS["3bit_nc"]
+    assert eval(repr(other)) == other and dataclasses.replace(other) == other
+    assert TurboQuantConfig(**json.loads(json.dumps(dataclasses.asdict(other)))) == other
+    assert config_from(config_text(other)) == other
+
+
+@pytest.mark.parametrize(
+    "layers", [None, 3, "k8v4", ["k8v4"], {0.5: "k8v4"}, {True: "k8v4"}, {"0": "k8v4"}, [(1, 2, 3)]]
+)
+def test_layers_must_be_presets_by_index(layers):
+    with pytest.raises(ValueError, match="`layers` is .*presets by layer indices, e.g. {0: 'k8v4'"):
+        TurboQuantConfig(layers=layers)
+
+
+@pytest.mark.parametrize("preset", ["auto", "", 0, ["a"]], ids=str)
+def test_a_layers_preset_must_be_one(preset):
+    with pytest.raises(ValueError, match="Unknown preset"):
+        TurboQuantConfig(layers={0: preset})
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"layers": {1: "k8v4"}, "skip_layers": (1,)}, "Layer 1 is dense and k8v4 in `layers` and `skip_layers`"),
+        ({"layers": {3: "k8v4"}, "skip_layers": (-1,)}, "Layer 3 is dense and k8v4"),
+        ({"layers": {3: "k8v4", -1: "2bit_nc"}}, "Layer 3 is 2bit_nc and k8v4.*Name this layer once"),
+        ({"layers": {4: "k8v4"}}, "`layers` names layer 4, but the model has 4 layers; use -4 to 3"),
+        ({"layers": {-5: None}}, "`skip_layers` names layer -5, but"),
+    ],
+)
+def test_what_a_layer_cannot_be_is_a_sentence(options, says):
+    with pytest.raises(ValueError, match=says):
+        TurboQuantCache(model_named("llama", num_hidden_layers=LAYERS).config, **options)
+
+
+def test_a_layer_named_twice_with_one_meaning_is_that():
+    assert [c.preset for c in TurboQuantConfig(layers={3: "k8v4", -1: "k8v4"}).by_layer(4)] == [
+        None,
+        None,
+        None,
+        "k8v4",
+    ]
+
+
+def test_a_layer_that_is_never_compressed_takes_no_preset():
+    with pytest.raises(ValueError, match="`layers` has the preset k8v4 for layer 0, a SlidingLayer, which"):
+        TurboQuantCache(model_named("gemma3").config, layers={0: "k8v4"})
+    assert TurboQuantCache(model_named("gemma3").config, layers={0: None}).config.skip_layers == (0,)
+
+
+@pytest.mark.parametrize("room", [None, 400], ids=["growing", "preallocated"])
+def test_a_layer_holds_what_a_cache_of_its_preset_alone_holds(room):
+    """Bit for bit, after a prompt and steps, whatever the layers beside it have."""
+    config = model_named("llama", num_hidden_layers=LAYERS).config
+    cache = TurboQuantCache(config, mixed(residual_length=0), max_cache_len=room)
+    assert type(cache.layers[3]) is (GrowingLayer if room is None else PreallocatedLayer)
+    for index, name in enumerate(NAMES[:3]):
+        alone = TurboQuantCache(config, name, residual_length=0, max_cache_len=room)
+        for step, count in enumerate((200, 1, 1, 70)):
+            for one in (cache, alone):
+                one.update(*states(step, tokens=count), index)
+        (ours, found), (theirs, held) = (one.layers[index].store.export() for one in (cache, alone))
+        assert ours == theirs and ours.blocks + ours.pending == 2 and found["key_words"].count_nonzero()
+        for part, expected in held.items():
+            assert torch.equal(found[part], expected), (index, part)
+
+
+def assembled(model: Any, room: int | None) -> TurboQuantCache:
+    """What `MIXED` stands for, put together by hand of layers made for one preset each."""
+    cache = TurboQuantCache(model.config, "3bit_nc", residual_length=0, max_cache_len=room)
+    for index, name in enumerate(NAMES):
+        layer = TurboQuantLayer(TurboQuantConfig.from_preset(name, residual_length=0), room) if name else None
+        cache.layers[index] = layer or (GrowingLayer() if room is None else PreallocatedLayer(room))
+    return cache
+
+
+@pytest.mark.parametrize(
+    "room, options",
+    [
+        (None, {}),
+        (None, {"num_beams": 3}),
+        (400, {}),
+        (400, {"custom_generate": graph_decoding}),
+        (400, {"compile_config": compile_config()}),
+    ],
+    ids=["growing", "beams", "preallocated", "graph_decoding", "compiled"],
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=LAYERS, attention="turboquant").to(device)
+    ids = tokens(2, 300).to(device)
+    outputs = []
+    for cache in (
+        TurboQuantCache(model.config, mixed(residual_length=0), max_cache_len=room),
+        assembled(model, room),
+        TurboQuantCache(model.config, "2bit_nc", residual_length=0, max_cache_len=room),
+    ):
+        options = dict(max_new_tokens=40, do_sample=False) | options
+        outputs.append(model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), **options))
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("room", [None, 512], ids=["growing", "preallocated"])
+def test_a_saved_cache_comes_back_with_its_presets(tmp_path, room):
+    model, cache = filled("llama", length=389, layers=LAYERS, preset=mixed(), max_cache_len=room)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, mixed())
+    assert loaded.config == cache.config
+    bits = [(layer.config.key_bits, layer.config.value_bits) for layer in loaded.layers[:3]]
+    assert bits == [(PRESETS[name].key_bits, PRESETS[name].value_bits) for name in NAMES[:3]]
+    assert loaded.memory_footprint().packed == cache.memory_footprint().packed > 0
+    assert_continue_alike(model, cache, loaded, (1, 1, 9, 1) if room is None else (1, 1, 1))
+
+
+def test_a_file_of_other_presets_by_layer_is_refused_by_what_it_has(tmp_path):
+    model, cache = filled("llama", length=140, layers=LAYERS, preset=mixed())
+    cache.save(tmp_path / "c.safetensors")
+    for preset in ("3bit_nc", TurboQuantConfig.from_preset("3bit_nc", layers=MIXED | {0: "4bit_nc"})):
+        with pytest.raises(
+            ValueError, match=r"saved with .*layers=\(\(0, 'k8v4'\), \(2, '2bit_nc'\)\), which differs from `preset`"
+        ):
+            TurboQuantCache.load(tmp_path / "c.safetensors", model, preset)
+
+
+def test_an_empty_cache_is_pickled_and_says_what_it_is():
+    model = model_named("llama", num_hidden_layers=LAYERS)
+    cache = TurboQuantCache(model.config, mixed())
+    assert repr(cache) == "TurboQuantCache(3bit_nc, other presets in 2 of 4 layers, 0 tokens, empty)"
+    assert pickle.loads(pickle.dumps(cache)).config == cache.config

@@ -1,7 +1,5 @@
 """Cross-attention over a compressed cache: its queries are of other tokens than its keys."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

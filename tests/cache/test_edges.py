@@ -1,7 +1,5 @@
 """Calls at the edges: of no tokens, by a model on the meta device, and by a model that was moved since."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
@@ -75,8 +73,7 @@ def tokens(count: int) -> torch.Tensor:
 
 def used(name: str, attention: str, **options):
     """A float32 model, and a cache that it has used."""
-    model = build(name)
-    model.set_attn_implementation(attention)
+    model = build(name, attention=attention)
     cache = TurboQuantCache(model.config, **options)
     model.generate(tokens(150), **as_input(cache), max_new_tokens=3, do_sample=False)
     return model, cache

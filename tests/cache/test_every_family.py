@@ -1,7 +1,5 @@
 """Every model type of transformers on a compressed cache: none differs silently from transformers' own cache."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ kvpress 0.5.5 asks for a transformers below 5.3, older than any that this packag
 dependencies. Its hooks read two arguments that models no longer give them; here they are given.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import nullcontext
@@ -379,8 +377,7 @@ def test_states_are_not_assigned_to_an_empty_layer():
 
 def test_keys_masked_by_head_that_attention_did_not_get_are_refused(kvpress):
     """kvpress patches the attention functions that are registered when it is imported."""
-    model = build("llama")
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant")
     cache = TurboQuantCache(model.config)
     prefill(model, cache, PRESSES["per_head"](kvpress))
     with pytest.raises(ValueError, match='kvpress patches "turboquant" if tq_hf is imported before it'):

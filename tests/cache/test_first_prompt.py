@@ -1,7 +1,5 @@
 """What a cache says of its first prompt: scales that fp16 cannot hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,8 +80,7 @@ def test_short_prompts_are_not_balanced_and_are_reported(log):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_nothing_is_said_of_ordinary_states_zeros_or_nan(name, log):
-    model = build(name)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant")
     run(model, TurboQuantCache(model.config))
     run(model, TurboQuantCache(model.config, balance=False))
     for value in (0.0, float("nan")):

@@ -1,7 +1,5 @@
 """Models in float64: nothing of the cache, of attention or of files narrows what it may not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -16,8 +14,7 @@ MORE = torch.randint(3, VOCAB, (2, 7), generator=generator)
 
 
 def model_of(name: str, attention: str):
-    model = build(name, num_hidden_layers=2).double()
-    model.set_attn_implementation(attention)
+    model = build(name, num_hidden_layers=2, attention=attention).double()
     return model
 
 

@@ -1,17 +1,15 @@
 """generate() on a compressed cache, in every way transformers can call it, on every family."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
 import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from tests.support.saving_cases import model_named
 from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
@@ -19,8 +17,6 @@ from tq_hf.compat import as_input
 NEW_TOKENS = 8
 EVERYTHING_DENSE = dict(residual_length=10**6)
 EVERYTHING_PACKED = dict(residual_length=0, sink_tokens=0)
-
-model_named = lru_cache(build)
 
 
 def prompts(batch: int, length: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -43,25 +39,26 @@ def generate(model: PreTrainedModel, cache: Cache, inputs: dict[str, torch.Tenso
 Scenario = Callable[[PreTrainedModel, Callable[[], Cache]], torch.Tensor]
 
 
-def greedy(model, make):
-    return generate(model, make(), prompts(2, 40))
+def one_call(shape: tuple[int, int], padding: tuple[int, ...] = (), **options) -> Scenario:
+    """A scenario of one call with prompts of this `shape`."""
+
+    def scenario(model, make):
+        torch.manual_seed(3)  # of samples
+        return generate(model, make(), prompts(*shape, padding), **options)
+
+    return scenario
 
 
-def sample(model, make):
-    torch.manual_seed(3)
-    return generate(model, make(), prompts(2, 40), do_sample=True, num_return_sequences=3)
-
-
-def beam(model, make):
-    return generate(model, make(), prompts(1, 40), num_beams=4)
-
-
-def beam_left_padded(model, make):
-    return generate(model, make(), prompts(3, 40, (7, 0, 21)), num_beams=4)
-
-
-def left_padded(model, make):
-    return generate(model, make(), prompts(3, 40, (7, 0, 21)))
+PADDED = dict(shape=(3, 40), padding=(7, 0, 21))
+ONE_CALL: dict[str, Scenario] = {
+    "greedy": one_call((2, 40)),
+    "sample": one_call((2, 40), do_sample=True, num_return_sequences=3),
+    "beam": one_call((1, 40), num_beams=4),
+    "beam_left_padded": one_call(**PADDED, num_beams=4),
+    "left_padded": one_call(**PADDED),
+    "chunked_prefill": one_call((2, 40), prefill_chunk_size=16),
+    "chunked_left_padded": one_call(**PADDED, prefill_chunk_size=16),
+}
 
 
 def assisted(model, make):
@@ -78,14 +75,6 @@ def prompt_lookup(model, make):
     inputs = prompts(1, 20)
     inputs = {key: value.repeat(1, 3) for key, value in inputs.items()}
     return generate(model, make(), inputs, prompt_lookup_num_tokens=3)
-
-
-def chunked_prefill(model, make):
-    return generate(model, make(), prompts(2, 40), prefill_chunk_size=16)
-
-
-def chunked_left_padded(model, make):
-    return generate(model, make(), prompts(3, 40, (7, 0, 21)), prefill_chunk_size=16)
 
 
 def multi_turn(model, make):
@@ -108,34 +97,21 @@ def copied_prefix(model, make):
     return torch.nn.utils.rnn.pad_sequence(outputs, batch_first=True)
 
 
-SCENARIOS: list[Scenario] = [
-    greedy,
-    sample,
-    beam,
-    beam_left_padded,
-    left_padded,
-    assisted,
-    prompt_lookup,
-    chunked_prefill,
-    chunked_left_padded,
-    multi_turn,
-    copied_prefix,
-]
+SCENARIOS = ONE_CALL | {each.__name__: each for each in (assisted, prompt_lookup, multi_turn, copied_prefix)}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_with_everything_dense_tokens_are_those_of_dynamic_cache(name, scenario):
-    if name == "qwen3_next" and scenario in (assisted, prompt_lookup):
+    if name == "qwen3_next" and scenario in ("assisted", "prompt_lookup"):
         pytest.skip("transformers refuses assisted generation on models with linear attention")
-    model = model_named(name)
-    model.set_attn_implementation(dense_attention(name))
-    expected = scenario(model, lambda: DynamicCache(config=model.config))
+    model = model_named(name, attention=dense_attention(name))
+    expected = SCENARIOS[scenario](model, lambda: DynamicCache(config=model.config))
     assert expected[:, -NEW_TOKENS:].unique().numel() > 3, "a model that repeats itself shows nothing"
     weights = copy.deepcopy(model.state_dict())
     for attention in ("turboquant", dense_attention(name)):
         model.set_attn_implementation(attention)
-        actual = scenario(model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
+        actual = SCENARIOS[scenario](model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
         assert torch.equal(actual, expected), attention
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
 
@@ -179,8 +155,7 @@ def forward(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, new_tokens
 @pytest.mark.parametrize("name", CONFIGS)
 def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
     """One packed cache, read by the attention function and dequantized, after each kind of change."""
-    model = model_named(name)
-    model.set_attn_implementation("turboquant")
+    model = model_named(name, attention="turboquant")
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     mask = prompts(3, 300, padding)["attention_mask"]
     forward(model, cache, mask, 300)
@@ -208,8 +183,7 @@ def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
-    model = model_named(name)
-    model.set_attn_implementation("turboquant")
+    model = model_named(name, attention="turboquant")
     exact = decode_logits(model, DynamicCache(config=model.config), prompts(2, 300))[1:]
     errors = []
     for preset in ("k8v4", "2bit_nc"):
@@ -221,8 +195,7 @@ def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_only_its_own_attention_function_reads_the_packed_store(name, attention):
-    model = model_named(name)
-    model.set_attn_implementation(attention)
+    model = model_named(name, attention=attention)
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     logits = decode_logits(model, cache, prompts(1, 140))
     assert logits.isfinite().all()
@@ -244,21 +217,21 @@ def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
     assert_close(logits[2], logits[0])
 
 
-@pytest.mark.parametrize("scenario", [greedy, left_padded, chunked_left_padded, multi_turn, beam, assisted])
+@pytest.mark.parametrize("scenario", ["greedy", "left_padded", "chunked_left_padded", "multi_turn", "beam", "assisted"])
 @pytest.mark.parametrize("skip_layers", [(0,), (-1,)], ids=["first", "last"])
 def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scenario, skip_layers):
-    model = model_named("llama")
-    model.set_attn_implementation("sdpa")
-    expected = scenario(model, lambda: DynamicCache(config=model.config))
+    model = model_named("llama", attention="sdpa")
+    expected = SCENARIOS[scenario](model, lambda: DynamicCache(config=model.config))
     options = dict(max_cache_len=120, skip_layers=skip_layers, **EVERYTHING_DENSE)
     for attention in ("turboquant", "sdpa"):
         model.set_attn_implementation(attention)
-        assert torch.equal(scenario(model, lambda: TurboQuantCache(model.config, **options)), expected), attention
+        assert torch.equal(SCENARIOS[scenario](model, lambda: TurboQuantCache(model.config, **options)), expected), (
+            attention
+        )
 
 
 def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_growing_ones():
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     logits = []
     for room in (None, 400):
         cache = TurboQuantCache(model.config, max_cache_len=room, skip_layers=(0,), **EVERYTHING_PACKED)
@@ -280,8 +253,7 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
 @pytest.mark.parametrize("held, more", [(190, 11), (200, 1)])
 @pytest.mark.parametrize("skip_layers", [(0,), (-1,)])
 def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_layers, held, more):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers, **EVERYTHING_PACKED)
     with torch.no_grad():
         model(prompts(1, held)["input_ids"], **as_input(cache))
@@ -301,8 +273,7 @@ def test_linear_layers_keep_the_stock_class_and_sliding_ones_its_place():
 
 
 def test_a_reset_cache_serves_another_batch_size():
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     generate(model, cache, prompts(2, 140))
     cache.reset()
@@ -313,8 +284,7 @@ def test_a_reset_cache_serves_another_batch_size():
 
 @pytest.mark.parametrize("preallocated", [None, 400])
 def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     outputs = []
     for context in (torch.inference_mode, torch.no_grad):
         cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
@@ -330,8 +300,7 @@ def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
 
 @pytest.mark.parametrize("preallocated", [None, 400])
 def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     options = dict(max_cache_len=preallocated, skip_layers=(1,))
     cache = TurboQuantCache(model.config, **options, **EVERYTHING_PACKED)
     ids = prompts(2, 300)["input_ids"]
@@ -347,8 +316,7 @@ def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
 
 def test_offloading_between_steps_changes_nothing():
     """On a CPU both moves stay in place; what is tested is that a store and a view taken before survive them."""
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     outputs = []
     for offloaded in (False, True):
         cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
@@ -377,8 +345,7 @@ def test_nothing_keeps_the_prompt_alive_after_a_forward(preallocated, monkeypatc
         return update(self, keys, values, *args, **kwargs)
 
     monkeypatch.setattr(TurboQuantLayer, "update", watched)
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
     gc.collect()
     gc.disable()
@@ -394,8 +361,7 @@ def test_nothing_keeps_the_prompt_alive_after_a_forward(preallocated, monkeypatc
 
 @pytest.mark.parametrize("preallocated", [None, 800])
 def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
     with torch.enable_grad():
         for tokens in (300, 20, 1):
@@ -407,8 +373,7 @@ def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
 
 def test_a_preallocated_cache_is_read_with_additive_masks():
     """As a growing one is; the room after its tokens stays unseen, whatever the mask says of it."""
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     steps = []
     for room, keys in ((None, 202), (400, 400)):
         cache = TurboQuantCache(model.config, max_cache_len=room, **EVERYTHING_PACKED)

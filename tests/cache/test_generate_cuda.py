@@ -1,7 +1,5 @@
 """generate() with the kernels, eager and compiled, on a GPU."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

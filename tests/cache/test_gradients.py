@@ -1,7 +1,5 @@
 """Gradients reach the first call and are right there. Those of a later call are lost, and a backward pass says so."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import lru_cache
 

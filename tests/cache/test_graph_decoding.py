@@ -1,7 +1,5 @@
 """`custom_generate=graph_decoding` gives the tokens of `generate()`'s own loop, and leaves the cache as that does."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -31,8 +29,7 @@ GREEDY = dict(max_new_tokens=20, do_sample=False)
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def model(request):
-    model = build("llama").to(request.param)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant").to(request.param)
     return model
 
 
@@ -334,7 +331,8 @@ def test_how_to_compile_is_heeded_but_for_graphs_of_the_compiler(model, mode, ta
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=given)
     model.generate(**prompt(model), **GREEDY, **options)
-    assert [(config.backend, config.mode, config.options) for config in compiled] == [("eager", taken, {"epilogue": 1})]
+    wanted = "eager", taken, {"epilogue": 1}
+    assert compiled and all((config.backend, config.mode, config.options) == wanted for config in compiled)
     assert "triton.cudagraphs" in given.options, "the caller's own"
 
 
@@ -369,13 +367,14 @@ def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
     assert plain != lower
 
 
+@pytest.mark.parametrize("drafts", ["none", "lookup", "assistant"])
 @pytest.mark.parametrize("first", [True, False], ids=["inference mode first", "inference mode last"])
-def test_a_step_is_used_again_in_and_out_of_inference_mode(model, first) -> None:
+def test_a_step_is_used_again_in_and_out_of_inference_mode(model, first, drafts) -> None:
     cache, found = TurboQuantCache(model.config, max_cache_len=ROOM), []
+    options: dict = {"lookup": {"prompt_lookup_num_tokens": 3}, "assistant": {"assistant_model": model}}.get(drafts, {})
+    options |= dict(**prompt(model, 1 if options else 2, padded=9), **GREEDY, custom_generate=graph_decoding)
     for inference in (first, not first):
         with torch.inference_mode(inference):
-            found.append(
-                model.generate(**prompt(model, padded=9), **GREEDY, **as_input(cache), custom_generate=graph_decoding)
-            )
+            found.append(model.generate(**as_input(cache), **options))
             cache.reset()
     assert torch.equal(*found)

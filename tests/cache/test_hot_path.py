@@ -1,7 +1,5 @@
 """The way of a decode step's keys, from the cache to a kernel, is short and goes one way."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -89,8 +87,7 @@ class Way:
 
 @pytest.mark.parametrize("preallocated", [None, 300], ids=["growing", "preallocated"])
 def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocated, kernels):
-    model = build("llama", num_hidden_layers=1)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=1, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated)
     ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
     model(ids, **as_input(cache))
@@ -116,8 +113,7 @@ def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocat
 )
 def test_a_layer_of_a_step_runs_few_functions(preallocated, dispatched, most, kernels):
     """From `TurboQuantCache.update` to the backend at most `dispatched` of this package, and `most` in all."""
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated)
     ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
     functions: list[str] = []
@@ -221,8 +217,7 @@ def test_what_the_first_layer_of_a_prompt_worked_out_others_look_up(room, tokens
 
 @pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 3)], ids=["growing", "preallocated"])
 def test_a_step_launches_few_kernels_a_layer(room, launches, kernels):
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=room)
     ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
     model(ids, **as_input(cache))

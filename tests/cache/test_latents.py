@@ -5,8 +5,6 @@ channels as its keys and the rotary key of 64 as its values, each packed with it
 absorb the up-projection; for other attention functions keys and values of the heads are made from dequantized latents.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
@@ -53,13 +51,14 @@ CONFIGS = {
 }
 
 
-def build(name: str) -> PreTrainedModel:
+def build(name: str, attention: str = "sdpa") -> PreTrainedModel:
     """A small model around latents of full size, whose logits depend on what it attends to."""
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    model.set_attn_implementation(attention)
     return model
 
 
@@ -127,8 +126,7 @@ def test_the_error_of_a_latent_is_that_of_its_codebook(name):
     ],
 )
 def test_logits_of_a_compressed_latent_stay_near_those_in_float64(name, attention):
-    model = build(name)
-    model.set_attn_implementation(attention)
+    model = build(name, attention=attention)
     prompt, step = ids(700), ids(701)[:, :1]
 
     def logits(cache) -> torch.Tensor:
@@ -311,8 +309,7 @@ def test_a_step_does_not_expand_the_history():
 
 
 def test_a_cache_from_a_file_is_read_packed(tmp_path, absorbed):
-    model = build("deepseek_v3")
-    model.set_attn_implementation("turboquant")
+    model = build("deepseek_v3", attention="turboquant")
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
         continued(model, cache, 420, 1)
@@ -325,8 +322,7 @@ def test_a_cache_from_a_file_is_read_packed(tmp_path, absorbed):
 
 
 def test_what_was_recorded_is_freed_without_the_garbage_collector():
-    model = build("deepseek_v3")
-    model.set_attn_implementation("turboquant")
+    model = build("deepseek_v3", attention="turboquant")
     cache = TurboQuantCache(model.config)
     gc.collect()
     gc.disable()
@@ -355,8 +351,7 @@ def test_every_preset_is_read_packed(name, absorbed):
 def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
-    model = build("deepseek_v3")
-    model.set_attn_implementation("turboquant")
+    model = build("deepseek_v3", attention="turboquant")
     prompt = torch.cat([ids(420), ids(421)[:, 1:]])
     mask = torch.ones_like(prompt)
     mask[1, :9] = 0
@@ -376,8 +371,7 @@ def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed, monkeypatch):
 
 def test_a_compiled_step_with_an_additive_mask_expands(absorbed):
     torch._dynamo.reset()
-    model = build("deepseek_v3")
-    model.set_attn_implementation("turboquant")
+    model = build("deepseek_v3", attention="turboquant")
     mask = torch.zeros(1, 1, 1, 600)
     mask[..., 421:] = -torch.inf
     mask[..., 3] = -0.5
@@ -400,8 +394,7 @@ def test_a_compiled_step_with_an_additive_mask_expands(absorbed):
 def test_threads_with_a_broken_graph_keep_their_latents(number):
     """Between `update` and attention a graph breaks, and each thread waits until the other is there, too."""
     torch._dynamo.reset()
-    model = build("deepseek_v3")
-    model.set_attn_implementation("turboquant")
+    model = build("deepseek_v3", attention="turboquant")
     module, meeting = model.model.layers[0].self_attn, threading.Barrier(number)
     caches = [TurboQuantCache(model.config, max_cache_len=600) for _ in range(number)]
 

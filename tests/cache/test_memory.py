@@ -1,7 +1,5 @@
 """The footprint is what is held: every tensor reachable from a cache, to the byte, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, Gemma3TextConfig

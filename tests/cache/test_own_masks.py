@@ -3,8 +3,6 @@
 Everything stays dense in these caches, so that logits are those over a `DynamicCache`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import product
 
@@ -25,8 +23,7 @@ MORE = torch.randint(3, VOCAB, (2, 4), generator=generator)
 
 
 def _built(name, attention):
-    model = build(name, num_hidden_layers=2)
-    model.set_attn_implementation(attention)
+    model = build(name, num_hidden_layers=2, attention=attention)
     return model
 
 

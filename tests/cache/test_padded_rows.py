@@ -1,7 +1,5 @@
 """The first real tokens of a padded row are its exact sinks, however they came and whatever attention reads them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -114,8 +112,7 @@ def test_kernels_read_padded_rows_as_torch_does(name, room):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_captured_steps_of_padded_rows_are_eager_ones(name, options):
     torch._dynamo.reset()
-    model = build(name).cuda()
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant").cuda()
     inputs = {key: value.cuda() for key, value in prompt().items()}
     asked = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True)
     found = []
@@ -131,8 +128,7 @@ def test_captured_steps_of_padded_rows_are_eager_ones(name, options):
 
 @pytest.mark.parametrize("room", [None, ROOM])
 def test_without_padding_nothing_is_exchanged(room):
-    model = build("llama")
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant")
     inputs = prompt((0, 0))
     cache, plain = (TurboQuantCache(model.config, max_cache_len=room) for _ in range(2))
     logits = run(model, cache, inputs, 0, 400, LENGTH)

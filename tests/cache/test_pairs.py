@@ -5,8 +5,6 @@ after the other, on a cache that grows; those of pages with a cache of the same 
 sentence in `refused`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
@@ -62,8 +60,7 @@ know: a second turn and `generate` stand for them."""
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = build("llama", num_hidden_layers=2)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=2, attention="turboquant")
     return model
 
 

@@ -1,7 +1,5 @@
 """Weights that are a subclass of tensors with a product and little else, like those of torchao."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that read the keys of others (Gemma 3n, Gemma 4), on the device of those or elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -40,8 +38,7 @@ def test_layers_that_share_keys_read_them_on_another_device_too(preallocated, mo
 @pytest.mark.parametrize("preallocated", [None, 50])
 def test_layers_that_share_keys_read_the_packed_store(preallocated, monkeypatch):
     """The handle of a layer's keys is good for every layer that attends to them: nobody needs the states."""
-    model = build("gemma3n")
-    model.set_attn_implementation("sdpa")
+    model = build("gemma3n", attention="sdpa")
     expected = logits(model, DynamicCache(config=model.config))
     model.set_attn_implementation("turboquant")
     given, update = [], TurboQuantLayer.update

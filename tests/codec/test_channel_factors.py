@@ -1,7 +1,5 @@
 """Channel scales: what they are, what they leave invariant, and that they stay in range whatever comes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tq_kernels.format import SAMPLED_BLOCKS

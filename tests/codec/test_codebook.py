@@ -1,7 +1,5 @@
 """The codebooks are optimal for the channels they quantize, and exact where kernels need them exact."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The packed format: what `tq_hf.codec.packing` documents, bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,11 +1,13 @@
-"""Encode and dequantize in torch: errors, exact definitions, and bits that depend on the tokens alone."""
+"""Encode and dequantize in torch: errors, exact definitions, bits that depend on the tokens alone and on no mode of the
+caller, and tokens that are not finite, which are lost alone."""
 
-from __future__ import annotations
+import contextlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from tq_kernels.format import CODES
-from tq_kernels.types import PackedBlocks
+from tq_kernels.types import AttentionOptions, KeyValue, PackedBlocks
 
 from tests.support.helpers import (
     BLOCK,
@@ -14,15 +16,22 @@ from tests.support.helpers import (
     concatenated,
     dequantized,
     encoded,
+    filled,
+    llama_config,
     relative_error,
     rows,
     states,
 )
-from tq_hf import PRESETS
-from tq_hf.codec import reference
+from tests.support.tiny_models import VOCAB, build
+from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.codec import codebook, reference, rotation, trellis
 from tq_hf.codec.packing import unpack
 from tq_hf.codec.reference import levels_of, quantize
 from tq_hf.codec.rotation import rotate
+from tq_hf.compat import as_input, cached_table
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.cpu import packed
+from tq_hf.stores import sizes
 
 SPHERE_MSE = {2: 0.0925, 3: 0.0276, 4: 0.00931}
 """At head_dim 128, relative to the vector's energy: 0.98 of what test_codebook.py and test_trellis_codes.py find."""
@@ -228,3 +237,143 @@ def test_another_seed_gives_other_bits_and_the_same_quality():
     for config in (first, second):
         restored, _ = round_trip(config, keys, values)
         assert relative_error(restored, keys) == pytest.approx(expected_error(4, False), rel=0.02)
+
+
+DIM, BLOCKS = 64, 3
+LOST = 128 + 77
+NAN, INF = float("nan"), float("inf")
+
+
+def spoilt(what: float, which: int, offset: float = 0.0) -> tuple[KeyValue, KeyValue]:
+    """States of three blocks, sound and with one channel of one token of the first head as it must not be."""
+    keys, values = states(0, tokens=BLOCKS * BLOCK, dim=DIM)
+    keys = keys + offset * torch.randn(DIM, generator=torch.Generator().manual_seed(1))
+    broken = keys.clone(), values.clone()
+    broken[which][0, 0, LOST, 9] = what
+    return (keys, values), broken
+
+
+def without_lost(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, torch.arange(x.shape[2]) != LOST]
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+@pytest.mark.parametrize("what", [NAN, INF, -INF, 1e30])
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc", "2.5bit_nc", "2bit_nc"])
+def test_other_tokens_are_restored(preset, which, what, offset):
+    config = PRESETS[preset]
+    sound, broken = spoilt(what, which, offset)
+    got = dequantized(config, encoded(config, *broken))
+    want = dequantized(config, encoded(config, *sound))
+    centred = sound[0] - sound[0].mean(2, keepdim=True)
+    plain = relative_error(want[0] - sound[0] + centred, centred)
+    # A block that has no mean is coded with it.
+    allowed = 1.1 * max(1, (sound[0].norm() / centred.norm()).item()) * plain
+    error = without_lost(got[0] - sound[0])
+    assert relative_error(error + without_lost(centred), without_lost(centred)) < allowed
+    if config.value_bits < 4 and which == 1:  # those in its words have other codes
+        others = [without_lost(pair[1]) for pair in (got, want, sound)]
+        assert relative_error(others[0], others[2]) < 1.05 * relative_error(others[1], others[2])
+    else:
+        assert torch.equal(without_lost(got[1]), without_lost(want[1]))
+    for block in (0, 2):
+        assert_same(*(rows(pair, BLOCK * block, BLOCK * (block + 1)) for pair in (got, want)))
+    assert_same(*((keys[:, 1:], values[:, 1:]) for keys, values in (got, want)))
+    if what != 1e30 and (preset != "k8v4" or which == 1 or what != what):  # FP8 codes of infinity are the largest
+        assert not got[which][0, 0, LOST].isfinite().any()
+
+
+def test_a_lost_key_that_is_masked_is_not_seen():
+    config = all_packed()
+    sound, broken = spoilt(NAN, 0)
+    query = torch.randn(1, 4, 3, DIM, generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(1, 1, 3, BLOCKS * BLOCK, dtype=torch.bool)
+    mask[..., LOST] = False
+    outputs = []
+    for pair in (sound, broken):
+        view = filled(config, pair).view()
+        outputs.append(cpu_attention.attend(query, view, mask, AttentionOptions(DIM**-0.5, causal=False)))
+    assert relative_error(outputs[1], outputs[0]) < 0.1
+
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, VOCAB, (1, 310), generator=torch.Generator().manual_seed(0))
+TABLES = {
+    "levels": (codebook.levels, lambda bits: (bits, CPU)),
+    "boundaries": (codebook.boundaries, lambda bits: (4, CPU)),
+    "codes": (codebook.codes_of_ceilings, lambda bits: (4, CPU)),
+    "signs": (rotation.signs, lambda bits: (64, bits, CPU)),
+    "no signs": (rotation.signs, lambda bits: (64, None, CPU)),
+    "rotation": (rotation.rotation_matrix, lambda bits: (96, bits, CPU, torch.float32)),
+    "errors": (trellis._errors, lambda bits: (min(bits, 3), CPU)),
+    "words": (packed.table, lambda bits: (min(bits, 4), torch.float32, CPU)),
+    "planes": (packed._planes, lambda bits: (CPU,)),
+    "no blocks": (sizes._no_blocks, lambda bits: (config_of(bits), (1, 2, 16, 16), CPU)),
+}
+
+
+def config_of(bits: int):
+    return TurboQuantCache(llama_config(1), {2: "2bit_nc", 3: "3bit_nc", 4: "4bit_nc", 8: "k8v4"}[bits]).config
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+MODES = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "meta": lambda: torch.device("meta"),
+    "fake": FakeTensorMode,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def tensors_of(table) -> list[torch.Tensor]:
+    if isinstance(table, PackedBlocks):
+        return [*table.tensors().values(), *table.channel_scales]
+    table = table if isinstance(table, tuple) else (table,)
+    return [torch.view_as_real(x) if x.is_complex() else x for x in table]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_the_same_in_every_mode(name, bits, mode):
+    make, arguments = TABLES[name][0].__wrapped__, TABLES[name][1](bits)
+    expected = tensors_of(cached_table(make)(*arguments))
+    with MODES[mode]():
+        found = cached_table(make)(*arguments)
+    for table, like in zip(tensors_of(found), expected, strict=True):
+        assert type(table) is torch.Tensor and not table.is_inference()
+        torch.testing.assert_close(table, like, rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["float64", "bfloat16", "meta"])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"preset": "3bit_nc"}], ids=str)
+def test_a_whole_model_runs_in_a_mode_as_outside_of_it(mode, options):
+    model = build("llama", attention="turboquant")
+
+    def logits() -> torch.Tensor:
+        cache = TurboQuantCache(model.config, **options)
+        return torch.cat([model(part, **as_input(cache)).logits[:, -1] for part in IDS.split([300, 1, 9], dim=1)])
+
+    expected = logits()
+    with MODES[mode]():
+        found = logits()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_fake_tensors_are_refused():
+    cache = TurboQuantCache(llama_config(1))
+    with FakeTensorMode(), pytest.raises(ValueError, match="Keys are fake tensors.*Leave `FakeTensorMode`"):
+        cache.update(*(x.clone() for x in (torch.empty(1, 2, 9, 16), torch.empty(1, 2, 9, 16))), 0)
+    cache.update(*states(0, tokens=9), 0)
+    assert cache.get_seq_length() == 9

@@ -1,7 +1,5 @@
 """The rotation is orthogonal for any head_dim, repeatable, and spreads what must not stay in one channel."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Trellis codes of words: the rule of the documentation, the best paths, and words that decode alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The model of this repository, for tests of scripts that measure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel

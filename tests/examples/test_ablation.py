@@ -1,7 +1,5 @@
 """Switches of the recipe (`examples/measure/quality/ablation.py`): with none it is the method, each does its part."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

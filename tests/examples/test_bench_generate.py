@@ -1,7 +1,5 @@
 """What `bench_generate` measures is what its rows say."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -26,8 +24,7 @@ from tq_hf.graph_decoding.step import LateFlags
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 @pytest.mark.parametrize("room", [None, 100])
 def test_a_filled_cache_is_read_as_after_a_prefill(name, room):
-    model = build(name)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=room)
     fill(cache, model, batch=2, context=60)
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {60}

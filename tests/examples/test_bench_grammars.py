@@ -1,7 +1,5 @@
 """`bench_grammars`: requests with and without a grammar take turns in an engine on a CPU."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

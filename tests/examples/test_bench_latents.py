@@ -1,7 +1,5 @@
 """`bench_latents`: its two attentions agree on a small case in the interpreter, and its rows in the table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

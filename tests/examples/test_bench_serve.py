@@ -1,7 +1,5 @@
 """`benchmark.py serve` as a CPU runs it: every cell, on a tiny model, and what it makes of times."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """Requests are timed by the steps of an engine like vLLM's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

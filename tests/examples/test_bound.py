@@ -1,7 +1,5 @@
 """The bound on codes reads a text in one pass as a cache is read in chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

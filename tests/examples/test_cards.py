@@ -1,7 +1,5 @@
 """Predictions for other cards: what they say of the card they were fitted to, and how a card is recognised."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.measure.compile.cards import CARDS, card_of, load, prediction

@@ -1,7 +1,5 @@
 """The committed counts of compiled kernels are whole and within their limits; predictions rest on them."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.measure.compile import cards, compile_matrix

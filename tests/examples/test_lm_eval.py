@@ -1,7 +1,5 @@
 """`examples/lm_eval_turboquant.py` on the task of the shipped model, where lm-evaluation-harness is installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`examples/multi_gpu.py` finds a pass key on a CPU, in one process and with heads split over two."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Models at published sizes of heads run, and the sweep sees what is wrong."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

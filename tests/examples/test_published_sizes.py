@@ -1,7 +1,5 @@
 """What `families.md` says of published sizes is what the functions that choose answer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

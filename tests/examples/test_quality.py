@@ -5,8 +5,6 @@ answers are then read through each cache in one call. The limits are about a thi
 float32 on a CPU moves by less than a hundredth between machines, and by much more than a third when a part is broken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

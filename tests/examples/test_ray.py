@@ -1,7 +1,5 @@
 """`examples/ray_batch.py` and `examples/ray_serve.py` on a local cluster of two CPU workers, where Ray is installed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

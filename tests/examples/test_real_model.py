@@ -1,8 +1,6 @@
 """Real weights and text from the package registry, as far as that can be tested without it; documents cut from a text;
 and `evaluate.py` on a model with a tokenizer."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import zipfile

@@ -9,8 +9,6 @@ The rotation is fixed (`seed`); KL then moves by less than a hundredth between m
 are a quarter above what was measured, the standard deviation over five rotations (5 to 22% by preset).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`examples/rollouts.py`: GRPO samples its answers from packed pages, where TRL is installed (it is an extra)."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

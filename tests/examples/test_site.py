@@ -1,7 +1,5 @@
 """Pages of the documentation's site: one for each way and each part of the results, and links that lead somewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

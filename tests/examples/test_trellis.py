@@ -1,7 +1,5 @@
 """Trellis codes of `examples/measure/quality/trellis.py`: the best path, closed within a word, and pinned tables."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is said, once, of a model's dtype and of the GPU it is on."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

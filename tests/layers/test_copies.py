@@ -1,7 +1,5 @@
 """Writing into the keys and values that layers answer with: all layers of a cache take it, compressed or not."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,24 +1,24 @@
-"""Sliding-window layers hold their window and no more, and otherwise do what transformers' own do."""
-
-from __future__ import annotations
+"""Sliding-window layers hold their window and no more, and otherwise do what transformers' own do. Tokens are taken
+back from layers that hold different numbers of them, on purpose or because a call was interrupted."""
 
 import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
+from tests.support.helpers import assert_same, llama_config, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
-from tq_hf.compat import as_input
+from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.layers.dense import PreallocatedSlidingLayer, SlidingLayer
 from tq_hf.layers.rollback import take_back
 
 WINDOW = 16
 
 
-def states(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, tokens, 8), torch.randn(2, 3, tokens, 4)
 
 
@@ -27,7 +27,7 @@ def test_it_returns_and_keeps_what_the_stock_layer_does_in_less_memory(lengths: 
     torch.manual_seed(0)
     ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
     for tokens in lengths:
-        keys, values = states(tokens)
+        keys, values = rows_of(tokens)
         for mine, theirs in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
             assert torch.equal(mine, theirs)
         for mine, theirs in ((ours.keys, stock.keys), (ours.values, stock.values)):
@@ -50,7 +50,7 @@ def test_a_preallocated_one_returns_what_the_stock_layer_does(lengths: tuple[int
             ours.activate_past_recording()
         for tokens in lengths:
             assert ours.get_mask_sizes(tokens) == stock.get_mask_sizes(tokens)
-            keys, values = states(tokens)
+            keys, values = rows_of(tokens)
             for mine, theirs in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
                 assert torch.equal(mine, theirs)
 
@@ -60,7 +60,7 @@ def test_a_preallocated_one_that_records_is_cropped_to_what_it_was(before: int, 
     """The next steps are those of a layer that never saw what was removed."""
     torch.manual_seed(0)
     ours, other = preallocated(), preallocated()
-    prompt, kept, gone, after = states(before), states(3), states(removed), states(2)
+    prompt, kept, gone, after = rows_of(before), rows_of(3), rows_of(removed), rows_of(2)
     ours.update(*prompt)
     other.update(*prompt)
     ours.activate_past_recording()
@@ -81,12 +81,12 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
     """At every place of the ring, up to a step of which nothing stays."""
     torch.manual_seed(removed)
     ours, other = preallocated(200), preallocated(200)
-    prompt = states(before)
+    prompt = rows_of(before)
     for layer in (ours, other):
         layer.update(*prompt)
     ours.open_ring(5)
     for _ in range(2 * ours.ring_rows):
-        kept, gone = states(5 - removed), states(removed)
+        kept, gone = rows_of(5 - removed), rows_of(removed)
         rows = ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
         take_back((ours,), torch.tensor(removed))
         for t in range(5 - removed):
@@ -102,7 +102,7 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
     for one in (ours, other):
         one.crop(-1)
     for tokens in (1, 3, 1):
-        new = states(tokens)
+        new = rows_of(tokens)
         assert ours.get_mask_sizes(tokens) == other.get_mask_sizes(tokens)
         for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
             assert mine.shape == theirs.shape
@@ -114,7 +114,7 @@ def test_a_ring_that_an_exception_ended_is_cropped_to_what_it_was() -> None:
     """Rows beyond the window are kept for the crop, and no longer."""
     torch.manual_seed(0)
     ours, other = preallocated(), preallocated()
-    prompt, gone, after = states(40), states(5), states(2)
+    prompt, gone, after = rows_of(40), rows_of(5), rows_of(2)
     for layer in (ours, other):
         layer.update(*prompt)
     ours.open_ring(5)
@@ -131,7 +131,7 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
     """Its rows stay, at the same addresses; a longer step needs more."""
     torch.manual_seed(0)
     ours, other = preallocated(), preallocated()
-    prompt, new = states(40), states(4)
+    prompt, new = rows_of(40), rows_of(4)
     ours.update(*prompt)
     ours.open_ring(5)
     ours.close_ring(record=False)
@@ -158,7 +158,7 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
 
 def test_a_preallocated_one_says_what_a_crop_needs() -> None:
     layer = preallocated()
-    layer.update(*states(40))
+    layer.update(*rows_of(40))
     before = layer.keys.clone()
     with pytest.raises(ValueError, match="remove 4 tokens from a sliding window of 16.*activate_past_recording"):
         layer.crop(-4)
@@ -170,11 +170,11 @@ def test_the_last_token_of_a_preallocated_one_can_be_taken_back(before: int) -> 
     """Of a full window the next token's query does not see the first, so nothing it sees is gone."""
     torch.manual_seed(0)
     ours, other = preallocated(), preallocated()
-    prompt, after = states(before), states(3)
+    prompt, after = rows_of(before), rows_of(3)
     ours.update(*prompt)
     other.update(*prompt)
     for t in range(3):
-        ours.update(*states(1))
+        ours.update(*rows_of(1))
         ours.crop(-1)
         assert ours.get_seq_length() == other.get_seq_length() == before + t
         assert ours.get_mask_sizes(1) == other.get_mask_sizes(1)
@@ -186,14 +186,14 @@ def test_the_last_token_of_a_preallocated_one_can_be_taken_back(before: int) -> 
 @pytest.mark.parametrize("before, allowed", [(WINDOW + 1, 1), (40, 1), (WINDOW, 2), (WINDOW - 1, 3)])
 def test_no_more_is_taken_back_than_was_kept(before: int, allowed: int) -> None:
     layer = preallocated()
-    layer.update(*states(before))
+    layer.update(*rows_of(before))
     for _ in range(allowed):
         layer.crop(-1)
     if before > WINDOW:
         with pytest.raises(ValueError, match="would need 1 older tokens"):
             layer.crop(-1)
         assert layer.get_seq_length() == before - 1
-        layer.update(*states(1))
+        layer.update(*rows_of(1))
         layer.crop(-1)
 
 
@@ -208,11 +208,11 @@ def test_steps_of_a_window_that_fills_and_slides_are_compiled_once() -> None:
         return graph
 
     step = torch.compile(lambda keys, values: ours.update(keys, values), backend=count, fullgraph=True)
-    prompt = states(WINDOW - 5)
+    prompt = rows_of(WINDOW - 5)
     ours.update(*prompt)
     stock.update(*prompt)
     for _ in range(12):
-        new = states(1)
+        new = rows_of(1)
         for mine, theirs in zip(step(*new), stock.update(*new), strict=True):
             assert torch.equal(mine, theirs)
     assert ours.get_seq_length() == stock.get_seq_length() and len(graphs) <= 2
@@ -220,7 +220,7 @@ def test_steps_of_a_window_that_fills_and_slides_are_compiled_once() -> None:
 
 def test_a_preallocated_one_is_selected_and_repeated() -> None:
     layer = preallocated()
-    layer.update(*states(7))
+    layer.update(*rows_of(7))
     keys = layer.keys.clone()
     layer.batch_repeat_interleave(3)
     layer.batch_select_indices(torch.tensor([0, 5]))
@@ -242,3 +242,198 @@ def test_what_transformers_makes_by_itself_stays_its_own() -> None:
     assert SlidingLayer not in DYNAMIC_LAYER_TYPE_MAPPING.values()
     model = build("gemma3")
     assert type(DynamicCache(config=model.config).layers[0]) is DynamicSlidingWindowLayer
+
+
+UNEVEN = (600, 400, 200)
+BOTH = "LinearAttentionAndStaticFullAttentionLayer"
+kinds = pytest.mark.parametrize(
+    "options", [{}, {"max_cache_len": 900}, {"skip_layers": (0, 1)}], ids=["growing", "preallocated", "dense"]
+)
+
+
+def lengths(cache) -> list[int]:
+    return [int(layer.get_seq_length()) for layer in cache.layers]
+
+
+def uneven(kind, tokens=UNEVEN, **options):
+    cache = kind(config=llama_config(3)) if kind is DynamicCache else kind(llama_config(3), **options)
+    for layer, count in enumerate(tokens):
+        cache.update(*states(layer, 2, tokens=count), layer)
+    return cache
+
+
+def pruned(**options):
+    """600 tokens of all layers, pruned by assignment after the call."""
+    cache = uneven(TurboQuantCache, (600,) * 3, **options)
+    for layer, count in zip(cache.layers, UNEVEN, strict=True):
+        layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
+    return cache
+
+
+@kinds
+@pytest.mark.parametrize(
+    "make", [lambda **options: uneven(TurboQuantCache, **options), pruned], ids=["built", "pruned"]
+)
+@pytest.mark.parametrize("more", [(), (1,), (20, 1)], ids=str)
+def test_a_crop_takes_as_many_tokens_from_each_layer(make, options, more):
+    cache, expected = make(**options), uneven(DynamicCache)
+    for each in (cache, expected):
+        for tokens in more:
+            for layer in range(3):
+                each.update(*states(9, 2, tokens=tokens), layer)
+    for tokens in (0, -1, -30, -1000):
+        cache.crop(tokens)
+        expected.crop(tokens)
+        assert lengths(cache) == lengths(expected)
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("crop", [0, -1, -20, -50])
+def test_a_call_that_an_exception_ended_is_taken_back_from_uneven_layers(options, tokens, crop):
+    """And no more than it, if no more is asked for; a second crop takes from each layer again."""
+    cache, undisturbed = (uneven(TurboQuantCache, **options) for _ in range(2))
+    for layer in range(2):
+        cache.update(*states(9, 2, tokens=tokens), layer)
+    cache.crop(crop)
+    undisturbed.crop(min(0, crop + tokens))
+    for _ in range(2):
+        for ours, theirs in zip(cache.layers, undisturbed.layers, strict=True):
+            assert int(ours.get_seq_length()) == int(theirs.get_seq_length())
+            assert_same(*((layer.keys, layer.values) for layer in (ours, theirs)))
+        cache.crop(-3)
+        undisturbed.crop(-3)
+
+
+@pytest.mark.parametrize("count", [(200, 400, 600), (400, 200, 600)])
+@pytest.mark.parametrize("after", [1, 2])
+def test_layers_that_grow_are_taken_back_by_the_call_that_was_interrupted(count, after):
+    cache = uneven(TurboQuantCache, count)
+    for layer in range(after):
+        cache.update(*states(9, 2, tokens=20), layer)
+    cache.crop(-20)
+    assert lengths(cache) == list(count)
+
+
+@kinds
+def test_a_complete_call_that_updates_another_layer_last_is_not_taken_for_interrupted(options):
+    """Loop models (Dory) update the first layers again, after the last one."""
+    cache = uneven(TurboQuantCache, (300,) * 3, **options)
+    for layer in (0, 2, 1):
+        cache.update(*states(9, 2, tokens=20), layer)
+    cache.crop(-2)
+    assert lengths(cache) == [318] * 3
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_layers_that_were_evened_out_are_not_taken_for_interrupted_again(copy):
+    cache = uneven(TurboQuantCache, (300, 300, 300))
+    cache.update(*states(9, 2, tokens=20), 0)
+    if copy:
+        cache = cache.__deepcopy__({})
+    cache.crop(0)
+    cache.crop(-1)
+    assert lengths(cache) == [299] * 3
+
+
+def test_a_compiled_step_that_an_exception_ended_is_taken_back():
+    """Nothing notes its updates: it leaves the first layers one token ahead, with counts on the device."""
+    cache = uneven(TurboQuantCache, (300, 300, 300), max_cache_len=400)
+    cache.layers[0].update(*states(9, 2, tokens=1))
+    assert lengths(cache) == [301, 300, 300]
+    cache.crop(0)
+    assert lengths(cache) == [300, 300, 300]
+
+
+@pytest.mark.parametrize("limit", [None, 600])
+def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
+    """Layers are pruned in the call of the prompt, by the same tokens whatever candidates come with it (PyramidKV)."""
+    model = build("llama", attention="turboquant")
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 10)
+    kept, steps, answers = (350, 200), [], []
+
+    def prune(module, args, kwargs, output):
+        layer = kwargs[CACHE_NAME].layers[module.layer_idx]
+        if output[0].shape[1] >= 400:
+            layer.keys, layer.values = (
+                torch.cat([x[:, :, : kept[module.layer_idx]], x[:, :, 350:]], 2) for x in (layer.keys, layer.values)
+            )
+        elif module.layer_idx == 0:
+            steps.append(output[0].shape[1])
+
+    hooks = [block.self_attn.register_forward_hook(prune, with_kwargs=True) for block in model.model.layers]
+    for options in ({}, {"prompt_lookup_num_tokens": 3}):
+        cache = TurboQuantCache(model.config, "k8v4", max_cache_len=limit)
+        generate = dict(max_new_tokens=12, do_sample=False, **as_input(cache), disable_compile=True)
+        answers.append(model.generate(ids, **generate, **options))
+        assert lengths(cache) == [count + 61 for count in kept]
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(*answers) and max(steps) > 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("skip_layers", [(0,), (-1,)])
+@pytest.mark.parametrize("empty", ["reset", "crop"])
+def test_the_first_call_after_an_emptied_cache_is_none_of_drafts(empty, skip_layers):
+    """Layers agree on the rows of a call of 2 to 16 tokens: those of a prompt, not of a step with drafts."""
+    model = build("llama", attention="turboquant")
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers)
+    cache.activate_past_recording()
+    model(ids, **as_input(cache))
+    cache.reset() if empty == "reset" else cache.crop(-40)
+    found = model(ids[:, :5], **as_input(cache)).logits
+    torch.testing.assert_close(found, model(ids[:, :5], use_cache=False).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, BOTH), reason="transformers lacks it")
+def test_layers_whose_keys_transformers_keeps_are_refused():
+    """Convolutions beside keys, preallocated (Inkling): transformers' `crop` shortens the convolution states only."""
+    cache = TurboQuantCache(llama_config(2), max_cache_len=64)
+    cache.layers[1] = getattr(cache_utils, BOTH)(64)
+    cache.activate_past_recording()
+    for index in range(2):
+        cache.update(*states(1, 2, tokens=9), index)
+    with pytest.raises(ValueError, match=f"layer 1, a {BOTH}: .* none of its keys"):
+        cache.crop(-2)
+    assert lengths(cache) == [9, 9]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0, 1)}], ids=str)
+def test_layers_that_the_model_does_not_have_are_not_taken_for_interrupted(options):
+    """A model that was cut off, or whose last layers have no attention: `crop` does what `DynamicCache` does."""
+    model = build("llama", num_hidden_layers=4, attention="turboquant")
+    model.model.layers = model.model.layers[:2]
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 5)
+    cache, answers = TurboQuantCache(model.config, "k8v4", **options), []
+    model(ids, **as_input(cache))
+    for tokens in (-20, 0, -3):
+        cache.crop(tokens)
+        model(ids[:, :1], **as_input(cache))
+    assert lengths(cache) == [180, 180, 0, 0]
+    for candidates in (None, 4):
+        cache = TurboQuantCache(model.config, "k8v4", **options)
+        generate = dict(max_new_tokens=12, do_sample=False, **as_input(cache), disable_compile=True)
+        answers.append(model.generate(ids, **generate, prompt_lookup_num_tokens=candidates))
+    assert torch.equal(*answers)
+
+
+@kinds
+def test_a_first_call_that_an_exception_ended_is_taken_back_or_named(options):
+    cache = TurboQuantCache(llama_config(3), **options)
+    for crop, held in ((0, [0, 0, 0]), (-20, [280, 280, 0])):
+        for layer in range(2):
+            cache.update(*states(layer, 2, tokens=300), layer)
+        cache.crop(crop)
+        assert lengths(cache) == held
+    for layer in range(2):
+        cache.update(*states(layer, 2, tokens=20), layer)
+    with pytest.raises(ValueError, match="Layer 2 held no tokens .* Make a new cache, and pass the whole"):
+        cache.update(*states(2, 2, tokens=20), 2)
+    if "skip_layers" not in options:  # transformers 5.17 keeps the rows of its layers
+        cache.reset()
+        for layer in range(3):
+            cache.update(*states(layer, 2, tokens=20), layer)
+        assert lengths(cache) == [20, 20, 20]

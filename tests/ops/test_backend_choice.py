@@ -1,7 +1,5 @@
 """`TQ_HF_BACKEND` chooses the backend, and a kernel that fails on a card names it."""
 
-from __future__ import annotations
-
 import runpy
 from typing import Any
 

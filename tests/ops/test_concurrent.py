@@ -1,7 +1,5 @@
 """Two threads, two streams, two models in one process at once: the results of running alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress

@@ -1,8 +1,6 @@
 """A second turn over compressed history: the buffered way, the switch, the mask that is left out; and what assisted
 decoding must not change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_tiled_attention import random, viewed
@@ -109,8 +107,7 @@ def test_a_mask_is_left_out_where_it_would_only_say_causal(padding):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_chunked_and_unchunked_logits_agree_with_an_unbounded_residual(name):
-    model = build(name)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant")
     ids = torch.randint(3, 128, (1, 450), generator=torch.Generator().manual_seed(0))
     logits = []
     for sizes in ([450], [200, 137, 113], [131] * 3 + [57], [100, 17, 300, 33]):
@@ -128,8 +125,7 @@ def test_assisted_greedy_is_greedy(preset, seeds):
     """Where a block is encoded between proposing and checking, the two read different states of the same token: the
     only difference there may be. The residual here is long enough that what is read is packed either way, but for
     drafts that come with the prompt: of this model none is right."""
-    model = build("llama", num_hidden_layers=4)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=4, attention="turboquant")
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, 128, (1, 40), generator=generator).repeat(1, 4)
@@ -144,8 +140,7 @@ def test_assisted_greedy_is_greedy(preset, seeds):
 
 def test_the_cache_matters_to_what_is_generated():
     """Guards the test above: with another cache tokens do differ."""
-    model = build("llama")
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant")
     ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 4)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=24, max_new_tokens=24)
     caches = (DynamicCache(config=model.config), TurboQuantCache(model.config, "2bit_nc", residual_length=24))

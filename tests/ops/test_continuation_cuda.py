@@ -1,7 +1,5 @@
 """Continuation prefill on a GPU: every way against fp64, and assisted decoding on a trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Needs no GPU. Triton is given a driver of a card that lacks something, and its cache is empty.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace
 from tq_hf.stores import graph_ops
 from tq_hf.stores.store import LayerStore
+from tq_hf.tensors.layer import View
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -137,64 +136,39 @@ def test_what_a_card_lacks_is_said(
     assert "triton/runtime" in str(caplog.records[-1].exc_text)
 
 
-Launch = Callable[[], Any]
+def host_view(tokens: int) -> View:
+    """View of a growing store, with new tokens."""
+    return filled(CONFIG, states(0, tokens=140)).append(*states(1, tokens=tokens))
 
 
-def encode() -> Launch:
-    store = filled(CONFIG, states(0, tokens=140))
-    return lambda: store.append(*states(1, tokens=300))
+def device_view() -> View:
+    """View of a preallocated store, with a new token that is not stored yet."""
+    return LayerStore.allocate(CONFIG, *states(0, tokens=1), 300).append(*states(1, tokens=1))
 
 
-def dequantize() -> Launch:
-    store = filled(CONFIG, states(0, tokens=140))
-    return lambda: dispatch.dense(store.view())
-
-
-def decode() -> Launch:
-    store = filled(CONFIG, states(0, tokens=140))
-    view = store.append(*states(1, tokens=1))
-    return lambda: dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
-
-
-def prefix() -> Launch:
-    store = filled(CONFIG, states(0, tokens=140))
-    view = store.append(*states(1, tokens=100))
-    # With a softcap it is the only kernel that takes so many queries.
-    return lambda: dispatch.attend(torch.zeros(1, 4, 100, 16), view, None, AttentionOptions(1.0, softcap=20.0))
-
-
-def buffered() -> Launch:
-    store = filled(CONFIG, states(0, tokens=140))
-    view = store.append(*states(1, tokens=100))
-    return lambda: dispatch.buffered_attend(torch.zeros(1, 4, 100, 16), view, None, AttentionOptions(1.0))
-
-
-def append_on_device() -> Launch:
-    store = LayerStore.allocate(CONFIG, *states(0, tokens=1), 300)
-    view = store.append(*states(1, tokens=1))
-    return lambda: graph_ops.dense(view)
-
-
-def attend_on_device() -> Launch:
-    store = LayerStore.allocate(CONFIG, *states(0, tokens=1), 300)
-    view = store.append(*states(1, tokens=1))
-    return lambda: graph_ops.attend_token(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
-
-
-PATHS = (encode, dequantize, decode, prefix, buffered, append_on_device, attend_on_device)
+ONE, MANY = torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 100, 16)
+PLAIN, CAPPED = AttentionOptions(1.0), AttentionOptions(1.0, softcap=20.0)  # only one kernel caps so many queries
+LAUNCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "encode": (lambda: filled(CONFIG, states(0, tokens=140)), lambda store: store.append(*states(1, tokens=300))),
+    "dequantize": (lambda: filled(CONFIG, states(0, tokens=140)).view(), dispatch.dense),
+    "decode": (lambda: host_view(1), lambda view: dispatch.attend(ONE, view, None, PLAIN)),
+    "prefix": (lambda: host_view(100), lambda view: dispatch.attend(MANY, view, None, CAPPED)),
+    "buffered": (lambda: host_view(100), lambda view: dispatch.buffered_attend(MANY, view, None, PLAIN)),
+    "append_on_device": (device_view, graph_ops.dense),
+    "attend_on_device": (device_view, lambda view: graph_ops.attend_token(ONE, view, None, PLAIN)),
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here Triton has a driver")
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
-def test_every_launch_is_explained(
-    kernels_run: None, monkeypatch: pytest.MonkeyPatch, path: Callable[[], Launch]
-) -> None:
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_launch_is_explained(kernels_run: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    make, call = LAUNCHES[name]
     with monkeypatch.context() as patch:
         patch.setattr(backend, "chosen", "torch")
-        launch = path()
+        held = make()
     with pytest.raises(RuntimeError, match=SENTENCE) as caught:
-        launch()
+        call(held)
     assert caught.match("0 active drivers")
     # The way out is one.
     monkeypatch.setattr(backend, "chosen", "torch")
-    launch()
+    call(held)

@@ -1,7 +1,5 @@
 """A mask that ends before the tokens do is refused before anything reads it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tq_kernels.types import AttentionOptions

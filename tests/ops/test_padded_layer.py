@@ -3,8 +3,6 @@
 On a machine without a GPU the file runs again in a child process under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

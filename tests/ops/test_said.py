@@ -1,7 +1,5 @@
 """What falls to torch on a GPU is said once, in a sentence, when it runs."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention tile by tile equals the oracle: a float64 softmax over what the store dequantizes to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 The clauses are those of vLLM's workspace manager (pull requests 40706, 40941, 37805 and the review of the last).
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 

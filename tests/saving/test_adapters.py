@@ -1,7 +1,5 @@
 """A saved cache belongs to the adapters that were active, merged and scaled as they were."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -18,8 +16,7 @@ IDS = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0
 
 
 def adapted() -> Any:
-    model = build("llama")
-    model.set_attn_implementation("turboquant")
+    model = build("llama", attention="turboquant")
     for layer in model.model.layers:
         layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
     return model
@@ -69,8 +66,7 @@ def test_adapters_of_peft(tmp_path):
             r=8, lora_alpha=alpha, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
         )
 
-    base = build("llama")
-    base.set_attn_implementation("turboquant")
+    base = build("llama", attention="turboquant")
     model = peft.get_peft_model(base, lora())
     model.add_adapter("b", lora())
     model.eval()

@@ -1,7 +1,5 @@
 """A cache saved as one that grows is loaded as a preallocated one, and the other way round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ def tokens(count: int, seed: int) -> torch.Tensor:
 
 
 def filled(name: str, length: int, **options: Any) -> Any:
-    model = build(name)
-    model.set_attn_implementation("turboquant" if name not in ("gemma2", "gpt_oss") else "eager")
+    model = build(name, attention="turboquant" if name not in ("gemma2", "gpt_oss") else "eager")
     cache = TurboQuantCache(model.config, model=model, **options)
     with torch.no_grad():
         model(tokens(length, 0), **as_input(cache))

@@ -1,7 +1,5 @@
 """What `save` does with a cache that it should not, or where it should not."""
 
-from __future__ import annotations
-
 import builtins
 from functools import partial
 from pathlib import Path
@@ -38,8 +36,7 @@ def interrupted(model: Any, cache: TurboQuantCache, ids: torch.Tensor, after: in
 
 @pytest.mark.parametrize("room", [None, 400], ids=["growing", "preallocated"])
 def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
-    model = build("llama", num_hidden_layers=4)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache, undisturbed = (TurboQuantCache(model.config, model=model, max_cache_len=room) for _ in range(2))
     interrupted(model, cache, tokens(300), after=4)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [303, 303, 302, 302]
@@ -60,8 +57,7 @@ def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0, 1)}], ids=str)
 @pytest.mark.parametrize("loaded_room", ["saved", None, 500])
 def test_layers_pruned_to_different_lengths_are_saved(tmp_path, options, loaded_room):
-    model = build("llama", num_hidden_layers=4)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache = TurboQuantCache(model.config, model=model, **options)
     with torch.no_grad():
         model(tokens(350), **as_input(cache))
@@ -83,8 +79,7 @@ def test_layers_pruned_to_different_lengths_are_saved(tmp_path, options, loaded_
 
 @pytest.mark.parametrize("ahead", [1, 20])
 def test_pruned_layers_of_an_interrupted_call_are_not_saved_until_they_are_cropped(tmp_path, ahead):
-    model = build("llama", num_hidden_layers=4)
-    model.set_attn_implementation("turboquant")
+    model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache = TurboQuantCache(model.config, model=model)
     with torch.no_grad():
         model(tokens(350), **as_input(cache))

@@ -1,7 +1,5 @@
 """Saving and loading: the same bits come back, and a cache of another model is refused with a sentence."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from pathlib import Path
@@ -77,8 +75,7 @@ def test_every_configuration_and_length_comes_back(tmp_path, options, length):
 
 @pytest.mark.parametrize("crop", [0, 15])
 def test_blocks_whose_rows_are_still_dense_come_back_as_they_were(tmp_path, crop):
-    model = model_named("llama")
-    model.set_attn_implementation("turboquant")
+    model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, model=model, residual_length=0)
     run(model, cache, tokens(2, 120))
     run(model, cache, tokens(2, 20))

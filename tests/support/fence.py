@@ -124,8 +124,6 @@ if Version(transformers.__version__) >= Version("5.19"):
 
     from tq_hf.batching import requests as our_requests
 
-    STEP = input_outputs.PagedAttentionArgs
-    IOS = [input_outputs.ContinuousBatchingIOs, input_outputs.ContinuousBatchingAsyncIOs]
     DUCKS["_WithOptions"] = [api.ContinuousBatchingManager]
     NESTED.append(our_requests.scheduler_class("fifo"))  # type: ignore[arg-type]
     ALLOCATORS = [cache_allocators.FullAttentionCacheAllocator, cache_allocators.SlidingAttentionCacheAllocator]

@@ -13,7 +13,15 @@ from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
-model_named = lru_cache(build)
+_built = lru_cache(build)
+
+
+def model_named(name: str, attention: str | None = None, **changes: Any) -> Any:
+    """A random model of a family, built once, with this `attention` from now on."""
+    model = _built(name, **changes)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -29,8 +37,7 @@ def filled(
     name: str, length: int = 300, batch: int = 2, attention: str = "turboquant", layers: int = 0, **options: Any
 ) -> Any:
     """A model and a cache that holds a prompt and one more token; `layers` are those of the model, 0 as they are."""
-    model = model_named(name, **(dict(num_hidden_layers=layers) if layers else {}))
-    model.set_attn_implementation(attention)
+    model = model_named(name, **(dict(num_hidden_layers=layers) if layers else {}), attention=attention)
     cache = TurboQuantCache(model.config, model=model, **options)
     run(model, cache, tokens(batch, length - 1))
     run(model, cache, tokens(batch, 1, seed=1))

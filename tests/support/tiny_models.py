@@ -169,15 +169,18 @@ def dense_attention(name: str) -> str:
     return DENSE_ATTENTION.get(name, "sdpa")
 
 
-def build(name: str, seed: int = 1, **changes: Any) -> PreTrainedModel:
-    """A random model of a family, float32, in eval mode; `changes` replace sizes of its config. More layers repeat the
-    kinds of the two."""
+def build(name: str, seed: int = 1, attention: str | None = None, **changes: Any) -> PreTrainedModel:
+    """A random model of a family, float32, in eval mode, with this `attention`; `changes` replace sizes of its config.
+    More layers repeat the kinds of the two."""
     config = CONFIGS[name]()
     if kinds := getattr(config, "layer_types", None):
         layers = changes.get("num_hidden_layers", len(kinds))
         changes = {"layer_types": (kinds * layers)[:layers]} | changes
     config.update(changes)
-    return random_weights(config, seed)
+    model = random_weights(config, seed)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model
 
 
 def random_weights(config: PreTrainedConfig, seed: int = 1) -> PreTrainedModel:

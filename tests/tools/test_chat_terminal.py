@@ -1,7 +1,5 @@
 """`tq-hf chat` at a terminal: typed keys, Ctrl-C included, through a pseudo-terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

@@ -1,7 +1,5 @@
 """The command `tq-hf`, as a user types it."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.metadata import entry_points

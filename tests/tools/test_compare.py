@@ -1,7 +1,5 @@
 """`tq-hf compare`: one prompt on a `DynamicCache` and on packed caches."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the command prints: tables of 80 columns, progress, errors; and how little it imports for its help."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

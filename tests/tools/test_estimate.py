@@ -1,7 +1,5 @@
 """What a cache will take, from the config alone: equal to what a real one holds, byte for byte."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import lru_cache
 from typing import Any

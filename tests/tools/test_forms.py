@@ -2,8 +2,6 @@
 
 # ruff: noqa: F811 - fixtures of another file
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Estimates for the configs of well-known models, against bytes counted by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

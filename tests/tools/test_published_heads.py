@@ -1,7 +1,5 @@
 """Estimates, files and the memory report agree at the sizes that families are published in."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """`tq-hf serve`: OpenAI's API on packed pages, asked as a client asks it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """`tq-hf sweep`: what each layer loses at each preset, and the presets by layer that fit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -79,8 +77,7 @@ def test_the_line_names_the_commonest_preset_and_the_layers_that_differ():
 
 
 def reader_of(name: str, tokens: int = FIRST + 2 * CHUNK + 9, layers: int = 2) -> Reader:
-    model = build(name, num_hidden_layers=layers)
-    model.set_attn_implementation("turboquant")
+    model = build(name, num_hidden_layers=layers, attention="turboquant")
     return Reader(model, torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1)))
 
 

@@ -20,6 +20,7 @@ leave fp16's range, all channels of a head are multiplied by a power of two, whi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from tq_kernels.format import (
@@ -63,24 +64,25 @@ def _masked(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, 
 
 
 class Statistics:
-    """Sums over sampled tokens of a first prompt by name: squares `[B, Hkv, D]` and counts `[B, Hkv, 1]`, float32."""
+    """Sums over sampled tokens of a first prompt: squares `[B, Hkv, D]`, and their number `[B, Hkv, 1]`, float32."""
 
-    def __init__(self) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
+    squares: Any = 0.0
+    count: Any = 0.0
 
-    def add(self, name: str, x: torch.Tensor, mask: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, mask: torch.Tensor) -> None:
         """Add the squares of `x` `[B, Hkv, T, D]`, and its number of tokens with a `mask` `[B, Hkv, T, 1]` of 1."""
-        for key, term in ((name, sum_by_halving((x * x).mT)), (f"{name} count", sum_by_halving(mask.mT))):
-            self.sums[key] = self.sums[key] + term if key in self.sums else term
+        self.squares, self.count = self.squares + sum_by_halving((x * x).mT), self.count + sum_by_halving(mask.mT)
 
-    def rms(self, name: str) -> torch.Tensor:
+    @property
+    def rms(self) -> torch.Tensor:
         """RMS of each channel, `[B, Hkv, D]`, at least `QUIETEST` times the loudest channel's (0 if all are 0)."""
-        sigma = (self.sums[name] / self.sums[f"{name} count"].clamp_min(1)).sqrt()
+        sigma = (self.squares / self.count.clamp_min(1)).sqrt()
         return sigma.maximum(QUIETEST * sigma.amax(-1, keepdim=True))
 
-    def known(self, name: str) -> torch.Tensor:
+    @property
+    def known(self) -> torch.Tensor:
         """Whether there are at least `LEAST_TOKENS` tokens, and not all are zero: `[B, Hkv, 1]` bool."""
-        return (self.sums[f"{name} count"] >= LEAST_TOKENS) & (self.sums[name].amax(-1, keepdim=True) > 0)
+        return (self.count >= LEAST_TOKENS) & (self.squares.amax(-1, keepdim=True) > 0)
 
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
@@ -110,22 +112,6 @@ def _channel_scales(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tens
     return (1 / divisor).clamp(SMALLEST_SCALE, LARGEST_SCALE).bfloat16().half()
 
 
-def key_channel_scales(stats: Statistics) -> torch.Tensor:
-    """1 / s, `[B, Hkv, Dk]` fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`."""
-    k, known = stats.rms("keys"), stats.known("keys")
-    if "queries" not in stats.sums:
-        return _channel_scales(torch.ones_like(k), k, known)
-    q, usable = stats.rms("queries"), stats.known("keys") & stats.known("queries")
-    wanted = torch.where(usable, k / torch.where(usable, q, 1), 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO).sqrt()
-    return _channel_scales(wanted, k, known)
-
-
-def value_channel_scales(stats: Statistics) -> torch.Tensor:
-    """1 / t, `[B, Hkv, Dv]` fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`."""
-    v, known = stats.rms("values"), stats.known("values")
-    return _channel_scales(torch.where(known, v, 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO), v, known)
-
-
 def channel_scales(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
@@ -142,16 +128,24 @@ def channel_scales(
         values: `[B, Hkv, T, Dv]`.
         first: Number of tokens at the start that stay dense.
         valid: Tokens that are not padding, `[B, T]` bool; `None` for all.
+
+    Returns:
+        1 / s `[B, Hkv, Dk]` and 1 / t `[B, Hkv, Dv]`, fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`.
     """
-    stats = Statistics()
+    k, q, v = Statistics(), Statistics(), Statistics()
     for block in sampled_blocks(keys.shape[2], first):
         valid_here = None if valid is None else valid[:, block]
-        k, mask = _masked(keys[:, :, block], valid_here)
-        mean = sum_by_halving(k.mT) / sum_by_halving(mask.mT).clamp_min(1)
-        stats.add("keys", (k - mean[:, :, None]) * mask, mask)
-        stats.add("values", *_masked(values[:, :, block], valid_here))
+        x, mask = _masked(keys[:, :, block], valid_here)
+        mean = sum_by_halving(x.mT) / sum_by_halving(mask.mT).clamp_min(1)
+        k.add((x - mean[:, :, None]) * mask, mask)
+        v.add(*_masked(values[:, :, block], valid_here))
         if queries is not None:
-            q, mask = _masked(queries[:, :, block], valid_here)
-            grouped = (x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in (q, mask))
-            stats.add("queries", *grouped)
-    return ChannelScales(key_channel_scales(stats), value_channel_scales(stats))
+            own = _masked(queries[:, :, block], valid_here)
+            q.add(*(x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in own))
+    of_keys, of_values, limits = k.rms, v.rms, (1 / LARGEST_RATIO, LARGEST_RATIO)
+    wanted = torch.ones_like(of_keys)
+    if queries is not None:
+        usable = k.known & q.known
+        wanted = torch.where(usable, of_keys / torch.where(usable, q.rms, 1), 1).clamp(*limits).sqrt()
+    loud = torch.where(v.known, of_values, 1).clamp(*limits)
+    return ChannelScales(_channel_scales(wanted, of_keys, k.known), _channel_scales(loud, of_values, v.known))

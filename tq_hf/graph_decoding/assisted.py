@@ -4,7 +4,7 @@ A step runs the model on the newest token and on k drafts after it. The model ch
 k + 1 tokens. Drafts that agree with the model are accepted, and so is the model's own token after them: 1 to S tokens a
 step. The other tokens are taken back from the cache, by its counts on the device. Drafting and acceptance are part of
 the graph, too, so the host never waits for a step that it has just launched: it reads the number of accepted tokens one
-step late. Sliding layers are rings meanwhile: their masks follow from the number of tokens, too, and are made here.
+step late. Sliding layers are rings meanwhile: their masks follow from the number of tokens, too (`StepInputs`).
 
 Greedy search and drafts of a lookup accept a draft that is the model's choice. Sampling with an assistant accepts and
 replaces drafts as speculative sampling does (Leviathan et al. 2023, algorithm 1). Both leave the distribution of the
@@ -13,167 +13,25 @@ model's tokens as it is.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..cache import TurboQuantCache
-from ..compat import as_input, longer_inputs, mark_static_shape, optimized_for_decode, outside_inference_mode, prefill
+from ..compat import as_input, longer_inputs, optimized_for_decode, outside_inference_mode, prefill
 from ..layers.base import FullAttentionLayer
-from ..layers.dense import PreallocatedSlidingLayer
 from ..layers.rollback import take_back
 from ..stores.sizes import STEP_TOKENS
-from .loop import Loop, check_layers, latest_steps, layers_with_states, tensors_of
-from .step import (
-    CapturedStep,
-    LateFlags,
-    Masks,
-    allowed,
-    check_inputs,
-    first_inputs,
-    map_masks,
-    mask_tensors,
-    needs_no_mask,
-)
+from .loop import Loop, check_layers, latest_steps, tensors_of
+from .step import CapturedStep, LateFlags, StepInputs, layers_with_states, sliding_layers
 
 MOST_DRAFTS = STEP_TOKENS - 1
 """Most drafts of a step: with the token before them, as many tokens as the decode kernel takes."""
 ASSISTANT_DRAFTS = 5
 """Drafts of a step where `num_assistant_tokens` has transformers' default, 20, which stops at unlikely drafts."""
-
-
-class MaskKind(NamedTuple):
-    """A mask of a model, for one kind of layers.
-
-    Args:
-        dtype: Bool, or float and added to logits.
-        columns: Number of rows of the layers; 0 where they need no mask, as nothing is padded.
-        window: Number of tokens of a sliding window; `None` for full attention.
-    """
-
-    dtype: torch.dtype
-    columns: int
-    window: int | None
-
-
-class StepInputs:
-    """Inputs of a step with S tokens for a batch of one, made on the device from the number of tokens in the cache.
-
-    Args:
-        model: The model.
-        cache: The cache that it fills.
-        ids: `[1, T]` int64, the tokens before those of the step.
-        cached: Number of tokens in the cache.
-        tokens: S.
-        inputs: Inputs of the model as `generate()` keeps them, with a padding mask, if any, that covers the step.
-
-    Raises:
-        ValueError: The model takes inputs or masks that cannot be continued.
-    """
-
-    def __init__(
-        self, model: Any, cache: TurboQuantCache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
-    ) -> None:
-        first, positions, self.masks = first_inputs(model, cache, ids, cached, tokens, inputs)
-        if "logits_to_keep" in first:
-            first["logits_to_keep"] = tokens
-        self.constants = first
-        self.offsets = None if positions is None else positions - cached
-        rings = rings_of(cache.layers)
-        self.tokens, self.kinds = tokens, _mask_kinds(self.masks, rings, len(layers_with_states(cache)))
-        self.open = ids.new_ones(cache.preallocated_for or 0, dtype=torch.bool)
-        """`[max_cache_len]` bool, by place among the cached tokens: False for padding."""
-        if (padding := inputs.get("attention_mask")) is not None:
-            self.open[: padding.shape[-1]] = padding[0, : len(self.open)]
-        column, given, other = torch.full((1,), cached, device=ids.device), mask_tensors(self.masks), []
-        start = rings[0].get_mask_sizes(tokens)[1] if rings else 0
-        if not all(self._continues(mask, kind, column, start) for mask, kind in zip(given, self.kinds, strict=True)):
-            other.append("an attention mask that is not causal")
-        if rings and all(kind.window is None for kind in self.kinds):
-            other.append("no mask for its sliding layers")
-        check_inputs(model, first, other)
-        if needs_no_mask(cache.layers) and bool(self.open[: cached + tokens].all()):
-            self.kinds = [kind if kind.window is not None else kind._replace(columns=0) for kind in self.kinds]
-
-    def _continues(self, given: torch.Tensor, kind: MaskKind, column: torch.Tensor, start: int) -> bool:
-        """Whether a mask from transformers is what `_mask` makes. A sliding layer's begins at the token `start`."""
-        if given.dim() != 4:
-            return False
-        places = torch.arange(given.shape[3], device=given.device) + (0 if kind.window is None else start)
-        return torch.equal(allowed(given), allowed(self._mask(kind, column, places)))
-
-    @property
-    def shapes(self) -> list[Any]:
-        """Dtypes and shapes of the inputs that change from step to step."""
-        return [*self.kinds, *([] if self.offsets is None else [(self.offsets.dtype, self.offsets.shape)])]
-
-    def copy_(self, other: StepInputs) -> None:
-        """Take the prompt's padding and positions from inputs of the same shapes."""
-        if self.offsets is not None and other.offsets is not None:
-            self.offsets.copy_(other.offsets)
-        self.open.copy_(other.open)
-
-    @outside_inference_mode
-    def cloned(self) -> StepInputs:
-        """The same with tensors of its own, which later calls may write to."""
-        other = copy.copy(self)
-        other.offsets = None if self.offsets is None else self.offsets.clone()
-        other.open = self.open.clone()
-        return other
-
-    def at(self, column: torch.Tensor) -> dict[str, Any]:
-        """Inputs of a step after `column` cached tokens, `[1]` int64."""
-        inputs = dict(self.constants)
-        if self.offsets is not None:
-            inputs["position_ids"] = self.offsets + column
-        if self.masks is not None:
-            inputs["attention_mask"] = self._masks(column)
-        return inputs
-
-    def _masks(self, column: torch.Tensor) -> Masks:
-        kinds = iter(self.kinds)
-
-        def mask(_: torch.Tensor) -> torch.Tensor:
-            kind = next(kinds)
-            places = torch.arange(kind.columns, device=column.device)
-            if kind.window is not None:  # each row of a ring has the newest token that fits there
-                newest = column + (self.tokens - 1)
-                places = newest - (newest - places) % kind.columns
-            return self._mask(kind, column, places)
-
-        return map_masks(mask, self.masks)
-
-    def _mask(self, kind: MaskKind, column: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Mask `[1, 1, S, columns]` of keys at `places` `[columns]` among the cached tokens. Negative places are
-        empty."""
-        query = column + torch.arange(self.tokens, device=column.device)[:, None]
-        attends = places <= query
-        if kind.window is None:
-            attends = attends & self.open[: len(places)]
-        else:
-            attends = attends & (places > query - kind.window) & (places >= 0)
-            attends = attends & self.open.index_select(0, places.clamp(min=0))
-        if kind.dtype == torch.bool:
-            return attends[None, None]
-        return torch.where(attends, 0.0, torch.finfo(kind.dtype).min).to(kind.dtype)[None, None]
-
-
-def _mask_kinds(masks: Masks, rings: list[PreallocatedSlidingLayer], layers: int) -> list[MaskKind]:
-    """Kinds of masks that transformers made for a cache of `layers` layers, sliding ones as rings."""
-    slides = "sliding_attention" if rings else None
-    every = masks if isinstance(masks, dict) else {slides if len(rings) == layers else "all": masks}
-    return [
-        MaskKind(mask.dtype, rings[0].ring_rows, rings[0].max_cache_len)
-        if name == slides
-        else MaskKind(mask.dtype, mask.shape[-1], None)
-        for name, mask in every.items()
-        if mask is not None
-    ]
 
 
 class PromptLookup:
@@ -233,11 +91,11 @@ class Assistant:
         _, inputs = prefill(
             self.model, read, config, {**as_input(self.cache), "use_cache": True, "attention_mask": padding}
         )
-        for ring in rings_of(self.layers):
+        for ring in sliding_layers(self.layers):
             ring.open_ring(self.number + 1)
         steps = [StepInputs(self.model, self.cache, read, held, n, longer_inputs(inputs, n - 1)) for n in (2, 1)]
         if [own.shapes for own in self.steps] != [new.shapes for new in steps]:
-            self.steps = [new.cloned() for new in steps]
+            self.steps = steps
         for own, new in zip(self.steps, steps, strict=True):
             own.copy_(new)
 
@@ -305,11 +163,6 @@ def drafts_of(
     return Assistant(assistant, own, number)
 
 
-def rings_of(layers: Iterable[Any]) -> list[PreallocatedSlidingLayer]:
-    """Sliding layers, which are rings while drafts are taken back."""
-    return [layer for layer in layers if isinstance(layer, PreallocatedSlidingLayer)]
-
-
 def expect_drafts(cache: TurboQuantCache) -> None:
     """Let steps of full-attention layers have several tokens. Sliding layers become rings instead: to record what left
     their windows would keep a whole prompt."""
@@ -358,19 +211,15 @@ def speculative_sample(
 
 @dataclass(kw_only=True)
 class AssistedTensors(CapturedStep):
-    """Tensors of an assisted step of one sequence, whose newest token is not cached yet.
+    """Tensors of an assisted step of one sequence.
 
     Args:
-        inputs: Inputs of the model.
         drafts: Source of the drafts.
-        shift: `[1]` int64, number of tokens of the prompt that are not in the cache.
         accepted: `[S + 1]` int64: the tokens of the last step, and the number of them that count.
         draft_scores: `[k, vocabulary]` float32 that drafts were chosen by, or `None`.
     """
 
-    inputs: StepInputs
     drafts: Drafts
-    shift: torch.Tensor
     accepted: torch.Tensor
     draft_scores: torch.Tensor | None = None
 
@@ -386,6 +235,7 @@ class AssistedLoop(Loop):
         super().__init__(*arguments)
         assert self.max_length is not None
         self.drafts, self.tokens, self.longest = drafts, drafts.number + 1, self.max_length
+        self.width = self.longest + self.tokens
         self.counts: list[int] = []
         """Number of accepted tokens of each step that was read."""
         # After the prompt, because only then the length of a pruned cache, or of embeddings, is known.
@@ -406,7 +256,7 @@ class AssistedLoop(Loop):
                     self._advance(step)
             is_complete = True
         finally:  # a call that an exception ended is left to `crop`
-            for ring in rings_of((*self.layers, *self.drafts.layers)):
+            for ring in sliding_layers((*self.layers, *self.drafts.layers)):
                 ring.close_ring(record=not is_complete)
         self.cache.last_update = None  # no call is left half done
         for name in ("logits", "scores"):
@@ -415,26 +265,17 @@ class AssistedLoop(Loop):
                 setattr(self, name, [row for part, count in rows for row in part[:count, None]])
         return self._result(step.history)
 
+    @outside_inference_mode
     def _begin(self, inputs: dict[str, Any]) -> AssistedTensors:
-        """Set tensors for the first step: those of the last call, if they fit."""
+        """Let drafts and sliding layers begin. Returns tensors set for the first step."""
         mask = inputs.get("attention_mask")
         self.drafts.begin(self.prompt, None if mask is None else mask[:, : self.length], self.config)
-        inputs = longer_inputs(inputs, self.tokens - 1)
-        for ring in rings_of(self.layers):
+        for ring in sliding_layers(self.layers):
             ring.open_ring(self.tokens)
-        made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs)
-        width = self.longest + self.tokens
         addresses = [tensor.data_ptr() for layer in self.drafts.layers for tensor in tensors_of(layer)]
-        key = (*self._key(made.constants, None, None, width), made.shapes, self.drafts.key, addresses)
-
-        def tensors() -> dict[str, Any]:
-            shift, accepted = self.prompt.new_zeros(1), self.prompt.new_zeros(self.tokens + 1)
-            return {"inputs": made.cloned(), "drafts": self.drafts, "shift": shift, "accepted": accepted}
-
-        step: AssistedTensors = self._set(AssistedTensors, key, width, tensors)
-        step.inputs.copy_(made)
-        step.shift.fill_(self.length - self.cached)
-        return step
+        own = {"drafts": self.drafts, "accepted": self.prompt.new_zeros(self.tokens + 1)}
+        inputs = longer_inputs(inputs, self.tokens - 1)
+        return self._step(inputs, AssistedTensors, (self.drafts.key, addresses), **own)
 
     def _advance(self, step: Any) -> None:
         self._run_or_replay(step)
@@ -444,25 +285,11 @@ class AssistedLoop(Loop):
     def _run(self, step: Any) -> None:
         """Run the operations of the graph."""
         drafts, step.draft_scores = step.drafts.draft(self, step.history, step.at)
-        place, newest = torch.arange(self.tokens, device=step.at.device), step.at - 1
-        step.history.index_copy_(1, step.at + place[:-1], drafts[None])
-        tokens = step.history.index_select(1, newest + place)
-        step.logits = self.call(self.model, tokens, step.inputs.at(newest - step.shift), self.cache)[0]
+        place = torch.arange(self.drafts.number, device=step.at.device)
+        step.history.index_copy_(1, step.at + place, drafts[None])
+        step.logits = self._forward(step)[0]
         if self.selects_in_graph:
             self._verify(step)
-
-    def call(self, model: Any, tokens: torch.Tensor, inputs: dict[str, Any], cache: TurboQuantCache) -> torch.Tensor:
-        """Logits `[1, S, vocabulary]` float32 after the next tokens `[1, S]` of a model."""
-        inputs = {**inputs, **as_input(cache), "input_ids": tokens}
-        if self.compile_config is None:
-            forward = model.__call__
-        else:
-            forward = model.get_compiled_call(self.compile_config)
-            for tensor in (tokens, inputs.get("position_ids"), *mask_tensors(inputs.get("attention_mask"))):
-                if tensor is not None:
-                    mark_static_shape(tensor)
-        logits: torch.Tensor = forward(**inputs, return_dict=True).logits
-        return logits.to(copy=True, dtype=torch.float32)
 
     def _verify(self, step: AssistedTensors) -> None:
         """Accept tokens of the step, and take the others back from the caches."""

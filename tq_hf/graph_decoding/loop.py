@@ -14,13 +14,12 @@ the same loop runs step by step. `assisted.py` has the loop of assisted decoding
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -34,6 +33,7 @@ from ..compat import (
     capture_failure,
     compiles_steps,
     ending_failed_capture,
+    mark_static_shape,
     outside_inference_mode,
     pad_token,
 )
@@ -42,17 +42,7 @@ from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
 from ..tensors.layer import check_room
-from .step import (
-    LateFlags,
-    Masks,
-    StepTensors,
-    check_inputs,
-    first_inputs,
-    map_masks,
-    mask_tensors,
-    unmask_newest,
-    without_columns,
-)
+from .step import CapturedStep, LateFlags, StepInputs, layers_with_states, mask_tensors
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,
@@ -103,14 +93,11 @@ def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
         )
 
 
-def layers_with_states(cache: TurboQuantCache) -> list[Any]:
-    """Layers of a cache without the placeholders that transformers 5.23 has where a layer reads the keys of another
-    (Gemma 3n)."""
-    return [layer for layer in cache.layers if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin))]
-
-
 class Loop:
     """One call of `graph_decoding`."""
+
+    tokens = 1
+    """Number of tokens that a step appends to the cache (S)."""
 
     def __init__(
         self,
@@ -124,7 +111,6 @@ class Loop:
     ) -> None:
         self.model, self.cache, self.prompt = model, cache, prompt
         self.layers: list[Any] = layers_with_states(cache)
-        self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
         self.cached = int(cache.get_seq_length())
         has_full = any(isinstance(layer, FullAttentionLayer) for layer in self.layers)
         self.room = cache.preallocated_for if has_full else None
@@ -138,9 +124,11 @@ class Loop:
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.pad = pad_token(config).to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
+        assert cache.preallocated_for is not None
+        self.width = max(cache.preallocated_for + 1, self.max_length or 0)
+        """Number of tokens that the history has room for."""
         self.compile_config = _without_graphs(config.compile_config) if compiles_steps(model, cache, config) else None
         self.captures = self.compile_config is not None and prompt.is_cuda
-        self.forward = model.__call__ if self.compile_config is None else model.get_compiled_call(self.compile_config)
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
         self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
@@ -181,7 +169,7 @@ class Loop:
         }
         return GenerateDecoderOnlyOutput(**fields, **as_input(self.cache), sequences=tokens)  # type: ignore[arg-type]
 
-    def _advance(self, step: StepTensors) -> None:
+    def _advance(self, step: CapturedStep) -> None:
         """Generate one more token per sequence."""
         if self._run_or_replay(step):
             for layer in self.counting:
@@ -208,7 +196,7 @@ class Loop:
             if every is not None and tensor is not None:
                 every.append(tensor.clone())
 
-    def _capture(self, step: StepTensors) -> None:
+    def _capture(self, step: CapturedStep) -> None:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             with ending_failed_capture(self.prompt.device, pool), torch.cuda.graph(graph, pool=pool):
@@ -218,23 +206,30 @@ class Loop:
             raise RuntimeError(f"{sentence} Leave out `custom_generate=graph_decoding`.") from error
         step.graph, step.outputs = graph, (step.logits, step.scores)
 
-    def _run(self, step: StepTensors) -> None:
+    def _run(self, step: CapturedStep) -> None:
         """Run the operations of the graph."""
-        inputs = {**step.constants, **as_input(self.cache), "input_ids": step.token}
-        if step.positions is not None:
-            inputs["position_ids"] = step.positions
-        if step.masks is not None:
-            inputs["attention_mask"] = step.masks
-        step.logits = self.forward(**inputs, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
-        if step.positions is not None:
-            step.positions.add_(1)
-        step.column.add_(1)
-        for mask in mask_tensors(step.masks):
-            unmask_newest(mask, step.column, self.windows)
+        step.logits = self._forward(step)[:, -1]
         if self.selects_in_graph:
             self._choose(step, step.history)
 
-    def _choose(self, step: StepTensors, history: torch.Tensor) -> None:
+    def _forward(self, step: CapturedStep) -> torch.Tensor:
+        """Logits `[B, S, vocabulary]` after the newest token of each sequence and the drafts after it."""
+        newest = step.at - 1
+        tokens = step.history.index_select(1, newest + step.inputs.place)
+        return self.call(self.model, tokens, step.inputs.at(newest - step.shift), self.cache)
+
+    def call(self, model: Any, tokens: torch.Tensor, inputs: dict[str, Any], cache: TurboQuantCache) -> torch.Tensor:
+        """Logits `[B, S, vocabulary]` float32 after the next tokens `[B, S]` of a model."""
+        inputs = {**inputs, **as_input(cache), "input_ids": tokens}
+        forward = model.__call__ if self.compile_config is None else model.get_compiled_call(self.compile_config)
+        if self.compile_config is not None and self.tokens > 1:  # an assistant's calls differ in shapes
+            for tensor in (tokens, inputs.get("position_ids"), *mask_tensors(inputs.get("attention_mask"))):
+                if tensor is not None:
+                    mark_static_shape(tensor)
+        logits: torch.Tensor = forward(**inputs, return_dict=True).logits
+        return logits.to(copy=True, dtype=torch.float32)
+
+    def _choose(self, step: CapturedStep, history: torch.Tensor) -> None:
         """Choose the next tokens by the step's logits and `history` `[B, T]`, and write them to its tensors."""
         step.scores = self.processors(history, step.logits)
         token = self._choice(step.scores)
@@ -242,7 +237,6 @@ class Loop:
             token = torch.where(step.unfinished, token, self.pad)
         step.history.index_copy_(1, step.at, token[:, None])
         step.at.add_(1)
-        step.token.copy_(token[:, None])
         for end in self.ends:
             step.unfinished.logical_and_(~torch.isin(token, end))
 
@@ -252,65 +246,42 @@ class Loop:
             return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         return torch.argmax(scores, dim=-1)
 
-    def _ends(self, step: StepTensors) -> bool:
+    def _ends(self, step: CapturedStep) -> bool:
         """Record the step that has run. Returns whether all sequences are known to have ended."""
         self.length += 1
         self._keep_scores(step)
         if self.other_criteria:
             scores = None if self.scores is None else tuple(self.scores)
             step.unfinished.logical_and_(~self.other_criteria(step.history[:, : self.length], scores))
-        return self.flags.record(step.unfinished, step.token[:, 0])
-
-    def _step(self, inputs: dict[str, Any]) -> StepTensors:
-        """Return step tensors, set for the first step. Tensors of the last call are reused if they fit."""
-        first, positions, masks = first_inputs(self.model, self.cache, self.prompt, self.cached, 1, inputs)
-        is_usual = all(mask.dim() == 4 for mask in mask_tensors(masks))
-        other = [] if is_usual else ["an attention mask of another shape than [batch, heads, queries, columns]"]
-        check_inputs(self.model, first, other)
-        masks = without_columns(masks, self.layers, self.cached, self.windows)
-        assert self.cache.preallocated_for is not None
-        width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
-        key = self._key(first, positions, masks, width)
-
-        def tensors() -> dict[str, Any]:
-            token, held = self.prompt.new_zeros(self.prompt.shape[0], 1), map_masks(torch.clone, masks)
-            places = None if positions is None else positions.clone()
-            return dict(token=token, positions=places, masks=held, column=self.prompt.new_zeros(1), constants=first)
-
-        step = self._set(StepTensors, key, width, tensors)
-        if positions is not None:
-            step.positions.copy_(positions)
-        for own, given in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
-            own.copy_(given)
-        step.column.fill_(self.cached)
-        return step
+        return self.flags.record(step.unfinished, step.history[:, self.length - 1])
 
     @outside_inference_mode
-    def _set(self, kind: Any, key: tuple[Any, ...], width: int, tensors: Callable[[], Any]) -> Any:
-        """Step tensors of class `kind` with room for `width` tokens, set for the first step: those of the last call,
-        with its graph, or new ones, whose own fields `tensors` makes. Outside of inference mode later calls may write.
-        """
-        step = latest_steps.pop(self.cache, None)
+    def _step(self, inputs: dict[str, Any], kind: Any = CapturedStep, key: tuple[Any, ...] = (), **own: Any) -> Any:
+        """Tensors set for the first step: those of the last call, with its graph, if they fit, or new ones of the class
+        `kind` with fields of its `own`. The graph depends on `key`, too. (Outside of inference mode, tensors may be
+        written later.)"""
+        made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs, self.width)
+        step, key = latest_steps.pop(self.cache, None), (*self._key(made), *key)
         # Under autocast, a graph reads copies of weights that are freed when autocast ends.
         if step is None or step.key != key or (self.captures and autocast_dtype(self.prompt) is not None):
             step = None  # free the last graph first
-            history = self.prompt.new_zeros(self.prompt.shape[0], width)
-            step = kind(key=key, history=history, at=history.new_zeros(1), unfinished=history[:, 0] == 0, **tensors())
+            history = self.prompt.new_zeros(self.prompt.shape[0], self.width)
+            counts = {name: history.new_zeros(1) for name in ("at", "shift")}
+            step = kind(key=key, history=history, unfinished=history[:, 0] == 0, inputs=made, **counts, **own)
         latest_steps[self.cache] = step
+        step.inputs.copy_(made)
         step.history[:, : self.length] = self.prompt
         step.at.fill_(self.length)
+        step.shift.fill_(self.length - self.cached)
         step.unfinished.fill_(True)
         return step
 
-    def _key(
-        self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int
-    ) -> tuple[Any, ...]:
+    def _key(self, inputs: StepInputs) -> tuple[Any, ...]:
         """Collect all values that a captured step depends on. Another key needs another graph."""
         # Processors matter only if they are part of the graph.
         processors = self.processors if self.selects_in_graph else []
         chooses = [(type(p).__name__, *((name, _exact(value)) for name, value in vars(p).items())) for p in processors]
         pad = None if self.pad is None else _exact(self.pad)
-        shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += [tensor for layer in self.layers for tensor in tensors_of(layer)]
         return (
@@ -318,11 +289,11 @@ class Loop:
             attention_implementation(self.model.config),
             str(autocast_dtype(self.prompt)),
             str(adapters(self.model)),
-            [(name, _exact(value)) for name, value in constants.items()],
+            [(name, _exact(value)) for name, value in inputs.constants.items()],
             (chooses, self.sample, self.selects_in_graph, [_exact(end) for end in self.ends], pad),
             repr(self.compile_config),
-            shapes,
-            (self.prompt.shape[0], width),
+            inputs.shapes,
+            (self.prompt.shape[0], self.width),
             tuple(tensor.data_ptr() for tensor in tensors),
         )
 

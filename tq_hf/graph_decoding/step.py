@@ -1,30 +1,33 @@
-"""Tensors of a captured decode step, which keep their addresses, and the flags that the host reads."""
+"""Tensors of a captured decode step, which keep their addresses, its inputs, and the flags that the host reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ..compat import CACHE_NAME, device_of_inputs, takes_positions
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
+from ..layers.dense import PreallocatedSlidingLayer
 
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 
 @dataclass(kw_only=True)
 class CapturedStep:
-    """A graph, and what every step has that it reads and writes.
+    """A graph, and the tensors that it reads and writes. The newest token of a sequence is not cached yet.
 
     Args:
         key: Values that the graph depends on (model, batch, processors, ...). Another key needs another graph.
         history: `[B, width]` int64, prompt and answer; any tokens after these.
         at: `[1]` int64, the number of tokens of prompt and answer: the column of `history` for the next token.
+        shift: `[1]` int64, number of tokens of the prompt that are not in the cache.
         unfinished: `[B]` bool, whether a sequence has not ended.
+        inputs: Inputs of the model.
         logits: `[rows, vocabulary]` float32 of the last step, a row for each token that the step chooses.
         scores: `[rows, vocabulary]` float32, `logits` after the processors.
         graph: Captured CUDA graph, or `None` before the capture.
@@ -35,32 +38,14 @@ class CapturedStep:
     key: tuple[Any, ...]
     history: torch.Tensor
     at: torch.Tensor
+    shift: torch.Tensor
     unfinished: torch.Tensor
+    inputs: StepInputs
     logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     graph: torch.cuda.CUDAGraph | None = None
     outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     warm: int = 0
-
-
-@dataclass(kw_only=True)
-class StepTensors(CapturedStep):
-    """Tensors of a step of one token.
-
-    Args:
-        token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
-        positions: Position ids `[..., B, 1]` of `token`, or `None` if the model counts positions itself.
-        masks: Attention masks of the model, `[B, 1, 1, max_cache_len]`, or `[B, 1, 1, window]` for sliding layers.
-            Bool, or float and added to logits.
-        column: `[1]` int64, the index of `token` among the cached tokens: its column in masks of full attention.
-        constants: Further inputs, equal at every step.
-    """
-
-    token: torch.Tensor
-    positions: torch.Tensor | None
-    masks: Masks
-    column: torch.Tensor
-    constants: dict[str, Any]
 
 
 def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
@@ -119,30 +104,146 @@ def needs_no_mask(layers: Sequence[Any]) -> bool:
     )
 
 
-def without_columns(masks: Masks, layers: Sequence[Any], cached: int, windows: set[int]) -> Masks:
-    """Replace masks of full attention by masks of no columns where they are not needed: in a step after `cached` tokens
-    of `layers`. Masks of sliding layers, which have one of the widths `windows`, stay."""
-    if not needs_no_mask(layers):
-        return masks
-
-    def shortened(mask: torch.Tensor) -> torch.Tensor:
-        if mask.dim() != 4 or mask.shape[3] in windows or not bool(allowed(mask[:, :, -1, : cached + 1]).all()):
-            return mask
-        return mask[..., :0]
-
-    return map_masks(shortened, masks)
+def layers_with_states(cache: Cache) -> list[Any]:
+    """Layers of a cache without the placeholders that transformers 5.23 has where a layer reads the keys of another
+    (Gemma 3n)."""
+    return [layer for layer in cache.layers if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin))]
 
 
-def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -> None:
-    """Extend the mask of a step in place by the token at `column`, `[1]` int64. The oldest token leaves a full window,
-    in masks of one of the widths `windows`. (The cache refuses a token beyond the width of full attention.)"""
-    if not mask.shape[3]:
-        return
-    last = mask.shape[3] - 1
-    if mask.shape[3] in windows:
-        columns = torch.arange(mask.shape[3], device=mask.device)
-        mask.copy_(mask.index_select(3, (columns + (column > last)).clamp_(max=last)))
-    mask.index_fill_(3, column.clamp(max=last), True if mask.dtype == torch.bool else 0)
+def sliding_layers(layers: Iterable[Any]) -> list[PreallocatedSlidingLayer]:
+    """Sliding layers, which are rings while drafts are taken back."""
+    return [layer for layer in layers if isinstance(layer, PreallocatedSlidingLayer)]
+
+
+class MaskKind(NamedTuple):
+    """A mask of a model, for one kind of layers.
+
+    Args:
+        dtype: Bool, or float and added to logits.
+        columns: Number of rows of the layers: more than `window` in a ring; 0 where they need no mask, as nothing is
+            padded.
+        window: Number of tokens of a sliding window; `None` for full attention.
+    """
+
+    dtype: torch.dtype
+    columns: int
+    window: int | None
+
+
+class StepInputs:
+    """Inputs of a step with S tokens per sequence, made on the device from the number of tokens in the cache. Make them
+    outside of inference mode, for later calls to write to.
+
+    Args:
+        model: The model.
+        cache: The cache that it fills.
+        ids: `[B, T]` int64, the tokens before those of the step.
+        cached: Number of tokens in the cache.
+        tokens: S.
+        inputs: Inputs of the model as `generate()` keeps them, with a padding mask, if any, that covers the step.
+        room: Number of tokens that may come, if the cache is preallocated for fewer: sliding windows have no limit.
+
+    Raises:
+        ValueError: The model takes inputs or masks that cannot be continued.
+    """
+
+    def __init__(
+        self, model: Any, cache: Any, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any], room: int = 0
+    ) -> None:
+        first, positions, self.masks = first_inputs(model, cache, ids, cached, tokens, inputs)
+        if "logits_to_keep" in first:
+            first["logits_to_keep"] = tokens
+        self.constants = first
+        self.offsets = None if positions is None else positions - cached
+        sliding = sliding_layers(cache.layers)
+        self.place = torch.arange(tokens, device=ids.device)
+        self.kinds = _mask_kinds(self.masks, layers_with_states(cache))
+        self.open = ids.new_ones(ids.shape[0], max(room, cache.preallocated_for), dtype=torch.bool)
+        """`[B, >= room]` bool, by place among the cached tokens: False for padding."""
+        if (padding := inputs.get("attention_mask")) is not None:
+            self.open[:, : padding.shape[-1]] = padding[:, : self.open.shape[1]]
+        column, given, other = torch.full((1,), cached, device=ids.device), mask_tensors(self.masks), []
+        start = sliding[0].get_mask_sizes(tokens)[1] if sliding else 0
+        if not all(self._continues(mask, kind, column, start) for mask, kind in zip(given, self.kinds, strict=True)):
+            other.append("an attention mask that is not causal, or not [batch, 1, queries, columns]")
+        if sliding and all(kind.window is None for kind in self.kinds):
+            other.append("no mask for its sliding layers")
+        check_inputs(model, first, other)
+        if needs_no_mask(cache.layers) and bool(self.open[:, : cached + tokens].all()):
+            self.kinds = [kind if kind.window is not None else kind._replace(columns=0) for kind in self.kinds]
+
+    def _continues(self, given: torch.Tensor, kind: MaskKind, column: torch.Tensor, start: int) -> bool:
+        """Whether a mask from transformers is what `_mask` makes, which adds nothing to logits that it lets through. A
+        sliding layer's begins at the token `start`."""
+        if given.dim() != 4 or (given.is_floating_point() and bool(given[allowed(given)].any())):
+            return False
+        places = torch.arange(given.shape[3], device=given.device) + (0 if kind.window is None else start)
+        return torch.equal(allowed(given), allowed(self._mask(kind, column, places)))
+
+    @property
+    def shapes(self) -> list[Any]:
+        """Dtypes and shapes of the inputs that change from step to step."""
+        return [*self.kinds, *([] if self.offsets is None else [(self.offsets.dtype, self.offsets.shape)])]
+
+    def copy_(self, other: StepInputs) -> None:
+        """Take the prompt's padding and positions from inputs of the same shapes."""
+        if self.offsets is not None and other.offsets is not None:
+            self.offsets.copy_(other.offsets)
+        self.open.copy_(other.open)
+
+    def at(self, column: torch.Tensor) -> dict[str, Any]:
+        """Inputs of a step after `column` cached tokens, `[1]` int64."""
+        inputs = dict(self.constants)
+        if self.offsets is not None:
+            inputs["position_ids"] = self.offsets + column
+        if self.masks is not None:
+            inputs["attention_mask"] = self._masks(column)
+        return inputs
+
+    def _masks(self, column: torch.Tensor) -> Masks:
+        kinds = iter(self.kinds)
+
+        def mask(_: torch.Tensor) -> torch.Tensor:
+            kind = next(kinds)
+            if not kind.columns:
+                return self.open.new_empty(len(self.open), 1, len(self.place), 0, dtype=kind.dtype)
+            places, newest = torch.arange(kind.columns, device=column.device), column + (len(self.place) - 1)
+            if kind.columns == kind.window:
+                places = places + (newest + 1 - kind.columns).clamp(min=0)
+            elif kind.window is not None:  # each row of a ring has the newest token that fits there
+                places = newest - (newest - places) % kind.columns
+            return self._mask(kind, column, places)
+
+        return map_masks(mask, self.masks)
+
+    def _mask(self, kind: MaskKind, column: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Mask `[B, 1, S, columns]` of keys at `places` `[columns]` among the cached tokens. Negative places are
+        empty."""
+        query = column + self.place[:, None]
+        attends, own = places <= query, self.open[:, : len(places)]
+        if kind.window is not None:
+            attends = attends & (places > query - kind.window) & (places >= 0)
+            own = self.open.index_select(1, places.clamp(min=0))
+        attends = attends & own[:, None, None]
+        if kind.dtype == torch.bool:
+            return attends
+        return torch.where(attends, 0.0, torch.finfo(kind.dtype).min).to(kind.dtype)
+
+
+def _mask_kinds(masks: Masks, layers: Sequence[Any]) -> list[MaskKind]:
+    """Kinds of masks that transformers made for the layers of a cache. A single mask is for all that have keys."""
+    sliding = sliding_layers(layers)
+    all_slide = all(isinstance(layer, PreallocatedSlidingLayer | LinearAttentionLayer) for layer in layers)
+    every = masks if isinstance(masks, dict) else {"sliding_attention" if all_slide else "all": masks}
+    kinds = []
+    for name, mask in every.items():
+        if mask is not None and sliding and name == "sliding_attention":
+            first = sliding[0]
+            rows = first.ring_rows if first.is_ring else first.max_cache_len
+            kinds.append(MaskKind(mask.dtype, rows, first.max_cache_len))
+        elif mask is not None:
+            kinds.append(MaskKind(mask.dtype, mask.shape[-1], None))
+    return kinds
 
 
 class LateFlags:

@@ -41,15 +41,8 @@ def check_choice() -> None:
 
 
 def say_torch_computes(what: str, states: torch.Tensor, *dims: int) -> None:
-    """Log that no kernel computes an operation on a GPU, once per operation and head size.
-
-    Nothing is logged if the user chose torch, or while a graph is traced: it is made of torch's operations.
-
-    Args:
-        what: The operation, the subject of a sentence.
-        states: A tensor of the call.
-        dims: Numbers of channels of keys and values.
-    """
+    """Log that no kernel computes `what`, an operation on heads of `dims` channels, on the GPU of `states`: once per
+    operation and head size. Nothing is logged if the user chose torch, or while a graph is traced."""
     if torch.compiler.is_dynamo_compiling() or chosen == "torch" or not _is_on_gpu(states):
         return
     widths = " and ".join(map(str, dict.fromkeys(dims)))

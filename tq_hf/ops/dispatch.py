@@ -175,15 +175,8 @@ def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
 
 
 def check_mask(mask: torch.Tensor, length: int) -> None:
-    """Refuse a mask that ends before the tokens do: kernels would read beyond it.
-
-    Args:
-        mask: `[B or 1, 1 or Hq, S or 1, columns]`.
-        length: Number of tokens attended to.
-
-    Raises:
-        ValueError: The mask has fewer columns than there are tokens.
-    """
+    """Raise `ValueError` if a mask `[B or 1, 1 or Hq, S or 1, columns]` has fewer columns than the `length` tokens that
+    are attended to: kernels would read beyond it."""
     if mask.shape[-1] < length:
         raise ValueError(
             f"The attention mask {list(mask.shape)} has {mask.shape[-1]} columns for {length} tokens. Give it a column "

@@ -43,27 +43,33 @@ def latent_step(
             here, where they are needed.
         new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
         weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
-        pages: The layer's view of the pool, written in place.
-        sequences: Lengths and block tables of the requests.
-        options: Causal and without biases.
-        workspace: Source of the kernels' scratch outside of captured graphs; by default it is allocated.
+        pages, sequences, options, workspace: As in `dispatch.paged_step`.
 
     Returns:
         `[1, T, Hq, Dv]` in the query's dtype, 0 for padding tokens.
     """
+
+    def by_kernels(query: torch.Tensor, new: KeyValue, sequences: Sequences, scratch: Workspace | None) -> torch.Tensor:
+        """`latent_step` of few new tokens of each request, whose lengths are read on the device."""
+
+        def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+            return dispatch.attend_latent_pages(latent, rotary, new, pages, sequences, options, scratch)
+
+        return dispatch.absorbed(query, weight, pages.layout.value_dim, attend)
+
     if dispatch.supports_latent_step(query, new, pages, sequences.max_q, options):
         if sequences.max_q == 1:
-            return _by_kernels(query, new, weight, pages, sequences, options, workspace)
+            return by_kernels(query, new, sequences, workspace)
         # Memory is reserved for requests with one new token, and for what is expanded.
         heads, count = query.shape[1], sequences.cu_seqlens_q.shape[0] - 1
         if dispatch.latent_scratch(count, heads, sequences.max_q, pages.config, pages.layout, query) <= EXPANDED_BYTES:
-            return _by_kernels(query, new, weight, pages, sequences, options, None)
+            return by_kernels(query, new, sequences, None)
     expanded = expand(weight, query.shape, new) if expanded is None else expanded
     out = query.new_zeros(1, query.shape[2], query.shape[1], expanded[1].shape[3])
     if singles := dispatch.supports_latent_step(query, new, pages, 1, options):
         token, alone = _singles(sequences)
         states = new[0][:, :, token], new[1][:, :, token]
-        out[:, token] = _by_kernels(query[:, :, token], states, weight, pages, alone, options, workspace)
+        out[:, token] = by_kernels(query[:, :, token], states, alone, workspace)
     for request in reference.requests(sequences, pages.tensors):
         part = request.tokens
         if singles and part.stop - part.start == 1:
@@ -86,23 +92,6 @@ def latent_step(
                 out[:, part, some] = dispatch.attend_dense(queries[:, some], states, None, few)
         dispatch.store_request(pages, request, (latents, rotary))
     return out
-
-
-def _by_kernels(
-    query: torch.Tensor,
-    new: KeyValue,
-    weight: torch.Tensor,
-    pages: LayerPages,
-    sequences: Sequences,
-    options: AttentionOptions,
-    workspace: Workspace | None,
-) -> torch.Tensor:
-    """`latent_step` of few new tokens of each request, whose lengths are read on the device."""
-
-    def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        return dispatch.attend_latent_pages(latent, rotary, new, pages, sequences, options, workspace)
-
-    return dispatch.absorbed(query, weight, pages.layout.value_dim, attend)
 
 
 def _singles(sequences: Sequences) -> tuple[torch.Tensor, Sequences]:

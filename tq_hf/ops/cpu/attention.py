@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -21,8 +20,7 @@ from ...config import TurboQuantConfig
 from ...tensors.layer import View
 from ..backend import MAX_FLASH_DIM
 from ..workspace import current_workspace
-from .packed import FEW_QUERIES, PackedTile, Take, rotated
-from .packed import dequantize as dequantize_tile
+from .packed import FEW_QUERIES, PackedTile, Take, of_heads, rotated
 
 TILE_TOKENS = 2048
 """Number of dense tokens read at a time."""
@@ -30,24 +28,6 @@ TILE_NUMBERS = 1 << 20
 """Number of elements of packed keys read at a time: 4 MiB of float32, and as much for values."""
 TILE_SCORES = 1 << 22
 """Number of scores held at a time: 16 MiB of float32."""
-
-
-class Tile(Protocol):
-    """Keys and values of consecutive tokens of N = B * Hkv heads, and the queries that read them."""
-
-    @property
-    def position(self) -> int:
-        """Position of the first token."""
-
-    @property
-    def tokens(self) -> int:
-        """T, their number."""
-
-    def scores(self, part: slice) -> torch.Tensor:
-        """Logits `[N, G * s, T]` float32 of the queries of s tokens."""
-
-    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """Sums of the values under weights `[N, R, T]`, `[N, R, Dv]` float32."""
 
 
 @dataclass
@@ -64,12 +44,18 @@ class DenseTile:
         return self.states[0].shape[2]
 
     def scores(self, part: slice) -> torch.Tensor:
+        """Logits `[N, G * s, T]` float32 of the queries of s tokens."""
         return self.query[:, :, part].flatten(1, 2) @ self.states[0].flatten(0, 1).float().transpose(1, 2)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """Sums of the values under weights `[N, R, T]`, `[N, R, Dv]` float32."""
         values = self.states[1].flatten(0, 1)
         products = _products(values) if weights.shape[1] > FEW_QUERIES else torch.float32
         return (weights.to(products) @ values.to(products)).float()
+
+
+Tile = DenseTile | PackedTile
+"""Keys and values of consecutive tokens of N = B * Hkv heads, and the queries that read them."""
 
 
 class OnlineSoftmax:
@@ -188,9 +174,13 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     take: Take = partial(_scratch, keys.device)
     step, tokens = _blocks_of_tile(blocks), blocks.layout.tokens
     for start in range(0, blocks.capacity, step):
-        stop = min(start + step, blocks.capacity)
-        rows = slice(start * tokens, stop * tokens)
-        dequantize_tile(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
+        some = blocks.slice(start, min(start + step, blocks.capacity))
+        tile = PackedTile(0, keys[:0], config, some, values.shape[-1], take)
+        both = tile.key_rows, tile.value_rows
+        for out, rows, scales in zip((keys, values), both, some.channel_scales, strict=True):
+            part = out[:, :, start * tokens : start * tokens + tile.tokens]
+            states = rotate_back(rows, config.seed)[..., : out.shape[-1]]
+            part.copy_((states / of_heads(scales)).view(part.shape))
 
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.

@@ -36,7 +36,7 @@ from tq_kernels.format import code_of, padded_dim
 from tq_kernels.types import PackedBlocks
 
 from ...codec.packing import PLANES, QUARTERS, ROWS, rotated_words
-from ...codec.rotation import rotate_back, rotation_matrix
+from ...codec.rotation import rotation_matrix
 from ...compat import cached_table
 from ...config import TurboQuantConfig
 
@@ -186,12 +186,12 @@ rows, keys are permuted."""
 def rotated(query: torch.Tensor, scales: torch.Tensor, seed: int | None) -> torch.Tensor:
     """Queries `[N, G, S, D]` float32 as states with channel scales `[B, Hkv, D]` are stored: R (q / f), padded."""
     dim = padded_dim(query.shape[-1])
-    query = query / _of_heads(scales)[:, None]
+    query = query / of_heads(scales)[:, None]
     padded = torch.nn.functional.pad(query, (0, dim - query.shape[-1])) if dim > query.shape[-1] else query
     return padded @ rotation_matrix(dim, seed, query.device, torch.float32).T
 
 
-def _of_heads(factor: torch.Tensor) -> torch.Tensor:
+def of_heads(factor: torch.Tensor) -> torch.Tensor:
     """Channel scales `[B, Hkv, D]` in float32, `[N, 1, D]`."""
     return factor.float().flatten(0, 1)[:, None]
 
@@ -306,22 +306,4 @@ class PackedTile:
             ordered = value_order(weights, layout.value_bits).flatten(2).to(self.products)
             total = ordered @ self._values.flatten(2).mT
         total = total.float() @ rotation_matrix(layout.value_dim_padded, self.config.seed, total.device, torch.float32)
-        return total[..., : self.value_dim] / _of_heads(self.blocks.channel_scales.values)
-
-
-def dequantize(
-    config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, take: Take
-) -> None:
-    """`tq_hf.codec.reference.dequantize` by tables: the same bits.
-
-    Args:
-        config: Seed of the rotation.
-        blocks: Blocks of one tile, all read.
-        keys: `[B, Hkv, N * 128, Dk]`, written in its own dtype.
-        values: `[B, Hkv, N * 128, Dv]`, likewise.
-        take: Makes scratch.
-    """
-    tile = PackedTile(0, keys[:0], config, blocks, values.shape[-1], take)
-    for out, rows, factor in zip((keys, values), (tile.key_rows, tile.value_rows), blocks.channel_scales, strict=True):
-        states = rotate_back(rows, config.seed)
-        out.copy_((states[..., : out.shape[-1]] / _of_heads(factor)).view(out.shape))
+        return total[..., : self.value_dim] / of_heads(self.blocks.channel_scales.values)

@@ -1,13 +1,12 @@
-"""`graph_decoding` on models with sliding layers: one captured step for a window that fills and one that slides.
+"""`graph_decoding` on models with sliding layers, where one captured step serves a window that fills and one that
+slides, and with linear layers, whose states no step can take back.
 
-Without a GPU its operations are recorded and done again, see `recorded_graph`.
-"""
-
-from __future__ import annotations
+Without a GPU its operations are recorded and done again, see `recorded_graph`."""
 
 import pytest
 import torch
 from transformers import DynamicCache, Llama4TextConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import slow
@@ -16,6 +15,7 @@ from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
+from tq_hf.graph_decoding.loop import latest_steps, tensors_of
 from tq_hf.layers.rollback import held_lengths
 
 pytestmark = QUIET
@@ -58,21 +58,18 @@ def compare(model, prompt: int, padded: int = 0, ends: list[list[int] | None] = 
     ],
 )
 def test_tokens_are_those_of_generate(device, name, prompt, padded):
-    model = build(name).to(device)
-    model.set_attn_implementation("turboquant")
+    model = build(name, attention="turboquant").to(device)
     compare(model, prompt, padded)
 
 
 def test_masks_that_are_added_are_continued_with_zeros(device):
-    model = build("gemma2").to(device)
-    model.set_attn_implementation("eager")
+    model = build("gemma2", attention="eager").to(device)
     compare(model, 80, 9)
 
 
 @pytest.mark.parametrize("prompt", [50, 85, 150], ids=["not full", "fills", "full"])
 def test_the_step_after_the_end_is_taken_back(device, prompt):
-    model = build("gpt_oss").to(device)
-    model.set_attn_implementation("turboquant")
+    model = build("gpt_oss", attention="turboquant").to(device)
     free, _ = conversation(model, {}, tokens_of(prompt), 0, NEW, TWO_TURNS)
     ends = [free[:, last].tolist() for last in (prompt + 12, prompt + NEW + 7 + 12)]
     tokens = compare(model, prompt, ends=ends)
@@ -91,8 +88,7 @@ def test_windows_that_do_not_slide_are_refused():
 
 def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:
     """transformers' assisted decoding records what leaves a window, and replayed steps do not."""
-    model = build("gemma3", sliding_window=20).to(device)
-    model.set_attn_implementation("turboquant")
+    model = build("gemma3", sliding_window=20, attention="turboquant").to(device)
     cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=256)
     ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0)).to(device)
     options = dict(do_sample=False, eos_token_id=None)
@@ -118,3 +114,46 @@ def test_a_model_that_hands_on_no_positions_gets_them(device, drafts):
     cache = TurboQuantCache(model.config, max_cache_len=128, residual_length=10**4)
     assert torch.equal(model.generate(ids, **as_input(cache), **options, **drafts, **LOOP), expected)
     assert graph_loop.latest_steps[cache].graph is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [
+        ("qwen3_next", 0),
+        ("qwen3_next", 9),
+        ("lfm2_moe", 0),
+        ("kimi_linear", 0),
+        *(slow(name, 9) for name in ("qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid", "nemotron_h")),
+    ],
+)
+def test_tokens_and_states_are_those_of_generate(device: str, family: str, padded: int) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("transformers does not have it yet")
+    model = tiny_model(family, "turboquant").to(device)
+    prompt = torch.randint(3, 100, (2, 150), generator=torch.Generator().manual_seed(0))
+    free, _ = conversation(model, {}, prompt, padded, 20, [None])
+    ends = [free[:, 160].tolist(), None]  # the first turn ends before its last token
+    (expected, plain), (tokens, cache) = (conversation(model, loop, prompt, padded, 20, ends) for loop in ({}, LOOP))
+    assert torch.equal(tokens, expected) and tokens.shape[1] < 150 + 2 * 27
+    assert latest_steps[cache].graph is not None
+    linear = [i for i, layer in enumerate(cache.layers) if hasattr(layer, "conv_states")]
+    assert linear
+    for i in linear:
+        for mine, theirs in zip(tensors_of(cache.layers[i]), tensors_of(plain.layers[i]), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_drafts_are_refused(device: str) -> None:
+    model = tiny_model("qwen3_next").to(device)
+    cache = TurboQuantCache(model.config, max_cache_len=256)
+    ids = torch.arange(3, 40, device=device)[None]
+    with pytest.raises(ValueError, match=r"stateful|\(without drafts\) linear; .* has LinearAttentionLayer"):
+        model.generate(ids, **as_input(cache), max_new_tokens=4, prompt_lookup_num_tokens=3, **LOOP)
+
+
+def test_states_that_a_module_keeps_are_refused(device: str) -> None:
+    """RecurrentGemma's steps replace a tensor of the module, and a graph would read the one of its capture."""
+    model = tiny_model("recurrent_gemma").to(device)
+    cache = TurboQuantCache(model.config, max_cache_len=256)
+    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM also has recurrent states outside of it"):
+        model.generate(torch.arange(3, 40, device=device)[None], **as_input(cache), max_new_tokens=4, **LOOP)
