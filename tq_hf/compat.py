@@ -273,11 +273,8 @@ def capture_failure(model: Any, error: RuntimeError) -> str:
 
 @lru_cache
 def trace_apart() -> None:
-    """Let torch.fx trace without effect on other threads, from now on.
-
-    While `Tracer.trace` runs, torch 2.9 to 2.13 replaces `torch.nn.Module.__call__` by a function that reports each
-    call to the tracer, and a model that another thread calls raises "module is not installed as a submodule".
-    """
+    """Let torch.fx trace without effect on other threads, from now on. While `Tracer.trace` runs, torch 2.9 to 2.13
+    reports each call of a module to the tracer: another thread's raises "module is not installed as a submodule"."""
     patch_method = _Patcher.patch_method
 
     def patch_in_thread(self: Any, cls: type, name: str, new_fn: Callable, deduplicate: bool = True) -> None:
@@ -292,23 +289,11 @@ def trace_apart() -> None:
     _Patcher.patch_method = patch_in_thread  # type: ignore[method-assign]
 
 
-def flash_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    lengths: tuple[int, ...],
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal FlashAttention `[T, Hq, D]` of sequences of these lengths among T tokens, and base-e logarithms `[Hq, T]`.
-
-    The public `torch.nn.attention.varlen.varlen_attn` calls the same operator, with other arguments in each release.
-    """
-    # For a maximum of 1 the operator expects another shape.
-    ends, most = cu_seqlens[: len(lengths) + 1], max(2, *lengths)
+def flash_varlen(new: Any, ends: torch.Tensor, most: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal FlashAttention `[T, Hq, D]` of queries, keys and values of sequences with these `ends`, up to `most` tokens
+    each, and base-e logarithms `[Hq, T]`. (`torch.nn.attention.varlen` has other arguments in each release.)"""
     flash = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = flash(query, key, value, ends, ends, most, most, 0.0, True, False, scale=scaling)
-    return out, lse
+    return flash(*new, ends, ends, most, most, 0.0, True, False, scale=scaling)[:2]
 
 
 def current_raw_stream(device: int) -> int:

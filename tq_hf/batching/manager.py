@@ -118,8 +118,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Identity of the model at the end of the last session. Pages kept from it depend on them."""
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
-        # Our runner compiles layers, for steps with prompts too.
-        options.default_compile_level = 0
+        options.default_compile_level = 0  # our runner compiles layers
         with self._restoring_on_failure(), layer_types_known(LINEAR + WITHOUT_CACHE):
             # transformers would create processors for all requests from the generation config.
             super().__init__(model, GenerationConfig(eos_token_id=-1), options, workload_hints)
@@ -138,8 +137,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def generates_as(self, generation_config: GenerationConfig) -> bool:
         """Whether this manager has the same generation config. `max_new_tokens` is set per request and may differ."""
-        own, other = self.generation_config.to_dict(), generation_config.to_dict()
-        return own | {"max_new_tokens": None} == other | {"max_new_tokens": None}
+        own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, generation_config))
+        return own == other
 
     def holds(self, hints: WorkloadHints | None) -> bool:
         """Whether the pool is large enough for the lengths and the number of requests in `hints`."""

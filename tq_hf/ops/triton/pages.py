@@ -123,7 +123,9 @@ def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions
     """Causal attention of new tokens to the new tokens of their sequence: `[T, Hq, D]`, 0 for padding tokens, and the
     logarithms of its sums of exponentials, `[Hq, T]` float32. The host knows `lengths` of the sequences."""
     assert sequences.lengths is not None
-    out, lse = flash_varlen(*new, sequences.cu_seqlens_q, sequences.lengths, options.scaling)
+    # For a maximum of 1 the operator expects another shape.
+    ends, most = sequences.cu_seqlens_q[: len(sequences.lengths) + 1], max(2, *sequences.lengths)
+    out, lse = flash_varlen(new, ends, most, options.scaling)
     out[sum(sequences.lengths) :].zero_()
     return out, lse
 
