@@ -290,8 +290,8 @@ def trace_apart() -> None:
 
 
 def flash_varlen(new: Any, ends: torch.Tensor, most: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal FlashAttention `[T, Hq, D]` of queries, keys and values of sequences with these `ends`, up to `most` tokens
-    each, and base-e logarithms `[Hq, T]`. (`torch.nn.attention.varlen` has other arguments in each release.)"""
+    """Causal FlashAttention `[T, Hq, D]` of queries, keys and values of sequences with these `ends`, up to `most`
+    tokens each, and base-e logarithms `[Hq, T]`. (`torch.nn.attention.varlen` has other arguments in each release.)"""
     flash = torch.ops.aten._flash_attention_forward
     return flash(*new, ends, ends, most, most, 0.0, True, False, scale=scaling)[:2]
 
