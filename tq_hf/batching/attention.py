@@ -3,8 +3,8 @@
 No mask function is registered under this name. Otherwise transformers would build a mask of all tokens by all tokens at
 every step.
 
-A compiled layer calls the operator `tq_hf::attend_pages`. The operator finds the cache by a number, and there the
-arguments of the step. It writes to pages that are not inputs of the graph.
+A compiled layer calls the operator `tq_hf::attend_pages`. The operator takes pages and arguments of the engine from the
+step that its thread runs (`running`), and writes to pages that are not inputs of the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tq_kernels.types import AttentionOptions, Tokens
 from transformers import AttentionInterface
 
 from ..layers.expansion import up_projection
-from .cache import CACHES, TurboQuantPagedCache
+from .cache import TurboQuantPagedCache
 
 NAME = "turboquant_paged"
 
@@ -87,22 +87,22 @@ def turboquant_paged_attention(
     if cache.holds_latents:
         (key, value), weight = cache.take_latents(), up_projection(module)
     if torch.compiler.is_dynamo_compiling():
-        number = module.__dict__[LAYER]
-        numbers = options.scaling, options.softcap, cache.number
-        return attend_pages([query, key, value, number], weight, options.s_aux, *numbers), None
+        tensors = [query, key, value, module.__dict__[LAYER]]
+        return attend_pages(tensors, weight, options.s_aux, options.scaling, options.softcap), None
     layer: Any = module.layer_idx
     if weight is not None:
         return cache.attend_latents(layer, weight, query, (key, value), expanded, kwargs, options), None
     return cache.attend(layer, Tokens(query, key, value), kwargs, options), None
 
 
-class Rehearsal(threading.local):
-    """Whether this thread runs a step only to compile it: no page is read or written."""
+class Running(threading.local):
+    """The step that this thread runs. Without pages, as in a thread that compiles, operators read and write none."""
 
-    active = False
+    pages: TurboQuantPagedCache | None = None
+    arguments: dict[str, Any] = {}
 
 
-rehearsal = Rehearsal()
+running = Running()
 
 
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
@@ -112,18 +112,16 @@ def attend_pages(
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
-    cache: int,
 ) -> torch.Tensor:
-    """Call `TurboQuantPagedCache.attend`, or `attend_latents` with the up-projection `weight`, with the arguments of
-    the engine in `TurboQuantPagedCache.step`. `tensors` are queries, keys (or latents), values (or rotary keys) and the
-    index of the layer."""
-    if rehearsal.active:
+    """Call `TurboQuantPagedCache.attend` of the running step, or `attend_latents` with the up-projection `weight`.
+    `tensors` are queries, keys (or latents), values (or rotary keys) and the index of the layer."""
+    if (pages := running.pages) is None:
         return _attended(tensors, weight).zero_()
     query, key, value, layer = tensors[0], tensors[1], tensors[2], int(tensors[3])
-    pages, options = CACHES[cache], AttentionOptions(scaling, True, softcap, s_aux)
+    arguments, options = running.arguments, AttentionOptions(scaling, True, softcap, s_aux)
     if weight is not None:
-        return pages.attend_latents(layer, weight, query, (key, value), None, pages.step, options)
-    return pages.attend(layer, Tokens(query, key, value), pages.step, options).contiguous()
+        return pages.attend_latents(layer, weight, query, (key, value), None, arguments, options)
+    return pages.attend(layer, Tokens(query, key, value), arguments, options).contiguous()
 
 
 @attend_pages.register_fake

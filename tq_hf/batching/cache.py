@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from itertools import count
 from math import ceil, lcm
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
@@ -46,9 +44,6 @@ from .allocators import (
 from .geometry import StateStep, sequences_of, states_of, windows_of
 from .options import INSTEAD, check_positions
 from .prefixes import PrefixStore
-
-CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
-"""Caches by number. Compiled steps refer to a cache by its number."""
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
@@ -140,9 +135,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
     ) -> None:
         self.config, self.dtype, self.device = config, like.dtype, like.device
         self.holds_latents = holds_latents(config)
-        # Take the first free number: a step that was compiled for an earlier cache is used again.
-        self.number = next(number for number in count() if number not in CACHES)
-        CACHES[self.number] = self
         self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
         self.number_shared = 0
@@ -175,8 +167,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
         self.prefixes: PrefixStore | None = None
         """Pages of prefixes in host memory and files."""
-        self.step: dict[str, Any] = {}
-        """Arguments of the model in the running step."""
         self.lengths: tuple[int, ...] | None = None
         """Number of new tokens of each request in the running step."""
         self._sequences: Sequences | None = None

@@ -22,8 +22,8 @@ from transformers.generation.continuous_batching.requests import RequestState
 from ..compat import outside_inference_mode
 from ..layers.base import Substitute
 from .allocators import StateName, StateSizes, linear_layers
-from .attention import LAYER, pages_of_step, rehearsal
-from .cache import CACHES, TurboQuantPagedCache
+from .attention import LAYER, pages_of_step, running
+from .cache import TurboQuantPagedCache
 
 States = dict[StateName, torch.Tensor]
 
@@ -155,10 +155,10 @@ def _forward_of_rows(linear: LinearModule, like: States) -> Callable:
         if not torch.compiler.is_dynamo_compiling():  # a step with prompts never is
             return _step(cache, layer, run, hidden_states, kwargs)
         number = vars(module)[LAYER]
-        read = read_states(hidden_states, list(like.values()), cache.number, number)
+        read = read_states(hidden_states, list(like.values()), number)
         states = dict(zip(like, read, strict=True))
         out = run(hidden_states.transpose(0, 1), states)
-        return write_states(out, [states[name] for name in like], cache.number, number).transpose(0, 1)
+        return write_states(out, [states[name] for name in like], number).transpose(0, 1)
 
     return forward
 
@@ -183,22 +183,19 @@ def _step(
 
 
 @torch.library.custom_op("tq_hf::read_states", mutates_args=())
-def read_states(
-    hidden_states: torch.Tensor, like: list[torch.Tensor], cache: int, layer: torch.Tensor
-) -> list[torch.Tensor]:
+def read_states(hidden_states: torch.Tensor, like: list[torch.Tensor], layer: torch.Tensor) -> list[torch.Tensor]:
     """Read the states `[B, ...]` of a linear layer in a step of one new token per request.
 
     Args:
         hidden_states: `[1, B, hidden_size]`. Without them, all layers could be read before the first is written.
         like: A tensor `[0, ...]` per state, with its shape and dtype.
-        cache: Number of the cache in `CACHES`.
         layer: Index of the layer, `[]` on the CPU.
     """
-    if rehearsal.active:
+    if (pages := running.pages) is None:
         return [states.zero_() for states in _read(hidden_states, like)]
-    pages = CACHES[cache]
     assert pages.states is not None
-    return list(pages.states.read(int(layer), pages.state_step(int(layer), pages.step).sources).values())
+    sources = pages.state_step(int(layer), running.arguments).sources
+    return list(pages.states.read(int(layer), sources).values())
 
 
 @read_states.register_fake
@@ -207,14 +204,14 @@ def _read(hidden_states: torch.Tensor, like: list[torch.Tensor], *arguments: Any
 
 
 @torch.library.custom_op("tq_hf::write_states", mutates_args=())
-def write_states(out: torch.Tensor, states: list[torch.Tensor], cache: int, layer: torch.Tensor) -> torch.Tensor:
+def write_states(out: torch.Tensor, states: list[torch.Tensor], layer: torch.Tensor) -> torch.Tensor:
     """Write the states `[B, ...]` that `read_states` has read before. Returns a copy of `out`, the output of the layer,
     so that no compiler drops the call."""
-    if not rehearsal.active:
-        pages, index = CACHES[cache], int(layer)
+    if (pages := running.pages) is not None:
         assert pages.states is not None
-        targets = pages.state_step(index, pages.step).targets
-        pages.states.write(index, targets, dict(zip(pages.states.shapes[index], states, strict=True)))
+        targets = pages.state_step(int(layer), running.arguments).targets
+        names = pages.states.shapes[int(layer)]
+        pages.states.write(int(layer), targets, dict(zip(names, states, strict=True)))
     return out.clone()
 
 

@@ -28,7 +28,7 @@ from ..compat import (
 )
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels
-from .attention import LAYER, PAGES, rehearsal
+from .attention import LAYER, PAGES, running
 from .cache import TurboQuantPagedCache
 from .options import number_of_positions
 from .processors import BatchOptions, Features, PreparedStep
@@ -110,6 +110,10 @@ class CompiledLayers:
         for module in chain(*(each.modules() for each in self.layers)):
             if isinstance(index := getattr(module, "layer_idx", None), int):
                 vars(module)[LAYER] = torch.tensor(index)
+        if not self.layers:
+            logger.warning_once(
+                f"{type(model).__name__} has no layers that can be compiled one by one: steps stay as they are."
+            )
         kinds: set[Any] = {type(each) for each in self.layers}
         self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
 
@@ -144,7 +148,7 @@ class CompiledLayers:
 class BackgroundCompile(threading.Thread):
     """Thread that compiles layers, while an engine runs them uncompiled.
 
-    Layers run on copies of the inputs of earlier steps, and touch no page (`rehearsal`). Copies have the sizes and
+    Layers run on copies of the inputs of earlier steps, and touch no page (`running`). Copies have the sizes and
     views of the originals, so that the engine's own inputs compile nothing again.
 
     Args:
@@ -166,7 +170,7 @@ class BackgroundCompile(threading.Thread):
 
     def run(self) -> None:
         assert self.layers is not None and self.then is not None
-        rehearsal.active, device, layers, then = True, self.device, self.layers, self.then
+        device, layers, then = self.device, self.layers, self.then
         stream = compiling_stream(device) if device.type == "cuda" else None
         try:
             if stream is not None:
@@ -394,7 +398,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         positions, positions are clamped: an index outside of the embedding leaves a GPU unusable.
         """
         self._take_compiled()
-        batch_data[PAGES], self.cache.step = self.cache, batch_data
+        batch_data[PAGES] = self.cache
         if self.cache.holds_latents:
             batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
@@ -410,7 +414,11 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         graphs = vars(device).setdefault("graphs_by_features", {})  # freed together with the buffers that they read
         kind = Features(grammar=True) if self.features.grammar else self.features, self.layers is None
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
-        super().compute_batch(model, batch_data)
+        running.pages, running.arguments = self.cache, batch_data
+        try:
+            super().compute_batch(model, batch_data)
+        finally:
+            running.pages, running.arguments = None, {}
         if self.features.grammar:
             self._choose_allowed(batch_data)
         if self.calls is not None and self.inputs_and_outputs.use_block_table and not self.only_compiles:
