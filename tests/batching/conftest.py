@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pad batches as for CUDA graphs: queries, histories and requests that are none."""
     real = model_runner.ModelRunner.__init__
 
+    @wraps(real)  # whose code is looked at for the names that it sets
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
         self.pad_inputs = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def capture(padded: None, monkeypatch: pytest.MonkeyPatch) -> Capture:
     """transformers' runner captures decode steps on a CPU, when they are first needed."""
     capture, real = Capture(), model_runner.ModelRunner.__init__
 
+    @wraps(real)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
         self.use_cuda_graph_decode = True

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -309,6 +309,7 @@ def events(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> E
     events, init, ahead = Events(), model_runner.ModelRunner.__init__, TurboQuantModelRunner.work_ahead
     events.options = request.getfixturevalue("asynchronous") if request.param == "asynchronous" else {}
 
+    @wraps(init)
     def with_graphs(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.pad_inputs = self.use_cuda_graph_decode = True
