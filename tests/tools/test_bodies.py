@@ -16,7 +16,7 @@ from test_cli import saved_model
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
 
-from test_serve import chat, folder, served  # noqa: E402, F401 - fixtures
+from test_serve import chat, client, folder, managers, served  # noqa: E402, F401 - fixtures
 
 from tq_hf.batching import TurboQuantBatchingManager  # noqa: E402
 from tq_hf.tools import answers, fields  # noqa: E402
@@ -259,30 +259,26 @@ def hostile(draw: random.Random, deep: int = 0) -> Any:
     return {draw.choice(names): hostile(draw, deep + 1) for _ in range(draw.randrange(4))}
 
 
-def test_no_body_makes_an_error_of_the_server(served: Callable[..., str], folder: Path) -> None:
+def test_no_body_makes_an_error_of_the_server(client: Any) -> None:
     """Bodies of wrong types, sizes and nesting. A good request is answered as before after each hundred."""
     draw = random.Random(0)
     counts: dict[int, int] = {}
-
-    def ask(client: Any) -> None:
-        good = client.post("/v1/chat/completions", json=chat()).json()["choices"]
-        for i in range(400):
-            path = draw.choice(list(fields.BODIES))
-            needed = {"chat/completions": {"messages": [USER]}, "completions": {"prompt": "x"}}
-            body = {"max_tokens": 1} | needed.get(path, {"input": "x"}) if path != "responses" else {"input": "x"}
-            if path == "responses":
-                body["max_output_tokens"] = 1
-            for name in draw.sample([*fields.BODIES[path].model_fields, *fields.WITHOUT_EFFECT], draw.randrange(1, 4)):
-                body[name] = hostile(draw)
-            if draw.random() < 0.1:
-                body[draw.choice(["", "x", "documents"])] = hostile(draw)
-            content = json.dumps(body).encode()
-            content = content[: draw.randrange(len(content))] if draw.random() < 0.1 else content
-            answer = post(client, path, content)
-            assert answer.status_code in (200, 400), (body, answer.text)
-            counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
-            if i % 100 == 99:
-                assert client.post("/v1/chat/completions", json=chat()).json()["choices"] == good
-
-    served(ask, folder)
+    good = client.post("/v1/chat/completions", json=chat()).json()["choices"]
+    for i in range(400):
+        path = draw.choice(list(fields.BODIES))
+        needed = {"chat/completions": {"messages": [USER]}, "completions": {"prompt": "x"}}
+        body = {"max_tokens": 1} | needed.get(path, {"input": "x"}) if path != "responses" else {"input": "x"}
+        if path == "responses":
+            body["max_output_tokens"] = 1
+        for name in draw.sample([*fields.BODIES[path].model_fields, *fields.WITHOUT_EFFECT], draw.randrange(1, 4)):
+            body[name] = hostile(draw)
+        if draw.random() < 0.1:
+            body[draw.choice(["", "x", "documents"])] = hostile(draw)
+        content = json.dumps(body).encode()
+        content = content[: draw.randrange(len(content))] if draw.random() < 0.1 else content
+        answer = post(client, path, content)
+        assert answer.status_code in (200, 400), (body, answer.text)
+        counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
+        if i % 100 == 99:
+            assert client.post("/v1/chat/completions", json=chat()).json()["choices"] == good
     assert min(counts.values()) > 20

@@ -5,7 +5,6 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
 
 
-from test_serve import events_of, folder, managers, served  # noqa: E402, F401 - fixtures
+from test_serve import client, events_of, folder, managers, served  # noqa: E402, F401 - fixtures
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template  # noqa: E402
 
 from tq_hf.batching import TurboQuantBatchingManager  # noqa: E402
@@ -255,7 +254,7 @@ def text_of(client: Any, **options: Any) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def test_requests_at_once_have_their_own_sampling(served: Callable[..., str], folder: Path) -> None:
+def test_requests_at_once_have_their_own_sampling(client: Any) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "free": {"temperature": 1.5},  # the first one's would once have been everybody's
         "greedy": {"temperature": 0.0},
@@ -264,73 +263,66 @@ def test_requests_at_once_have_their_own_sampling(served: Callable[..., str], fo
         "near greedy": {"temperature": 1e-4, "seed": 3},
         "nucleus": {"temperature": 1.5, "top_p": 1e-6},
     }
-
-    def ask(client: Any) -> None:
-        with ThreadPoolExecutor(len(kinds)) as pool:
-            together = dict(zip(kinds, pool.map(lambda kind: text_of(client, **kind), kinds.values()), strict=True))
-        alone = {name: text_of(client, **kind) for name, kind in kinds.items()}
-        assert {name: text for name, text in together.items() if text != alone[name]}.keys() <= {"free"}
-        assert alone["greedy"] == alone["near greedy"] == alone["nucleus"]
-        assert len({alone["greedy"], alone["seeded"], alone["other seed"]}) == 3
-        answer = client.post("/v1/completions", json=body(seed="x"))
-        assert answer.status_code == 400 and "`seed` is 'x'" in answer.json()["error"]["message"]
-
-    served(ask, folder)
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        together = dict(zip(kinds, pool.map(lambda kind: text_of(client, **kind), kinds.values()), strict=True))
+    alone = {name: text_of(client, **kind) for name, kind in kinds.items()}
+    assert {name: text for name, text in together.items() if text != alone[name]}.keys() <= {"free"}
+    assert alone["greedy"] == alone["near greedy"] == alone["nucleus"]
+    assert len({alone["greedy"], alone["seeded"], alone["other seed"]}) == 3
+    answer = client.post("/v1/completions", json=body(seed="x"))
+    assert answer.status_code == 400 and "`seed` is 'x'" in answer.json()["error"]["message"]
 
 
-def test_options_of_a_request_reach_its_answer(served: Callable[..., str], folder: Path) -> None:
+def test_options_of_a_request_reach_its_answer(client: Any, folder: Path) -> None:
     """The small model's tokens are letters, so a bias of the right size shows."""
-
-    def ask(client: Any) -> None:
-        def chat(**options: Any) -> dict[str, Any]:
-            message = {"role": "user", "content": "What does it hold?"}
-            asked = {"messages": [message], "max_tokens": 12, "temperature": 0.0} | options
-            answer = client.post("/v1/chat/completions", json=asked)
-            assert answer.status_code == 200, answer.text
-            return answer.json()
-
-        def content(**options: Any) -> str:
-            return chat(**options)["choices"][0]["message"]["content"]
-
-        plain = content()
-        for options in (
-            {"frequency_penalty": 2.0},
-            {"presence_penalty": 2.0},
-            {"generation_config": json.dumps({"repetition_penalty": 3.0, "max_new_tokens": 12})},
-        ):
-            assert content(**options) != plain, options
-        answer = chat(logprobs=True, top_logprobs=2)
-        assert answer["choices"][0]["message"]["content"] == plain
-        rows = answer["choices"][0]["logprobs"]["content"]
-        assert "".join(row["token"] for row in rows) == plain
-        assert all(row["top_logprobs"][0]["logprob"] == row["logprob"] <= 0 for row in rows), "greedy"
-        for field, value in {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {"70": 100}}.items():
-            config = {"max_new_tokens": 12, field: value}
-            assert content(generation_config=json.dumps(config)) == content(**{field: value}) != plain
-        config = {"max_new_tokens": 12, "do_sample": True, "seed": 4, "num_return_sequences": 2, "temperature": 1.5}
-        choices = chat(generation_config=json.dumps(config), temperature=None)["choices"]
-        alone = [content(seed=seed, temperature=1.5) for seed in (4, 5)]
-        assert [choice["message"]["content"] for choice in choices] == alone
-        for config, words in (({"temprature": 1}, "temprature"), ([1], "an object in JSON")):
-            asked = body(generation_config=json.dumps(config))
-            assert words in client.post("/v1/completions", json=asked).json()["error"]["message"]
-        asked = {"input": "A text", "generation_config": json.dumps({"num_return_sequences": 2, "do_sample": True})}
-        assert "one answer" in client.post("/v1/responses", json=asked).json()["error"]["message"]
-        answer = chat(n=3, seed=4, temperature=1.5)
-        texts = [choice["message"]["content"] for choice in answer["choices"]]
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and len(set(texts)) == 3
-        assert texts[1] == content(seed=5, temperature=1.5), "the seed of each answer is the next"
-        usage = answer["usage"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        answer = client.post("/v1/completions", json=body(temperature=0.0, logprobs=3)).json()["choices"][0]
-        assert "".join(answer["logprobs"]["tokens"]) == answer["text"] == text_of(client, temperature=0.0)
-        assert {len(each) for each in answer["logprobs"]["top_logprobs"]} == {3}
-        first = answer["logprobs"]["tokens"][0]
-        (token,) = tokenizer.encode(first, add_special_tokens=False)
-        assert not text_of(client, temperature=0.0, logit_bias={str(token): -100}).startswith(first)
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    served(ask, folder)
+
+    def chat(**options: Any) -> dict[str, Any]:
+        message = {"role": "user", "content": "What does it hold?"}
+        asked = {"messages": [message], "max_tokens": 12, "temperature": 0.0} | options
+        answer = client.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def content(**options: Any) -> str:
+        return chat(**options)["choices"][0]["message"]["content"]
+
+    plain = content()
+    for options in (
+        {"frequency_penalty": 2.0},
+        {"presence_penalty": 2.0},
+        {"generation_config": json.dumps({"repetition_penalty": 3.0, "max_new_tokens": 12})},
+    ):
+        assert content(**options) != plain, options
+    answer = chat(logprobs=True, top_logprobs=2)
+    assert answer["choices"][0]["message"]["content"] == plain
+    rows = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(row["token"] for row in rows) == plain
+    assert all(row["top_logprobs"][0]["logprob"] == row["logprob"] <= 0 for row in rows), "greedy"
+    for field, value in {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {"70": 100}}.items():
+        config = {"max_new_tokens": 12, field: value}
+        assert content(generation_config=json.dumps(config)) == content(**{field: value}) != plain
+    config = {"max_new_tokens": 12, "do_sample": True, "seed": 4, "num_return_sequences": 2, "temperature": 1.5}
+    choices = chat(generation_config=json.dumps(config), temperature=None)["choices"]
+    alone = [content(seed=seed, temperature=1.5) for seed in (4, 5)]
+    assert [choice["message"]["content"] for choice in choices] == alone
+    for config, words in (({"temprature": 1}, "temprature"), ([1], "an object in JSON")):
+        asked = body(generation_config=json.dumps(config))
+        assert words in client.post("/v1/completions", json=asked).json()["error"]["message"]
+    asked = {"input": "A text", "generation_config": json.dumps({"num_return_sequences": 2, "do_sample": True})}
+    assert "one answer" in client.post("/v1/responses", json=asked).json()["error"]["message"]
+    answer = chat(n=3, seed=4, temperature=1.5)
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and len(set(texts)) == 3
+    assert texts[1] == content(seed=5, temperature=1.5), "the seed of each answer is the next"
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    answer = client.post("/v1/completions", json=body(temperature=0.0, logprobs=3)).json()["choices"][0]
+    assert "".join(answer["logprobs"]["tokens"]) == answer["text"] == text_of(client, temperature=0.0)
+    assert {len(each) for each in answer["logprobs"]["top_logprobs"]} == {3}
+    first = answer["logprobs"]["tokens"][0]
+    (token,) = tokenizer.encode(first, add_special_tokens=False)
+    assert not text_of(client, temperature=0.0, logit_bias={str(token): -100}).startswith(first)
 
 
 def close(values: Any, expected: Any) -> None:
@@ -345,88 +337,72 @@ def close(values: Any, expected: Any) -> None:
         assert values == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
 
 
-def test_several_answers_and_log_probabilities_are_streamed(served: Callable[..., str], folder: Path) -> None:
+def test_several_answers_and_log_probabilities_are_streamed(client: Any) -> None:
     """Joined, the parts are the answers that are not streamed."""
-
-    def ask(client: Any) -> None:
-        message = {"role": "user", "content": "What does it hold?"}
-        for path, asked in {
-            "chat/completions": {"messages": [message], "logprobs": True, "top_logprobs": 2},
-            "completions": {"prompt": "A text to go on with. " * 4, "logprobs": 2},
-        }.items():
-            asked |= {"max_tokens": 12, "temperature": 1.5, "seed": 4, "n": 3}
-            whole = client.post(f"/v1/{path}", json=asked).json()
-            counted = {"stream": True, "stream_options": {"include_usage": True}}
-            *events, last = events_of(client.post(f"/v1/{path}", json=asked | counted).text)
-            assert len({event["id"] for event in [*events, last]}) == 1
-            assert (last["choices"], last["usage"]) == ([], whole["usage"])
-            for i, choice in enumerate(whole["choices"]):
-                parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == i]
-                texts = [part.get("text") or part.get("delta", {}).get("content") or "" for part in parts]
-                assert "".join(texts) == (choice.get("text") or choice["message"]["content"])
-                assert sum(map(bool, texts)) > 3
-                assert parts[-1]["finish_reason"] == choice["finish_reason"]
-                logprobs = [part["logprobs"] for part in parts if part.get("logprobs")]
-                for name, values in choice["logprobs"].items():
-                    if name != "refusal":
-                        close([each for part in logprobs for each in part[name]], values)
-
-    served(ask, folder)
+    message = {"role": "user", "content": "What does it hold?"}
+    for path, asked in {
+        "chat/completions": {"messages": [message], "logprobs": True, "top_logprobs": 2},
+        "completions": {"prompt": "A text to go on with. " * 4, "logprobs": 2},
+    }.items():
+        asked |= {"max_tokens": 12, "temperature": 1.5, "seed": 4, "n": 3}
+        whole = client.post(f"/v1/{path}", json=asked).json()
+        counted = {"stream": True, "stream_options": {"include_usage": True}}
+        *events, last = events_of(client.post(f"/v1/{path}", json=asked | counted).text)
+        assert len({event["id"] for event in [*events, last]}) == 1
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+        for i, choice in enumerate(whole["choices"]):
+            parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == i]
+            texts = [part.get("text") or part.get("delta", {}).get("content") or "" for part in parts]
+            assert "".join(texts) == (choice.get("text") or choice["message"]["content"])
+            assert sum(map(bool, texts)) > 3
+            assert parts[-1]["finish_reason"] == choice["finish_reason"]
+            logprobs = [part["logprobs"] for part in parts if part.get("logprobs")]
+            for name, values in choice["logprobs"].items():
+                if name != "refusal":
+                    close([each for part in logprobs for each in part[name]], values)
 
 
-def test_an_answer_ends_before_its_stop_string(
-    served: Callable[..., str], folder: Path, managers: list[TurboQuantBatchingManager]
-) -> None:
-    def ask(client: Any) -> None:
-        whole = text_of(client, temperature=0.0, max_tokens=40)
-        stop = whole[6:9]
-        expected = whole[: whole.index(stop)]
-        answer = client.post("/v1/completions", json=body(temperature=0.0, max_tokens=40, stop=[stop, "~~~~"])).json()
-        assert answer["choices"][0]["text"] == expected and answer["choices"][0]["finish_reason"] == "stop"
-        assert len(expected) <= answer["usage"]["completion_tokens"] < 40
-        streamed = client.post(
-            "/v1/completions", json=body(temperature=0.0, max_tokens=40, stop=stop, stream=True)
-        ).text
-        choices = [event["choices"][0] for event in events_of(streamed)]
-        assert "".join(choice["text"] for choice in choices) == expected
-        used = answer["usage"]["completion_tokens"]
-        for stream in (False, True):
-            asked = body(temperature=0.0, max_tokens=used, stop=stop, stream=stream)
+def test_an_answer_ends_before_its_stop_string(client: Any, managers: list[TurboQuantBatchingManager]) -> None:
+    whole = text_of(client, temperature=0.0, max_tokens=40)
+    stop = whole[6:9]
+    expected = whole[: whole.index(stop)]
+    answer = client.post("/v1/completions", json=body(temperature=0.0, max_tokens=40, stop=[stop, "~~~~"])).json()
+    assert answer["choices"][0]["text"] == expected and answer["choices"][0]["finish_reason"] == "stop"
+    assert len(expected) <= answer["usage"]["completion_tokens"] < 40
+    streamed = client.post("/v1/completions", json=body(temperature=0.0, max_tokens=40, stop=stop, stream=True)).text
+    choices = [event["choices"][0] for event in events_of(streamed)]
+    assert "".join(choice["text"] for choice in choices) == expected
+    used = answer["usage"]["completion_tokens"]
+    for stream in (False, True):
+        asked = body(temperature=0.0, max_tokens=used, stop=stop, stream=stream)
+        answered = client.post("/v1/completions", json=asked).text
+        assert '"finish_reason":"stop"' in answered.replace(" ", ""), "also with the last token"
+        end = {"generation_config": json.dumps({"eos_token_id": ord(whole[5])})}
+        at = whole.index(whole[5])
+        for most, reason in ((at + 1, "stop"), (at, "length")):
+            asked = body(temperature=0.0, max_tokens=most, stream=stream, **end)
             answered = client.post("/v1/completions", json=asked).text
-            assert '"finish_reason":"stop"' in answered.replace(" ", ""), "also with the last token"
-            end = {"generation_config": json.dumps({"eos_token_id": ord(whole[5])})}
-            at = whole.index(whole[5])
-            for most, reason in ((at + 1, "stop"), (at, "length")):
-                asked = body(temperature=0.0, max_tokens=most, stream=stream, **end)
-                answered = client.post("/v1/completions", json=asked).text
-                assert f'"finish_reason":"{reason}"' in answered.replace(" ", ""), "an end of sequence likewise"
-
-    served(ask, folder)
+            assert f'"finish_reason":"{reason}"' in answered.replace(" ", ""), "an end of sequence likewise"
 
 
-def test_requests_of_one_id_are_answered_each(served: Callable[..., str], folder: Path) -> None:
+def test_requests_of_one_id_are_answered_each(client: Any) -> None:
     """At once, one after the other, and beside the further answers of another request."""
 
-    def ask(client: Any) -> None:
-        def texts(name: str, **options: Any) -> list[str]:
-            answer = client.post(
-                "/v1/completions", json=body(temperature=0.0, **options), headers={"x-request-id": name}
-            )
-            return [choice["text"] for choice in answer.json()["choices"]]
+    def texts(name: str, **options: Any) -> list[str]:
+        answer = client.post("/v1/completions", json=body(temperature=0.0, **options), headers={"x-request-id": name})
+        return [choice["text"] for choice in answer.json()["choices"]]
 
-        (expected,), (short,) = texts("a"), texts("a", max_tokens=5)
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: texts("a"), range(8)))
-            both = [pool.submit(texts, "b", n=2), pool.submit(texts, "b-1", max_tokens=5)]
-        assert found == [[expected]] * 8
-        assert [each.result() for each in both] == [[expected] * 2, [short]]
-
-    served(ask, folder)
+    (expected,), (short,) = texts("a"), texts("a", max_tokens=5)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: texts("a"), range(8)))
+        both = [pool.submit(texts, "b", n=2), pool.submit(texts, "b-1", max_tokens=5)]
+    assert found == [[expected]] * 8
+    assert [each.result() for each in both] == [[expected] * 2, [short]]
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": "~~~~"}, {"stream": True, "n": 2, "logprobs": 1}], ids=str)
 def test_a_client_that_goes_away_gives_its_pages_back(
-    options: dict[str, Any], served: Callable[..., str], folder: Path, managers: list[TurboQuantBatchingManager]
+    options: dict[str, Any], client: Any, managers: list[TurboQuantBatchingManager]
 ) -> None:
     async def call(app: Any) -> list[Any]:
         sent, messages = [], [{"type": "http.request", "body": json.dumps(body(max_tokens=5000, **options)).encode()}]
@@ -452,15 +428,12 @@ def test_a_client_that_goes_away_gives_its_pages_back(
         await app(scope, receive, send)
         return sent
 
-    def ask(client: Any) -> None:
-        text_of(client)  # the engine starts
-        sent = asyncio.run(call(client.app))
-        assert sent == [] or "stream" in options, "there is no client to send to"
-        scheduler = managers[0].batch_processor.scheduler
-        deadline = time.monotonic() + 60
-        while scheduler.active_requests and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not scheduler.active_requests
-        assert text_of(client), "and the others are answered"
-
-    served(ask, folder)
+    text_of(client)  # the engine starts
+    sent = asyncio.run(call(client.app))
+    assert sent == [] or "stream" in options, "there is no client to send to"
+    scheduler = managers[0].batch_processor.scheduler
+    deadline = time.monotonic() + 60
+    while scheduler.active_requests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not scheduler.active_requests
+    assert text_of(client), "and the others are answered"

@@ -5,10 +5,12 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import pytest
@@ -121,6 +123,19 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         return run("serve", *arguments, "--device", "cpu", *given, status=status)
 
     return command
+
+
+@pytest.fixture
+def client(served: Callable[..., str], folder: Path, managers: list[Any]) -> Iterator[Any]:
+    """A client of `tq-hf serve`, which runs in a thread until the test ends."""
+    clients, done = SimpleQueue[Any](), Event()
+    with ThreadPoolExecutor() as pool:
+        output = pool.submit(served, lambda client: (clients.put(client), done.wait()), folder)
+        try:
+            yield clients.get(timeout=60)
+        finally:
+            done.set()
+        output.result(60)
 
 
 @pytest.fixture
@@ -243,19 +258,15 @@ def chat(**options: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 4, "temperature": 0.0} | options
 
 
-def test_what_cannot_be_answered_is_refused_in_a_sentence(served: Callable[..., str], folder: Path) -> None:
+def test_what_cannot_be_answered_is_refused_in_a_sentence(client: Any) -> None:
     found: dict[str, Any] = {}
-
-    def ask(client: Any) -> None:
-        for name, body in {
-            "pool": chat(max_tokens=10**6),
-            "prompt": chat(messages=[{"role": "user", "content": "x" * 9000}]),
-            "number": chat(max_tokens="x"),
-        }.items():
-            found[name] = client.post("/v1/chat/completions", json=body)
-        found["after"] = client.post("/v1/chat/completions", json=chat())
-
-    served(ask, folder)
+    for name, body in {
+        "pool": chat(max_tokens=10**6),
+        "prompt": chat(messages=[{"role": "user", "content": "x" * 9000}]),
+        "number": chat(max_tokens="x"),
+    }.items():
+        found[name] = client.post("/v1/chat/completions", json=body)
+    found["after"] = client.post("/v1/chat/completions", json=chat())
     assert [found[name].status_code for name in ("pool", "prompt", "number", "after")] == [400, 400, 400, 200]
     for name in ("pool", "prompt"):
         assert "8,192" in found[name].json()["error"]["message"] or "tokens" in found[name].json()["error"]["message"]
@@ -310,22 +321,19 @@ def test_a_server_that_is_told_to_stop_answers_what_is_open_at_once(
 
 
 def test_an_engine_that_has_ended_says_so(
-    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, managers: list[TurboQuantBatchingManager]
+    client: Any, monkeypatch: pytest.MonkeyPatch, managers: list[TurboQuantBatchingManager]
 ) -> None:
     """An exception that is no `Exception` ends the thread."""
 
     def ends(*given: Any, **options: Any) -> Any:
         raise SystemExit("gone")
 
-    def ask(client: Any) -> None:
-        monkeypatch.setattr("tq_hf.batching.cache.paged_step", ends)
-        failed, refused = (client.post("/v1/chat/completions", json=chat()) for _ in range(2))
-        assert failed.status_code in (500, 503) and "gone" in failed.json()["error"]["message"]
-        assert refused.status_code == 503 and "engine has stopped" in refused.json()["error"]["message"]
-        health = client.get("/health")
-        assert health.status_code == 503 and "Restart the server" in health.json()["detail"]
-
-    served(ask, folder)
+    monkeypatch.setattr("tq_hf.batching.cache.paged_step", ends)
+    failed, refused = (client.post("/v1/chat/completions", json=chat()) for _ in range(2))
+    assert failed.status_code in (500, 503) and "gone" in failed.json()["error"]["message"]
+    assert refused.status_code == 503 and "engine has stopped" in refused.json()["error"]["message"]
+    health = client.get("/health")
+    assert health.status_code == 503 and "Restart the server" in health.json()["detail"]
 
 
 def test_the_key_is_asked_for(served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,60 +362,51 @@ def test_web_pages_of_other_origins_send_no_credentials(served: Callable[..., st
 USER = {"role": "user", "content": "What?"}
 
 
-def test_openais_client_needs_nothing_else(served: Callable[..., str], folder: Path) -> None:
+def test_openais_client_needs_nothing_else(client: Any, folder: Path) -> None:
     openai = pytest.importorskip("openai")
-
-    def ask(client: Any) -> None:
-        user = openai.OpenAI(api_key="x", base_url="http://testserver/v1", http_client=client, max_retries=0)
-        (listed,) = user.models.list()
-        assert user.models.retrieve(listed.id).id == listed.id == str(folder)
-        for model, options in (("another", {}), (listed.id, {"max_tokens": 0})):
-            with pytest.raises(openai.BadRequestError) as raised:
-                user.completions.create(model=model, prompt="What?", **options)
-        assert "`max_tokens` is 0" in raised.value.body["message"]
-        asked = dict(model=listed.id, messages=[USER], max_tokens=6, temperature=0.0)
-        whole = user.chat.completions.create(**asked)
-        chunks = list(user.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-        said = [chunk.choices[0] for chunk in chunks[:-1]]
-        assert "".join(choice.delta.content or "" for choice in said) == whole.choices[0].message.content
-        assert [choice.finish_reason for choice in said] == [None] * (len(said) - 1) + ["length"]
-        assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage) and said[0].delta.role == "assistant"
-        assert len({(chunk.id, chunk.created, chunk.object) for chunk in chunks}) == 1
-        assert all(chunk.usage is None for chunk in chunks[:-1])
-        several = user.completions.create(model=listed.id, prompt=["One.", "Two."], n=2, max_tokens=3, temperature=0)
-        texts = [choice.text for choice in several.choices]
-        assert texts[0] == texts[1] and texts[2] == texts[3] and several.usage.prompt_tokens == 8
-        response = user.responses.create(model=listed.id, input="What?", max_output_tokens=6, temperature=0)
-        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-        assert response.output_text == whole.choices[0].message.content
-        with user.responses.stream(model=listed.id, input="What?", max_output_tokens=6, temperature=0) as events:
-            steps = list(events)
-        kinds = [event.type.removeprefix("response.") for event in steps]
-        assert steps[-1].response.output_text == response.output_text
-        assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
-        assert set(kinds[4:-4]) == {"output_text.delta"}
-        assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-
-    served(ask, folder)
+    user = openai.OpenAI(api_key="x", base_url="http://testserver/v1", http_client=client, max_retries=0)
+    (listed,) = user.models.list()
+    assert user.models.retrieve(listed.id).id == listed.id == str(folder)
+    for model, options in (("another", {}), (listed.id, {"max_tokens": 0})):
+        with pytest.raises(openai.BadRequestError) as raised:
+            user.completions.create(model=model, prompt="What?", **options)
+    assert "`max_tokens` is 0" in raised.value.body["message"]
+    asked = dict(model=listed.id, messages=[USER], max_tokens=6, temperature=0.0)
+    whole = user.chat.completions.create(**asked)
+    chunks = list(user.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    said = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert "".join(choice.delta.content or "" for choice in said) == whole.choices[0].message.content
+    assert [choice.finish_reason for choice in said] == [None] * (len(said) - 1) + ["length"]
+    assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage) and said[0].delta.role == "assistant"
+    assert len({(chunk.id, chunk.created, chunk.object) for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    several = user.completions.create(model=listed.id, prompt=["One.", "Two."], n=2, max_tokens=3, temperature=0)
+    texts = [choice.text for choice in several.choices]
+    assert texts[0] == texts[1] and texts[2] == texts[3] and several.usage.prompt_tokens == 8
+    response = user.responses.create(model=listed.id, input="What?", max_output_tokens=6, temperature=0)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.output_text == whole.choices[0].message.content
+    with user.responses.stream(model=listed.id, input="What?", max_output_tokens=6, temperature=0) as events:
+        steps = list(events)
+    kinds = [event.type.removeprefix("response.") for event in steps]
+    assert steps[-1].response.output_text == response.output_text
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
 
 
-def test_an_error_in_a_stream_has_openais_form(
-    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_stream_has_openais_form(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_with_quotes(*given: Any, **options: Any) -> Any:
         raise RuntimeError('a "bit"\nfell over')
 
-    def ask(client: Any) -> None:
-        monkeypatch.setattr("tq_hf.batching.cache.paged_step", fails_with_quotes)
-        whole = client.post("/v1/chat/completions", json=chat())
-        assert whole.status_code == 500 and whole.json()["error"]["type"] == "server_error"
-        streamed = client.post("/v1/chat/completions", json=chat(stream=True)).text
-        assert events_of(streamed)[-1] == whole.json() and streamed.endswith("data: [DONE]\n\n")
-        assert 'a "bit"' in whole.json()["error"]["message"]
-        failed = events_of(client.post("/v1/responses", json={"input": "x", "stream": True}).text)[-1]
-        assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
-
-    served(ask, folder)
+    monkeypatch.setattr("tq_hf.batching.cache.paged_step", fails_with_quotes)
+    whole = client.post("/v1/chat/completions", json=chat())
+    assert whole.status_code == 500 and whole.json()["error"]["type"] == "server_error"
+    streamed = client.post("/v1/chat/completions", json=chat(stream=True)).text
+    assert events_of(streamed)[-1] == whole.json() and streamed.endswith("data: [DONE]\n\n")
+    assert 'a "bit"' in whole.json()["error"]["message"]
+    failed = events_of(client.post("/v1/responses", json={"input": "x", "stream": True}).text)[-1]
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
 
 
 @pytest.mark.parametrize("asked", [{"max_tokens": 4}, {"max_tokens": 100, "logprobs": 2}], ids=str)
@@ -441,15 +440,11 @@ def test_no_request_is_read_or_written_on_the_event_loop(
     assert health == [200] * (2 + ("logprobs" in asked))
 
 
-def test_an_answer_ends_with_the_models_positions_and_says_so(served: Callable[..., str], folder: Path) -> None:
+def test_an_answer_ends_with_the_models_positions_and_says_so(client: Any) -> None:
     found: list[Any] = []
-
-    def ask(client: Any) -> None:
-        for body in ({"max_tokens": 100}, {}):  # by default as many as there is room for
-            body |= {"prompt": "x" * 2040, "temperature": 0.0}
-            found.append(client.post("/v1/completions", json=body).json())
-
-    served(ask, folder)
+    for body in ({"max_tokens": 100}, {}):  # by default as many as there is room for
+        body |= {"prompt": "x" * 2040, "temperature": 0.0}
+        found.append(client.post("/v1/completions", json=body).json())
     for answer in found:
         counts = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
         assert counts == {"prompt_tokens": 2040, "completion_tokens": 9, "total_tokens": 2049}
