@@ -105,7 +105,7 @@ def test_blocks_are_the_same_bits_as_without_autocast(limit, preset):
             store = cache.layers[0].store
             held.append((packed_tensors(store), store.view()))
             held[-1] += ((cache.layers[0].keys, cache.layers[0].values),)
-    assert held[0][1].num_blocks == 2
+    assert held[0][1].host_counts.blocks == 2
     for name, tensor in held[0][0].items():
         assert torch.equal(tensor, held[1][0][name]), name
     assert_same(held[1][2], held[0][2])
