@@ -142,18 +142,18 @@ def views():
 @pytest.fixture
 def partial_results_are_held(monkeypatch):
     """Every stream pauses between writing partial results to scratch and reducing them."""
-    from tq_kernels.common import launcher
+    from tq_kernels.common.launcher import Kernel, Launcher
     from tq_kernels.decode import launch
 
-    class Pausing(launcher.Kernel):
-        def launcher(self, compiled: Any) -> launcher.Launcher:
+    class Pausing(Kernel):
+        def launcher(self, compiled: Any) -> Launcher:
             call, fixed = super().launcher(compiled)
 
             def pause_and_call(*arguments: Any) -> None:
                 torch.cuda._sleep(2_000_000)  # about a millisecond
                 call(*arguments)
 
-            return launcher.Launcher(pause_and_call, fixed)
+            return Launcher(pause_and_call, fixed)
 
     monkeypatch.setattr(launch, "REDUCE", Pausing(launch.REDUCE.function))
 

@@ -458,8 +458,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if self.only_compiles:
             return self._forward_process_and_sample, False
         forward, captured = super()._get_forward_fn(use_block_table)
-        # A step with prompts calls a linear layer once for each of their lengths.
-        if self.layers is not None and (use_block_table or self.cache.states is None):
+        # With prompts, linear layers are called once for each length, and latents are expanded by their module.
+        prompts = self.cache.states is None and not self.cache.holds_latents
+        if self.layers is not None and (use_block_table or prompts):
             forward = self.layers.within(forward)
         if self.behind is not None:
             # While another thread uses the device, no graph can be captured.
