@@ -227,7 +227,7 @@ def decode_split_fragments(
         head = stream // row_tiles
         kv_head = head % kv_heads
         if block_table is None:
-            own_rows = kv_rows + head.to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
+            own_rows = kv_rows + head.to(tl.int64) * ((ring + sinks) * (C.DK + C.DV))
             dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, count, None, count)
         else:
             held, own_jobs, new_token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
