@@ -48,9 +48,10 @@ def test_compiles_for(arch: int | str, preset: str) -> None:
         assert not (HOLD and spills(compiled))
 
 
+@pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("arch", [90, *map(slow, (80, 86, 89, 100))])
-def test_compiles_over_pages_for(arch: int) -> None:
-    compiled = build_prompts(arch, "4bit_nc")
+def test_compiles_over_pages_for(arch: int, merge: bool) -> None:
+    compiled = build_prompts(arch, "4bit_nc", merge)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
     if arch < 100:
         assert not (HOLD and spills(compiled))

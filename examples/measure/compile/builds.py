@@ -111,9 +111,9 @@ def build_prefix(
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 3, "*i1", "*fp32", own, "*fp32"]
     types += ["*fp32", "*fp16"]
-    types += [None] * 4
-    numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 5
-    types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
+    types += [None] * 5
+    numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 6
+    types += [*["i32"] * numbers, "fp32", "fp32", *["i32"] * 4]
     return build(prefix_attention, types, constants, arch, num_warps=config.warps)
 
 
@@ -322,16 +322,17 @@ def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str) -> Compiled:
     return build(encode_blocks, types, constants, arch, num_warps=config.warps)
 
 
-def build_prompts(arch: int, preset: str) -> Any:
+def build_prompts(arch: int, preset: str, merge: bool = False) -> Any:
+    """The kernel of many queries over pages; with `merge` it adds cached tokens to what there is of new ones."""
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, on)
     flags = (True, 0, False, False, False)
-    layout, sizes = BlockLayout(128, 128, *bits), (*place(preset, 128), SEQUENCES)
+    layout, sizes = BlockLayout(128, 128, *bits), (*place(preset, 128), SEQUENCES, merge)
     constants = prefix_constants(layout, *flags, config, on, sizes)
     types = ["*fp16", "*i32", *["*fp16"] * 7, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
-    types += ["*i32"] * 4
-    numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5
-    types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
+    types += [*["*i32"] * 4, "*fp32" if merge else None]
+    numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 6
+    types += [*["i32"] * numbers, "fp32", "fp32", *["i32"] * 4]
     return build(prefix_attention, types, constants, arch, num_warps=config.warps)
 
 
