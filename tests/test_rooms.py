@@ -91,7 +91,7 @@ BUDGETS = {
         "tools": 2950,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
         "batching": 5236,  # latents; options by request; requests that fail alone; prefixes in files; grammars
         "graph_decoding": 1117,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
-        "saving": 917,  # layers that are uneven on purpose; layers that share the order of padded rows
+        "saving": 926,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1852,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
         "stores": 1084,  # one way into operators; one store; blocks that keep their codes when rows are assigned or cut
         "ops": 2526,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
@@ -108,7 +108,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_600, 35_765
+PRODUCT, TESTS = 28_609, 35_765
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, prompts at the speed of their products 400: all are paid for."""
 FILES = 129  # joined.py; stores/assigned.py; latents; ops/latent_pages.py; batching/{linear,prefixes,grammars}.py

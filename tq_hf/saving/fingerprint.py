@@ -156,11 +156,13 @@ def _samples(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         with align_module_device(module) if offloaded else nullcontext():
             for name, parameter in module.named_parameters(recurse=False):
                 for part, tensor in _parts(parameter.to_local() if isinstance(parameter, DTensor) else parameter):
-                    count = min(SAMPLES, tensor.numel())
-                    flat = torch.arange(count, device=tensor.device) * max(1, tensor.numel() // SAMPLES)
-                    # Index by position: flattening could copy the whole parameter.
-                    values = tensor.detach()[torch.unravel_index(flat, tensor.shape)] if count else tensor
-                    yield f"{prefix}.{name}{part}".replace("_orig_mod.", ""), values.cpu().to(torch.float64)
+                    count, step = min(SAMPLES, tensor.numel()), max(1, tensor.numel() // SAMPLES)
+                    if tensor.is_contiguous() and not offloaded:
+                        values = tensor.detach().view(-1)[::step][:count]
+                    else:  # by position: flattening could copy the whole parameter
+                        flat = torch.arange(count, device=tensor.device) * step
+                        values = tensor.detach()[torch.unravel_index(flat, tensor.shape)] if count else tensor
+                    yield f"{prefix}.{name}{part}".replace("_orig_mod.", ""), values
 
 
 def _parts(parameter: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,8 +176,15 @@ def _parts(parameter: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch
 
 
 def _hash_weights(decoder: torch.nn.Module) -> str:
-    state = hashlib.blake2b(digest_size=32)
-    for name, values in sorted(_samples(decoder), key=lambda sample: sample[0]):
+    state, found = hashlib.blake2b(digest_size=32), sorted(_samples(decoder), key=lambda sample: sample[0])
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for _, values in found:
+        alike.setdefault((values.dtype, values.device), []).append(values.flatten())
+    # One copy from a device for all values of a dtype.
+    copies = {
+        kind: iter(torch.cat(each).cpu().to(torch.float64).split([*map(len, each)])) for kind, each in alike.items()
+    }
+    for name, values in found:
         state.update(f"{name} {tuple(values.shape)}\n".encode())
-        state.update(values.detach().numpy().tobytes())
+        state.update(next(copies[values.dtype, values.device]).numpy().tobytes())
     return state.hexdigest()
