@@ -223,7 +223,7 @@ def serve_numbers() -> list[dict[str, Any]]:
     """What engines made of the newest trace: tokens a second, and requests in flight, in the mean and at most, and a
     note where a cell failed or was ended early."""
     panels = []
-    traces = [record for record in results("serve") if record["trace"]["requests"]]
+    traces = [each for each in results("serve") if any(row["kind"] == "trace" for row in each["rows"])]
     for record in sorted(traces, key=lambda record: record["date"])[-1:]:
         rows = [row for row in record["rows"] if row["kind"] == "trace"]
         if not rows:
