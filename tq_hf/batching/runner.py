@@ -152,49 +152,41 @@ class BackgroundCompile(threading.Thread):
     views of the originals, so that the engine's own inputs compile nothing again.
 
     Args:
-        model: The model.
-        config: Options of `torch.compile`.
-        calls: Arguments of `CompiledLayers`. The thread empties the list.
+        layers: The layers.
+        device: Their device.
+        calls: Arguments of `layers`. The thread empties the list.
         then: Function that is called at the end.
     """
 
     error: Exception | None = None
     done = False
 
-    def __init__(self, model: Any, config: CompileConfig, calls: list[Any], then: Callable[[], None]) -> None:
+    def __init__(
+        self, layers: CompiledLayers, device: torch.device, calls: list[Any], then: Callable[[], None]
+    ) -> None:
         super().__init__(name="tq_hf compiles", daemon=True)
-        self.calls = calls
+        self.layers, self.device, self.calls, self.inference = layers, device, calls, torch.is_inference_mode_enabled()
         self.then: Callable[[], None] | None = then
-        self.device, self.inference = model.device, torch.is_inference_mode_enabled()
-        self.layers: CompiledLayers | None = CompiledLayers(model, config)
 
     def run(self) -> None:
-        assert self.layers is not None and self.then is not None
-        device, layers, then = self.device, self.layers, self.then
-        stream = compiling_stream(device) if device.type == "cuda" else None
+        then = self.then
+        assert then is not None
+        stream = compiling_stream(self.device) if self.device.type == "cuda" else None
         try:
-            if stream is not None:
-                stream.wait_stream(torch.cuda.default_stream(device))  # of the copies
             with short_turns, torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
                 while self.calls:
-                    layers(*self.calls.pop(0))
+                    self.layers(*self.calls.pop(0))
             if stream is not None:
                 stream.synchronize()
         except Exception as error:
             self.error = error
-        self.done = True
+        self.done, self.then = True, None  # which holds the engine
         then()
 
     def cancel(self, timeout: float | None = None) -> None:
         """Compile no further call, and wait for the one that is being compiled, up to `timeout` seconds."""
         self.calls.clear()
         self.join(timeout)
-        self.take()
-
-    def take(self) -> CompiledLayers | None:
-        """Return the compiled layers, and let go of them and the engine: torch keeps the backend forever."""
-        layers, self.layers, self.then = self.layers, None, None
-        return layers
 
 
 class TurboQuantModelRunner(Substitute, ModelRunner):
@@ -222,7 +214,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     layers: CompiledLayers | None = None
     """Layers that steps run compiled."""
     uncompiled: CompiledLayers
-    """Layers whose calls are recorded."""
+    """Layers that are compiled in the background, after calls of them were recorded."""
     calls: dict[int, list[Any]] | None = None
     """Copies of arguments of layers, by number of requests, until layers are compiled in the background."""
     decoded = 0
@@ -269,10 +261,12 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             # A processor would wait for the thread to compile.
             self._processors_are_compiled, self.logit_processor.compiled = self.logit_processor.compiled, False
 
-    def _begin_compiling(self, model: Any) -> None:
-        assert self.calls and self.cb_config.decode_compile_config is not None
+    def _begin_compiling(self) -> None:
+        assert self.calls
         calls, self.calls = [*chain(*self.calls.values())], None
-        self.behind = BackgroundCompile(model, self.cb_config.decode_compile_config, calls, self.wake_up)
+        if (stream := self.inputs_and_outputs.compute_stream) is not None:
+            stream.synchronize()  # calls were copied there
+        self.behind = BackgroundCompile(self.uncompiled, torch.device(self.cache.device), calls, self.wake_up)
         self.behind.start()
 
     def _take_compiled(self) -> None:
@@ -280,9 +274,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if self.behind is None or not self.behind.done:
             return
         behind, self.behind = self.behind, None
-        layers = behind.take()
         if behind.error is None:
-            self.layers = layers
+            self.layers = behind.layers
             self.logit_processor.compiled = self._processors_are_compiled
             kernels = [each for each in self.missing if each[1] is None]
             self.list_warm_ups()
@@ -311,7 +304,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             self.warm_up(model)
             return True
         if self.calls:
-            self._begin_compiling(model)
+            self._begin_compiling()
         return False
 
     def compile_kernels(self, model: torch.nn.Module, steps: int | None = None, behind: bool = False) -> None:
@@ -426,7 +419,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             # Steps of one request and of several compile apart, and a step would wait for the kind that is left out.
             both = len({min(size, 2) for size in self.calls}) == min(self.cb_config.max_requests_per_batch or 2, 2)
             if self.decoded >= COMPILE_AFTER and both:
-                self._begin_compiling(model)
+                self._begin_compiling()
         with stream_context(self.inputs_and_outputs.compute_stream):
             self.steps[id(host)] = self.logit_processor.end()
 
