@@ -16,7 +16,7 @@ from tq_hf.memory import MemoryFootprint
 from tq_hf.tools import compare, display, estimate, sweep
 from tq_hf.tools.sweep import Sweep
 
-LARGE = MemoryFootprint(9 * 10**12, 10**11, 10**10, 10**9, 9 * 10**12, 10**13)
+LARGE = MemoryFootprint(9 * 10**12, 10**11, 11 * 10**9, 9 * 10**12, 10**13)
 
 
 def compared(console: Console) -> list[str]:
