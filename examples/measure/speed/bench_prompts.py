@@ -2,10 +2,9 @@
 
     python -m examples.measure.speed.bench_prompts [--level 1] [--output FILE]
 
-on an 8B-shaped random Llama. Milliseconds are the slope from few prompts to many, each the fastest of
-three: what a run takes once does not count.
-Kernels are grouped by name. A call of `generate_batch` with one prompt of 16 tokens and one new token is timed
-with a manager that is kept, and with a new one.
+on an 8B-shaped random Llama. Milliseconds are the slope from few prompts to many, each the fastest of three: what a run
+takes once does not count. Kernels are grouped by name. A call of `generate_batch` with one prompt of 16 tokens and one
+new token is timed with a manager that is kept, and with a new one.
 """
 
 from __future__ import annotations
