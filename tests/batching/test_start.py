@@ -107,6 +107,21 @@ def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
         assert last.generated_tokens == before[0]
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_prompts_of_all_lengths_run_the_same_compiled_layers(dynamic: bool) -> None:
+    """Or none, where each length would be compiled."""
+    torch._dynamo.reset()
+    compiler, model = Compiler(), model_of()
+    compiler.begin.set()
+    config = CompileConfig(backend=compiler, mode=None, fullgraph=True, dynamic=dynamic)
+    with Session(model, decode_compile_config=config, max_requests_per_batch=2) as session:
+        session.run(prompts([150]), greedy(3))  # more tokens than a layer has channels: equal sizes are one to torch
+        graphs, calls = compiler.graphs, compiler.calls
+        assert graphs == (2 if dynamic else 1)
+        session.run(prompts([90, 200, 41]), greedy(1))
+        assert compiler.graphs == graphs and (compiler.calls > calls) == dynamic
+
+
 @pytest.fixture
 def pause() -> Iterator[Any]:
     """An operator that waits for a sign where the thread that compiles traces it."""

@@ -114,6 +114,7 @@ class CompiledLayers:
             logger.warning_once(
                 f"{type(model).__name__} has no layers that can be compiled one by one: steps stay as they are."
             )
+        self.takes_prompts = config.dynamic is not False  # else each length would be compiled
         kinds: set[Any] = {type(each) for each in self.layers}
         self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
 
@@ -453,7 +454,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         forward, captured = super()._get_forward_fn(use_block_table)
         # With prompts, linear layers are called once for each length, and latents are expanded by their module.
         prompts = self.cache.states is None and not self.cache.holds_latents
-        if self.layers is not None and (use_block_table or prompts):
+        if self.layers is not None and (use_block_table or (prompts and self.layers.takes_prompts)):
             forward = self.layers.within(forward)
         if self.behind is not None:
             # While another thread uses the device, no graph can be captured.

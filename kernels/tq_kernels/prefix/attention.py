@@ -244,7 +244,7 @@ def _attend_dense(
     return state
 
 
-@kernel("blocks_b:blocks_h rows:width")
+@kernel("blocks_b:blocks_h rows:lse_h")
 def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
     packed,  # [B, Hkv, N, BLOCK_WORDS] int32; with a block table [pages, Hkv, BLOCK_WORDS]
