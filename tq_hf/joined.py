@@ -69,27 +69,27 @@ def _joined(parameters: list[Any]) -> torch.Tensor:
 
 
 def _are_alike(modules: list[Any], device: str | None) -> bool:
-    """Whether modules can have one product: plain linear modules of one width, dtype and device, none of them replaced
-    or shared."""
+    """Whether modules can have one product: plain linear ones of one width, dtype and device, none replaced."""
     if not all(type(each) is nn.Linear and "forward" not in vars(each) for each in modules):
         return False
     kinds = {
         (each.in_features, each.bias is None, each.weight.dtype, each.weight.device, each.weight.requires_grad)
         for each in modules
     }
-    weights = [each.weight for each in modules]
-    plain = all(type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_meta for weight in weights)
-    return plain and len(kinds) == 1 and device in (None, weights[0].device.type)
+    plain = all(type(x := each.weight) is nn.Parameter and x.is_contiguous() and not x.is_meta for each in modules)
+    return plain and len(kinds) == 1 and device in (None, modules[0].weight.device.type)
 
 
 def join(model: nn.Module, device: str | None = None) -> None:
     """Join projections of a model in place, until `separate`; those on devices of one kind, by default on all."""
-    used = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    found: list[list[Any]] = []
     for parent in model.modules():
-        for names in GROUPS:
-            modules: list[Any] = [getattr(parent, name, None) for name in names]
-            if _are_alike(modules, device) and all(used[id(each.weight)] == 1 for each in modules):
-                Joined(modules)
+        children = dict(parent.named_children())  # one that has two names is shared, and has the first only
+        found += [each for names in GROUPS if _are_alike(each := [children.get(name) for name in names], device)]
+    used = Counter(id(x) for each in model.modules() if found for x in each.parameters(recurse=False))
+    for group in found:
+        if all(used[id(each.weight)] == 1 for each in group):
+            Joined(group)
 
 
 def separate(model: nn.Module) -> None:

@@ -52,13 +52,15 @@ class Attention(nn.Module):
             self.v_proj.forward = self.v_proj.forward
         elif change == "shared":
             self.v_proj.weight = self.k_proj.weight
+        elif change == "one module":
+            self.v_proj = self.k_proj
         elif change == "meta":
             self.v_proj = self.v_proj.to("meta")
         elif change == "absent":
             del self.v_proj
 
 
-@pytest.mark.parametrize("change", ["bias", "dtype", "class", "hooked", "shared", "meta", "absent"])
+@pytest.mark.parametrize("change", ["bias", "dtype", "class", "hooked", "shared", "one module", "meta", "absent"])
 def test_what_is_not_plain_and_alike_is_left_alone(change: str) -> None:
     model = Attention(change)
     join(model)
