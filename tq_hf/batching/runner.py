@@ -83,7 +83,7 @@ def copied(arguments: Any) -> Any:
 
 
 def compile_config_of(level: int) -> CompileConfig | None:
-    """Compile options of steps with one token per request, equal to transformers' for a `default_compile_level`."""
+    """Compile options of layers, equal to transformers' of decode steps for a `default_compile_level`."""
     if level == 0:
         return None
     mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"

@@ -75,7 +75,7 @@ HELP = {
     "cache": "Number of packed tokens of all requests together. Default: as many as fit into memory; on a CPU 16 "
     "requests of 8192 tokens, or of the model's positions if those are fewer.",
     "share": "Share of the free memory to use. Default: transformers' own on a GPU.",
-    "level": "Compile level of decode steps, in the background; 0 for none. Default: 1 on a GPU.",
+    "level": "Compile level of layers, in the background; 0 for none. Default: 1 on a GPU.",
     "prefixes": "Folder for the beginnings of prompts, which are not read again after a restart. Default: none.",
 }
 """Help of options that is longer than a line."""
