@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import eval_frame
 from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, T5Config, T5ForConditionalGeneration
 
 import tq_hf
@@ -103,6 +105,28 @@ def test_a_model_that_is_served_is_not_probed_again(batching: TurboQuantBatching
         before = checks.probes[batching.model]
         TurboQuantBatching(batching.model, balance=False)
         assert checks.probes[batching.model] is before
+
+
+def test_two_probes_at_once_leave_torch_compile_on() -> None:
+    """The second one begins within the first, if it may, and ends after it."""
+    models, begun, ended = (model_of(), model_of()), threading.Event(), threading.Event()
+    second = threading.Thread(target=TurboQuantBatching, args=(models[1],), kwargs=dict(balance=False))
+
+    def in_first(*_: Any) -> None:
+        second.start()
+        begun.wait(0.5)
+
+    def in_second(*_: Any) -> None:
+        begun.set()
+        ended.wait(60)
+
+    models[0].model.layers[0].register_forward_pre_hook(in_first)
+    models[1].model.layers[0].register_forward_pre_hook(in_second)
+    checks.probes.clear()
+    TurboQuantBatching(models[0], balance=False)
+    ended.set()
+    second.join(60)
+    assert {*checks.probes} == {*models} and eval_frame._stance.stance == "default"
 
 
 def test_models_over_several_devices_are_refused() -> None:

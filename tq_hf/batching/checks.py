@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from copy import copy
 from inspect import signature
 from typing import Any, NoReturn
@@ -35,6 +36,8 @@ GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 DEFAULT_PAGE_SIZE = ContinuousBatchingConfig.page_size
 TOKENS = 8
 """Number of tokens of a probe."""
+probing = threading.Lock()
+"""Held while `torch.compile` is off, which is of the process: the last of two probes would leave it off."""
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
@@ -77,7 +80,7 @@ class StepProbe(TurboQuantPagedCache):
         try:
             model.set_attn_implementation(NAME)
             self.linear.switch()
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with probing, torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 inputs = dict(input_ids=ids % decoder.vocab_size, position_ids=ids, use_cache=False, cache=self)
                 parts = model.get_decoder(), model  # ModernBERT's "decoder" is its head
                 run = next(part for part in parts if "input_ids" in signature(type(part).forward).parameters)
