@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from examples.measure.quality.bound import BLOCK, CHUNK, alike, hidden, read_with, round_trip
+from examples.measure.quality.bound import (
+    BLOCK,
+    CHUNK,
+    Codes,
+    alike,
+    error_of,
+    hidden,
+    keys_in_parts,
+    read_with,
+    round_trip,
+    twice,
+)
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
@@ -53,3 +64,26 @@ def test_noise_of_an_ideal_coder_has_its_error_after_shrinking(wanted):
     y = round_trip(z, 2, wanted, 1.0, is_value=False)
     assert (y * z).sum() / z.square().sum() == pytest.approx(1, rel=0.02)
     assert (y * (1 - wanted) - z).square().mean() / z.square().mean() == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("codes", "sizes", "expected"),
+    [
+        (Codes(loud=2), (2, 62), (6.5e-4, error_of((2,)))),
+        (Codes(parts=twice(2, 1 / 8)), (8, 48, 8), (error_of((2, 2)), error_of((2,)), 1)),
+        (Codes(key_bits=3, parts=twice(3)), (4, 56, 4), (error_of((3, 3)), error_of((3,)), 1)),
+    ],
+)
+def test_loud_channels_have_the_bits_that_quiet_ones_lack(codes, sizes, expected):
+    """Channels are 1, 1/4 and 1/16 loud, and stand in any order. Few channels with a scale of their own have less error
+    than Gaussian ones."""
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(64, generator=generator)
+    loudness = torch.cat([torch.full((n,), 4.0**-i) for i, n in enumerate(sizes)])[order]
+    keys = loudness * torch.randn(1, 1, 8, BLOCK, 64, generator=generator) + 3 * loudness
+    queries = torch.randn(1, 2, 8 * BLOCK, 64, generator=generator)
+    read = keys_in_parts(codes._replace(pairs=False), queries, keys.flatten(2, 3), keys)
+    spread = (keys - keys.mean(3, keepdim=True)).square().mean((0, 1, 2, 3))
+    found = (read - keys).square().mean((0, 1, 2, 3)) / spread
+    for i, each in enumerate(expected):
+        assert each / 4 < found[loudness == 4.0**-i].mean() < 1.15 * each
