@@ -6,6 +6,7 @@ layer then lists the tensors that a file must have for it. All tensors are check
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -14,13 +15,12 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from tq_kernels.types import KeyValue
 from transformers.cache_utils import Cache
 
 from ..compat import as_input, device_of_inputs
 from ..config import TurboQuantConfig
 from ..layers.base import Probe, State, like_held
-from ..memory import tensors_by_kind
+from ..memory import measure
 from ..stores.store import LayerStore
 from ..tensors.sinks import SinkOrder
 from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
@@ -118,7 +118,7 @@ class Loader:
     def check(self, header: Header) -> None:
         """Raise `ValueError` unless the file has exactly the tensors of this cache, and memory for them is free."""
         expected: dict[str, torch.Tensor] = {}
-        need: dict[torch.device, int] = {torch.device("cpu"): sum(tensor.nbytes for tensor in header.entries.values())}
+        need = Counter({torch.device("cpu"): sum(tensor.nbytes for tensor in header.entries.values())})
         for index, (layer, probe) in enumerate(self.layers):
             description = self.state["layers"][index]
             check_fields(description, {"class": str} | layer.state_fields, f"Layer {index}")
@@ -126,8 +126,10 @@ class Loader:
                 with _named(index):
                     tensors = layer.check_state(description, probe)
                 if probe.states is not None:
-                    device, size = probe.states[0].device, sum(tensor.nbytes for tensor in tensors.values())
-                    need[device] = need.get(device, 0) + size + _initial_bytes(layer, probe.states)
+                    sized = copy(layer)  # what an empty layer allocates
+                    sized.lazy_initialization(*(part.to("meta") for part in probe.states))
+                    need[probe.states[0].device] += measure([sized], 0).total
+                    need[probe.states[0].device] += sum(tensor.nbytes for tensor in tensors.values())
             except RuntimeError as error:  # a meta tensor is too large
                 raise ValueError(
                     f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged."
@@ -173,13 +175,6 @@ def _share_orders(stores: list[LayerStore]) -> None:
             store.tensors = store.tensors.with_order(shared)
             if shared is own:
                 orders.append(own)
-
-
-def _initial_bytes(layer: Any, states: KeyValue) -> int:
-    """Number of bytes that an empty layer allocates for states of these shapes. Nothing is allocated here."""
-    sized = copy(layer)
-    sized.lazy_initialization(*(part.to("meta") for part in states))
-    return sum(tensor.nbytes for tensors in tensors_by_kind(sized).values() for tensor in tensors)
 
 
 def _free_memory(device: torch.device) -> int | None:

@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,8 +135,8 @@ class Estimator:
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            sizes = vars(measure(alike[:1], context + decoding)).items()
-            total.update({name: len(alike) * size for name, size in sizes if name != "by_device"})
+            sizes = measure(alike[:1], context + decoding).sizes
+            total.update({name: len(alike) * size for name, size in sizes.items()})
         return MemoryFootprint(**total)
 
     def max_context(
@@ -258,16 +258,12 @@ class Report:
     rows: list[Estimate]
 
 
-def _by_kind(footprint: MemoryFootprint) -> dict[str, int]:
-    return {name: size for name, size in asdict(footprint).items() if name != "by_device"}
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """Convert a report to JSON. Sizes are in bytes."""
     presets: list[dict[str, Any]] = [
         {"preset": row.preset}
         | {
-            name: _by_kind(footprint) | {"total": footprint.total}
+            name: footprint.sizes | {"total": footprint.total}
             for name, footprint in (("after_prefill", row.footprint), ("decoding", row.decoding))
         }
         | ({} if report.free is None else {"max_context": row.max_context, "max_batch": row.max_batch})
