@@ -76,7 +76,8 @@ def measure(layers: Iterable[Any], tokens: int | None = None) -> MemoryFootprint
         else:
             leaves = leaves_of(layer, (dict, list, tuple)).values()
             held = [value for _, _, value in leaves if isinstance(value, torch.Tensor)]
-            kinds, in_16_bits = {"uncompressed": held}, sum(2 * each.numel() for each in held if each.is_floating_point())
+            kinds = {"uncompressed": held}
+            in_16_bits = sum(2 * tensor.numel() for tensor in held if tensor.is_floating_point())
         footprint.bf16_equivalent += in_16_bits
         for kind, tensors in kinds.items():
             for tensor in tensors:

@@ -105,6 +105,7 @@ class LinearLayers:
         self.modules = [found[layer] for layer in sorted(found)]
         self.like = torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
         self.sizes = StateSizes({})
+        """Filled by a probe."""
         self._own: list[Any] | None = None
         """`forward` of each instance before `switch`: accelerate's hooks replace it, too."""
 
@@ -126,9 +127,9 @@ class LinearLayers:
         self._own = None
 
     @outside_inference_mode
-    def measure(self, shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]) -> None:
-        """Set `sizes` for states of these shapes. On a GPU, measure the memory of one module."""
-        device, peaks = self.like.device, list[int]()
+    def measure(self) -> None:
+        """On a GPU, measure the memory of one module, with states of the shapes in `sizes`."""
+        shapes, device, peaks = self.sizes.shapes, self.like.device, list[int]()
         for layer, module, parameter in self.modules[:1] if device.type == "cuda" else ():
             for requests, tokens in (1, 512), (16, 1):
                 before = torch.cuda.memory_allocated(device)

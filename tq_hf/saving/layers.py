@@ -27,21 +27,19 @@ from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
 from .safetensors_file import Header, check_fields
 
 
-def _has_state(layer: Any) -> bool:
-    """Whether a layer has the methods for saving and loading."""
-    return hasattr(layer, "load_state")
-
-
 def describe(layer: Any, index: int) -> State:
     """Describe a layer by JSON and by tensors with names."""
     with _named(index):
-        if _has_state(layer) and not layer.is_initialized:
+        if not hasattr(layer, "state"):
+            description, tensors = RecordedLayer(layer).state()
+        elif layer.is_initialized:
+            description, tensors = layer.state()
+        else:
             raise ValueError(
                 "holds no tokens although others do. If an exception ended the first call, make a new cache and "
                 "run the model again. If this layer has no attention, or the model ends before it, make the cache from "
                 "a config of the layers there are (`num_hidden_layers`)."
             )
-        description, tensors = (layer if _has_state(layer) else RecordedLayer(layer)).state()
     return {"class": type(layer).__name__} | description, tensors
 
 
@@ -74,10 +72,10 @@ class Loader:
             raise ValueError(f"It holds {tokens} tokens in room for {saved_room}: the file is damaged.")
         if room is not None and room < tokens:
             raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Pass {tokens} or more.")
-        self.cache = kind(model.config, config, max_cache_len=room)
+        self.cache: Any = kind(model.config, config, max_cache_len=room)
+        first = kind(model.config, TurboQuantConfig(skip_layers=config.skip_layers), max_cache_len=saved_room and ROOM)
         names = [layer.get("class") if type(layer) is dict else None for layer in state["layers"]]
-        self.saved = kind(model.config, config, max_cache_len=saved_room)
-        if names != [type(layer).__name__ for layer in self.saved.layers] or len(names) != len(state["tokens"]):
+        if names != [type(layer).__name__ for layer in first.layers] or len(names) != len(state["tokens"]):
             raise ValueError(
                 "Its layers are not those of a cache of this model (saved with transformers "
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
@@ -86,34 +84,26 @@ class Loader:
         # Sliding layers agree in their lengths: no press evicts tokens there.
         if len({tokens for layer, tokens in counted if getattr(layer, "is_sliding", False)}) > 1:
             raise ValueError("Its sliding windows saw different numbers of tokens: the file is damaged.")
-        for index, (layer, name) in enumerate(zip(self.cache.layers, names, strict=True)):
-            same = type(layer).__name__ == name and (room == saved_room or not hasattr(layer, "max_cache_len"))
-            if not same and not _has_state(layer):
-                raise ValueError(
-                    f"Layer {index} is a {name} of transformers, which cannot change its `max_cache_len`: load the "
-                    "cache without `max_cache_len`."
-                )
-        self.layers: list[tuple[Any, Probe]] = self._probed(kind, model, config.skip_layers)
-
-    def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
-        """Pair each layer of the cache with the results of running the model."""
-        batch, room = self.state["batch"], self.state["max_cache_len"]
-        first: Any = kind(model.config, TurboQuantConfig(skip_layers=skip_layers), max_cache_len=room and ROOM)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device=device_of_inputs(model))
         with torch.no_grad(), record(first) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **as_input(first))
-        probed = []
-        layers: Any = zip(self.cache.layers, first.layers, self.saved.layers, calls, self.state["tokens"], strict=True)
-        for index, (layer, probe, other, own, tokens) in enumerate(layers):
+        self.layers: list[tuple[Any, Probe]] = []
+        """Each layer of the cache, with the results of this run."""
+        layers: Any = zip(self.cache.layers, first.layers, calls, state["tokens"], strict=True)
+        for index, (layer, probe, own, tokens) in enumerate(layers):
             states = None
-            if _has_state(layer):
+            if hasattr(layer, "load_state"):
                 if not own:
                     raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
-                states = like_held(layer, *own[0].tensors(batch, 0))
+                states = like_held(layer, *own[0].tensors(state["batch"], 0))
+            elif type(layer) is type(probe) and (room == saved_room or not hasattr(layer, "max_cache_len")):
+                layer = RecordedLayer(layer, own, state["batch"])
             else:
-                layer = RecordedLayer(layer, other, own, batch)
-            probed.append((layer, Probe(probe, states, tokens)))
-        return probed
+                raise ValueError(
+                    f"Layer {index} is a {type(probe).__name__} of transformers, which cannot change its "
+                    "`max_cache_len`: load the cache without `max_cache_len`."
+                )
+            self.layers.append((layer, Probe(probe, states, tokens)))
 
     def check(self, header: Header) -> None:
         """Raise `ValueError` unless the file has exactly the tensors of this cache, and memory for them is free."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -108,13 +109,13 @@ def _contents(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 class RecordedLayer:
-    """Adapter that gives a transformers layer the methods for saving and loading. `second` is the same layer of an
-    empty cache with the room of the file, which has `batch` sequences; `calls` are those of the run."""
+    """Adapter that gives a transformers layer the methods for saving and loading. `calls` are those of the run, and the
+    file has `batch` sequences."""
 
     state_fields: ClassVar[dict[str, Any]] = {"values": dict, "rows": (int, type(None))}
 
-    def __init__(self, layer: Any, second: Any = None, calls: Iterable[Call] = (), batch: int = 0) -> None:
-        self.layer, self.second, self.calls, self.batch = layer, second, calls, batch
+    def __init__(self, layer: Any, calls: Iterable[Call] = (), batch: int = 0) -> None:
+        self.layer, self.calls, self.batch = layer, calls, batch
 
     def state(self) -> State:
         """Describe the layer (see `tq_hf.layers.base`): numbers under `values`, and tensors, both by path."""
@@ -129,13 +130,13 @@ class RecordedLayer:
 
     def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         values, rows, window = description["values"], description["rows"], getattr(probe.layer, "sliding_window", None)
-        replay(self.calls, self.second, self.batch, probe.tokens)
-        if shapes(probe.layer).keys() != shapes(self.second).keys():
+        replay(self.calls, filled := deepcopy(self.layer), self.batch, probe.tokens)
+        if shapes(probe.layer).keys() != shapes(filled).keys():
             raise ValueError(
                 f"is a {type(self.layer).__name__} of transformers, which the model fills in an unknown way, so the "
                 "file cannot be checked. Run the prompt again."
             )
-        numbers, held = _contents(self.second)
+        numbers, held = _contents(filled)
         tensors = {path: tensor.to("meta") for path, tensor in held.items()}
         if values.get("record_past") is True and window is not None and window <= (rows or 0) <= probe.tokens:
             for name in ("keys", "values"):

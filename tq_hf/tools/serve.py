@@ -37,8 +37,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from ..batching import PrefixFolder, TurboQuantBatching
-from ..batching.options import number_of_positions
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, number_of_positions
 from .answers import LONG, Choice, Engine, Exchange, Refused, in_flags
 from .fields import BODIES, Body, ChatBody, ResponseBody
 
