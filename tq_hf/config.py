@@ -149,7 +149,7 @@ def holds_latents(model_config: Any) -> bool:
 
 
 POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
-"""Names of the number of positions in configs of transformers. A config has at most one of them."""
+"""Names of the number of positions in transformers' configs. A config has at most one of them."""
 EXTENDED = ("linear", "yarn")
 """Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
 

@@ -114,9 +114,7 @@ class LinearLayers:
         if self._own is None:
             self._own = [vars(each.module).get("forward") for each in self.modules]
             for each in self.modules:
-                shapes = self.sizes.shapes.get(each.layer, {}).items()
-                like = {name: self.like.new_empty(0, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
-                each.module.forward = _forward_of_rows(each, like)
+                each.module.forward = _forward_of_rows(each, self._zeros(each.layer, 0))
 
     def restore(self) -> None:
         """Undo `switch`."""
@@ -129,17 +127,20 @@ class LinearLayers:
     @outside_inference_mode
     def measure(self) -> None:
         """On a GPU, measure the memory of one module, with states of the shapes in `sizes`."""
-        shapes, device, peaks = self.sizes.shapes, self.like.device, list[int]()
+        device, peaks = self.like.device, list[int]()
         for layer, module, parameter in self.modules[:1] if device.type == "cuda" else ():
             for requests, tokens in (1, 512), (16, 1):
                 before = torch.cuda.memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                held = shapes.get(layer, {}).items()
-                states = {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in held}
                 row = self.like.new_zeros(requests, tokens, self.like.shape[-1])
-                module(row, **{parameter: RequestStates(states)})
+                module(row, **{parameter: RequestStates(self._zeros(layer, requests))})
                 peaks.append(-(-(torch.cuda.max_memory_allocated(device) - before) // (requests * tokens)))
-        self.sizes = StateSizes(shapes, *peaks)
+        self.sizes = StateSizes(self.sizes.shapes, *peaks)
+
+    def _zeros(self, layer: int, requests: int) -> States:
+        """States of this number of requests; none before a probe."""
+        shapes = self.sizes.shapes.get(layer, {}).items()
+        return {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
 
 
 def _forward_of_rows(linear: LinearModule, like: States) -> Callable:

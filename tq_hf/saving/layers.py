@@ -53,15 +53,9 @@ def _named(index: int) -> Iterator[None]:
 
 
 class Loader:
-    """Checks of the description of a file against a model, and the restored cache. Raises `ValueError` if the
-    description does not match a cache of this model.
-
-    Args:
-        kind: Class of the cache (`TurboQuantCache`, which this module cannot import).
-        model: The model. It runs on a few tokens.
-        config: Configuration of the saved cache.
-        state: Description in the file, with checked types of fields.
-        room: `max_cache_len` of the restored cache, or `None`. The saved cache may have had another one.
+    """Checks of the description of a file (`state`) against a model, which runs on a few tokens, and the restored cache
+    of the class `kind`. Its `max_cache_len`, `room`, may be another than that of the saved cache. Raises `ValueError`
+    if the description does not match a cache of this model.
     """
 
     def __init__(

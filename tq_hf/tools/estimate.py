@@ -55,15 +55,15 @@ class Estimator:
         weight_bytes: Number of bytes of the weights, by default counted.
 
     Raises:
-        ValueError: The config is not that of a decoder, the model has no cache, or the model does not run without
-            memory.
+        ValueError: The model is no decoder, has no cache, or does not run without memory.
     """
 
     def __init__(
         self, model_config: PreTrainedConfig, dtype: torch.dtype | None = None, weight_bytes: int | None = None
     ) -> None:
         text_config = model_config.get_text_config(decoder=True)
-        self.dtype = dtype or _dtype_of(text_config) or _dtype_of(model_config) or torch.bfloat16
+        named = dtype or text_config.dtype or model_config.dtype or torch.bfloat16
+        self.dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
         run = trace(model_config, self.dtype)
         self.config, self.calls = run.config, run.calls
         options = quantization_of(model_config)
@@ -110,8 +110,7 @@ class Estimator:
             max_cache_len: Number of tokens to preallocate. If `preset` is `None`, a `StaticCache` is estimated.
 
         Raises:
-            ValueError: The preset does not exist, `context` or `batch` is less than 1, or `max_cache_len` is less than
-                the number of tokens.
+            ValueError: The preset does not exist, a number is less than 1, or `max_cache_len` is too small.
         """
         for name, value in (("context", context), ("batch", batch)):
             if value < 1:
@@ -198,21 +197,13 @@ def _label(preset: str | TurboQuantConfig | None) -> str | None:
 
 
 def parse_memory(text: str) -> int:
-    """Parse an amount of memory: "24GB" (10**9 bytes), "24GiB" (2**30 bytes), or "24" (GiB).
-
-    Raises:
-        ValueError: `text` is not an amount of memory.
-    """
+    """Parse an amount of memory: "24GB" (10**9 bytes), "24GiB" (2**30 bytes), or "24" (GiB). Raise `ValueError` for
+    other texts."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?\s*", text, flags=re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory; write for example 24GB, 24GiB or 24 (GiB).")
     number, unit, binary = float(match[1]), match[2] or "G", match[3] or match[2] is None
     return math.floor(number * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))
-
-
-def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
-    dtype = getattr(config, "dtype", None)
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:

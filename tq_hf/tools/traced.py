@@ -29,22 +29,17 @@ WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechS
 
 
 class Trace(NamedTuple):
-    """A model on the meta device, and the calls of its layers to the cache.
-
-    Args:
-        config: Config of the decoder.
-        model: The whole model, or its decoder if another part needs a package that is not installed.
-        whole: Whether `model` is the whole model.
-        cache, calls: Cache that the run filled, and calls by layer of it.
-        cross_bytes: Bytes of keys and values that an encoder-decoder caches per token of its encoder.
-    """
+    """A model on the meta device, config of its decoder, and the calls of its layers to the cache that the run
+    filled."""
 
     config: PreTrainedConfig
     model: PreTrainedModel
     whole: bool
+    """Whether `model` is the whole model: its decoder, if another part needs a package that is not installed."""
     cache: DynamicCache
     calls: list[list[Call]]
     cross_bytes: int
+    """Bytes of keys and values that an encoder-decoder caches per token of its encoder."""
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
