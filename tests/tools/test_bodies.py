@@ -9,17 +9,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-import transformers
-from packaging.version import Version
 from test_cli import saved_model
+from test_serve import chat, client, folder, managers, served  # noqa: F401 - fixtures
 
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("continuous batching is of another design", allow_module_level=True)
-
-from test_serve import chat, client, folder, managers, served  # noqa: E402, F401 - fixtures
-
-from tq_hf.batching import TurboQuantBatchingManager  # noqa: E402
-from tq_hf.tools import answers, fields  # noqa: E402
+from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.tools import answers, fields
 
 USER = {"role": "user", "content": "What?"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

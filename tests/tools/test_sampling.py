@@ -13,19 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
+from test_serve import client, events_of, folder, managers, served  # noqa: F401 - fixtures
+from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("continuous batching is of another design", allow_module_level=True)
-
-
-from test_serve import client, events_of, folder, managers, served  # noqa: E402, F401 - fixtures
-from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template  # noqa: E402
-
-from tq_hf.batching import TurboQuantBatchingManager  # noqa: E402
-from tq_hf.batching.processors import GREEDY, SAMPLED, gumbel_noise, key_of  # noqa: E402
-from tq_hf.tools import answers, serve  # noqa: E402
-from tq_hf.tools.fields import BODIES, read_body, sentence  # noqa: E402
+from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.batching.processors import GREEDY, SAMPLED, gumbel_noise, key_of
+from tq_hf.tools import answers, serve
+from tq_hf.tools.fields import BODIES, read_body, sentence
 
 
 def numbers(*values: int) -> torch.Tensor:
