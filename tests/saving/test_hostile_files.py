@@ -23,7 +23,6 @@ from tq_hf import TurboQuantCache
 from tq_hf.saving import safetensors_file
 from tq_hf.saving.cache_file import VERSION
 from tq_hf.saving.layers import Loader
-from tq_hf.saving.safetensors_file import Header
 
 
 @pytest.fixture(scope="module")
@@ -390,8 +389,8 @@ def test_a_file_replaced_while_it_is_read_is_the_one_before(tmp_path, monkeypatc
     one.save(path, model)
     check = Loader.check
 
-    def replaced(loader: Loader, header: Header) -> None:
-        check(loader, header)
+    def replaced(loader: Loader, entries: dict[str, torch.Tensor]) -> None:
+        check(loader, entries)
         two.save(path, model)
 
     monkeypatch.setattr(Loader, "check", replaced)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from tests.support.tiny_models import build
@@ -223,8 +223,7 @@ def test_a_conversation_saved_and_loaded_goes_on_as_if_nothing_had_happened(mode
 
 
 def test_a_conversation_that_is_loaded_starts_over_with_the_presets_of_its_file(llama_folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
-    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
+    model, tokenizer = cli._loaded(str(llama_folder), None, "cpu")
     config = TurboQuantConfig.from_preset("3bit_nc", layers={0: "k8v4", -1: None})
     saved, chat = Chat(model, tokenizer, config, 3), Chat(model, tokenizer, "4bit_nc", 3)
     saved.say("x")
@@ -249,9 +248,8 @@ def test_chat_runs_only_new_tokens_through_the_model(llama_folder, monkeypatch):
 
 def test_chat_starts_over_where_the_conversation_changes(model_folder):
     """A template that drops what was said (as those of reasoning models do) still gets right answers."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model, tokenizer = cli._loaded(str(model_folder), None, "cpu")
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}"
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
     chat = Chat(model, tokenizer, "4bit_nc", 7)
     fresh = Chat(model, tokenizer, "4bit_nc", 7)
     chat.say("x" * 120)
@@ -271,8 +269,7 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
             if value.numel() == 1:
                 raise UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)")
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
+    model, tokenizer = cli._loaded(str(model_folder), None, "cpu")
     chat, undisturbed = (Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
     for text in ("one", "two"):
         with pytest.raises(UnicodeEncodeError):
@@ -284,9 +281,8 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
 
 
 def test_a_model_without_a_template_continues_the_text(llama_folder):
-    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
+    model, tokenizer = cli._loaded(str(llama_folder), None, "cpu")
     tokenizer.chat_template = None
-    model = AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
     chat = Chat(model, tokenizer, "4bit_nc", 6)
     chat.say("one and")
     said = list(chat.ids)

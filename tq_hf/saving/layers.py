@@ -24,7 +24,7 @@ from ..memory import measure
 from ..stores.store import LayerStore
 from ..tensors.sinks import SinkOrder
 from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
-from .safetensors_file import Header, check_fields
+from .safetensors_file import check_fields
 
 
 def describe(layer: Any, index: int) -> State:
@@ -99,10 +99,11 @@ class Loader:
                 )
             self.layers.append((layer, Probe(probe, states, tokens)))
 
-    def check(self, header: Header) -> None:
-        """Raise `ValueError` unless the file has exactly the tensors of this cache, and memory for them is free."""
+    def check(self, entries: dict[str, torch.Tensor]) -> None:
+        """Raise `ValueError` unless a file with these tensors, on the meta device, has exactly those of this cache, and
+        memory for them is free."""
         expected: dict[str, torch.Tensor] = {}
-        need = Counter({torch.device("cpu"): sum(tensor.nbytes for tensor in header.entries.values())})
+        need = Counter({torch.device("cpu"): sum(tensor.nbytes for tensor in entries.values())})
         for index, (layer, probe) in enumerate(self.layers):
             description = self.state["layers"][index]
             check_fields(description, {"class": str} | layer.state_fields, f"Layer {index}")
@@ -119,12 +120,12 @@ class Loader:
                     f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged."
                 ) from None
             expected |= {f"layers.{index}.{name}": tensor for name, tensor in tensors.items()}
-        if missing := sorted(expected.keys() - header.entries.keys()):
+        if missing := sorted(expected.keys() - entries.keys()):
             raise ValueError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}: the file is damaged.")
-        if extra := sorted(header.entries.keys() - expected.keys()):
+        if extra := sorted(entries.keys() - expected.keys()):
             raise ValueError(f"There are {len(extra)} unknown tensors, e.g. {extra[0][:64]!r}: the file is damaged.")
         for name, tensor in expected.items():
-            entry = header.entries[name]
+            entry = entries[name]
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
                     f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and must be {tensor.dtype} "
