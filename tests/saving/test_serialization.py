@@ -43,14 +43,6 @@ def test_a_loaded_cache_continues_with_identical_logits(tmp_path, name, attentio
     assert_continue_alike(model, cache, loaded, (1, 1, 9, 1) if max_cache_len is None else (1, 1, 1))
 
 
-@pytest.mark.parametrize("skip_layers", [(0,), range(2)], ids=["some", "all"])
-def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_layers):
-    model, cache = filled("llama", max_cache_len=512, skip_layers=skip_layers)
-    loaded = reloaded(tmp_path, model, cache)
-    assert loaded.get_max_length() == 512
-    assert_continue_alike(model, cache, loaded)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,6 +50,8 @@ def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_la
         {"preset": "k8v4", "residual_length": 0, "sink_tokens": 0},
         {"residual_length": 10**6, "balance": False},
         {"skip_layers": (0,)},
+        {"skip_layers": (0,), "max_cache_len": 512},
+        {"max_cache_len": 512, "skip_layers": range(2)},
         {"seed": 2**40},
     ],
     ids=lambda options: ",".join(options),
@@ -66,7 +60,7 @@ def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_la
 def test_every_configuration_and_length_comes_back(tmp_path, options, length):
     model, cache = filled("llama", length=length, **options)
     loaded = reloaded(tmp_path, model, cache)
-    assert loaded.config == cache.config
+    assert loaded.config == cache.config and loaded.get_max_length() == cache.get_max_length()
     assert_continue_alike(model, cache, loaded)
 
 
