@@ -62,29 +62,18 @@ def fails(*arguments: object) -> str:
     return output
 
 
-def cli_docstring(name: str) -> str:
-    (command,) = (c.callback for c in cli.app.registered_commands if c.callback.__name__ == f"{name}_command")
-    return command.__doc__
-
-
 def test_the_version_is_printed():
     assert run("--version") == f"tq-hf {__version__}\n"
 
 
 def test_help_is_made_of_sentences():
-    assert {command.callback.__name__ for command in cli.app.registered_commands} == {
-        "estimate_command",
-        "sweep_command",
-        "compare_command",
-        "chat_command",
-        "serve_command",
-    }
-    for command in cli.app.registered_commands:
-        first = command.callback.__doc__.strip().splitlines()[0]
+    commands = {each.callback.__name__.removesuffix("_command"): each.callback for each in cli.app.registered_commands}
+    assert commands.keys() == {"estimate", "sweep", "compare", "chat", "serve"}
+    for name, command in commands.items():
+        first = command.__doc__.strip().splitlines()[0]
         assert re.match(r"[A-Z]", first) and len(first) > 40
-    for name in ("estimate", "sweep", "compare", "chat", "serve"):
         text = re.sub(r"[│╭╮╰╯─\s]+", " ", run(name, "--help"))
-        for paragraph in cli_docstring(name).split("\n\n"):  # flows, and wraps where the terminal ends
+        for paragraph in command.__doc__.split("\n\n"):  # flows, and wraps where the terminal ends
             assert " ".join(paragraph.replace("`", "").split()) in text
         assert "model of the Hugging Face hub" in text
 
