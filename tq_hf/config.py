@@ -152,6 +152,9 @@ POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "
 """Names of the number of positions in transformers' configs. A config has at most one of them."""
 EXTENDED = ("linear", "yarn")
 """Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
+FOLLOWING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
+Requests of one step would change each other's answers there."""
 
 
 def number_of_positions(model_config: Any) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
-from ..config import number_of_positions, rotary_embeddings
+from ..config import FOLLOWING, number_of_positions, rotary_embeddings
 from .grammars import Grammar, grammar_of
 
 INSTEAD = "Use `generate()` with a `TurboQuantCache`."
@@ -32,9 +32,6 @@ ALWAYS = 2**31 - 1
 """`Bias.until` of a bias for the whole answer."""
 
 
-FOLLOWING = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
-The requests of a step would change each other's answers there."""
 APPLIED = {
     "max_new_tokens": "most tokens of an answer; unset: until a stop, the model's last position",
     "max_length": "most tokens of prompt and answer, without `max_new_tokens`",

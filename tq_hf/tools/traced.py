@@ -21,6 +21,7 @@ from transformers import (
 
 from ..cache import TurboQuantCache
 from ..compat import as_input, has_attention_heads
+from ..config import FOLLOWING, rotary_embeddings
 from ..saving.recorded import TOKENS, Call, record, replay, shapes
 
 META = torch.device("meta")
@@ -135,8 +136,7 @@ def _traceable(config: PreTrainedConfig, pads: bool) -> PreTrainedConfig:
         if not pads:
             part.pad_token_id = None
         vars(part).pop("quantization_config", None)
-        rope = getattr(part, "rope_parameters", None) or {}
-        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            if parameters.get("rope_type") in ("dynamic", "longrope"):
+        for parameters in rotary_embeddings(part):
+            if parameters.get("rope_type") in FOLLOWING:
                 parameters["rope_type"] = "default"
     return config
