@@ -31,7 +31,6 @@ from ..stores.store import LayerStore
 from . import weights
 from .display import print_rows
 from .traced import trace
-from .weights import method_of, quantization_of
 
 MOST = 2**40
 """Largest number of tokens or sequences to try. A cache that fits at this number does not grow."""
@@ -66,8 +65,8 @@ class Estimator:
         self.dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
         run = trace(model_config, self.dtype)
         self.config, self.calls = run.config, run.calls
-        options = quantization_of(model_config)
-        self.quantization = method_of(options)
+        options = weights.quantization_of(model_config)
+        self.quantization = weights.method_of(options)
         """Quantization method of the checkpoint's weights, or `None`."""
         counted, note = weights.weight_bytes(run.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
