@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from tq_kernels.format import LARGEST_SCALE, LEAST_TOKENS, SMALLEST_SCALE
 from tq_kernels.types import ChannelScales
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .compat import as_input, attention_of_parts, device_of_inputs, restore_attention
-from .config import TurboQuantConfig
+from .config import TurboQuantConfig, number_of_positions
 from .layers.compressed import TurboQuantLayer
 from .ops.dispatch import compile_kernels
 
 PROBE_TOKENS = 512
 """Number of random tokens of a probe."""
-POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
-"""Names of the number of positions in configs. A config has at most one of them."""
 _CONFIG = TurboQuantConfig()
 
 
@@ -67,8 +65,13 @@ class Balance:
             ValueError: The model has too few positions to estimate scales.
         """
         config = model.config.get_text_config(decoder=True)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab_size, (1, _probe_tokens(config)), generator=generator)
+        tokens = min(PROBE_TOKENS, number_of_positions(config) or PROBE_TOKENS)
+        if tokens < (least := _CONFIG.sink_tokens + LEAST_TOKENS):
+            raise ValueError(
+                f"This model has positions for {tokens} tokens ({type(config).__name__}), and channel scales "
+                f"need statistics of {least} or more. Use `balance=False`."
+            )
+        ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
         ids, before = ids.to(device_of_inputs(model)), attention_of_parts(model)
 
         def run() -> list[Any]:
@@ -97,18 +100,6 @@ class Balance:
             )
         for index, layer in compressed.items():
             layer.channel_scales = self.layers[index]
-
-
-def _probe_tokens(config: PreTrainedConfig) -> int:
-    """Number of tokens of a probe: at most the number of positions of the decoder."""
-    limits = (getattr(config, name, None) for name in POSITIONS)
-    tokens = min(limit for limit in (PROBE_TOKENS, *limits) if isinstance(limit, int) and limit > 0)
-    if tokens < (least := _CONFIG.sink_tokens + LEAST_TOKENS):
-        raise ValueError(
-            f"This model has positions for {tokens} tokens ({type(config).__name__}), and channel scales "
-            f"need statistics of {least} or more. Use `balance=False`."
-        )
-    return tokens
 
 
 def _mean(scales: torch.Tensor) -> torch.Tensor:

@@ -148,6 +148,33 @@ def holds_latents(model_config: Any) -> bool:
     return bool(getattr(model_config, "kv_lora_rank", None))
 
 
+POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
+"""Names of the number of positions in transformers' configs. A config has at most one of them."""
+EXTENDED = ("linear", "yarn")
+"""Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
+FOLLOWING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
+Requests of one step would change each other's answers there."""
+
+
+def number_of_positions(model_config: Any) -> int | None:
+    """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
+    named = [n for name in POSITIONS if isinstance(n := getattr(model_config, name, None), int) and n > 0]
+    for rope in rotary_embeddings(model_config):
+        kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind in EXTENDED and named:
+            named = [max(min(named), int((before or min(named)) * (rope.get("factor") or 1)))]
+        elif kind == "longrope" and before:
+            named.append(before)
+    return min(named, default=None)
+
+
+def rotary_embeddings(model_config: Any) -> list[dict[str, Any]]:
+    """Parameters of the rotary embeddings of a decoder: one dict, or one for each type of layer."""
+    rope: dict[str, Any] = getattr(model_config, "rope_parameters", None) or {}
+    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+
+
 def _is_pair(pair: Any) -> bool:
     """Whether `pair` is a sequence of two items, the first one an int."""
     return isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) is int

@@ -32,6 +32,11 @@ class MemoryFootprint:
     by_device: dict[str, int] = field(default_factory=dict)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """All numbers of bytes by name, without those by device."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "by_device"}
+
+    @property
     def total(self) -> int:
         return self.packed + self.metadata + self.residual + self.uncompressed
 
@@ -41,30 +46,10 @@ class MemoryFootprint:
         return self.total / self.bf16_equivalent if self.bf16_equivalent else 0.0
 
     def __str__(self) -> str:
-        parts = ", ".join(
-            f"{f.name} {getattr(self, f.name) / 2**20:.2f}"
-            for f in fields(self)
-            if f.name not in ("bf16_equivalent", "by_device")
-        )
+        *kinds, _ = self.sizes.items()
+        parts = ", ".join(f"{name} {size / 2**20:.2f}" for name, size in kinds)
         held = f", held {self.ratio:.1%}" if self.ratio <= 1 else ""
         return f"{self.total / 2**20:.2f} MiB ({parts}); bf16 would be {self.bf16_equivalent / 2**20:.2f} MiB{held}"
-
-
-def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
-    """Group all tensors of a layer by the fields of `MemoryFootprint`. Compressed layers have a method for this
-    (`by_kind`). All tensors of other layers are "uncompressed"."""
-    if hasattr(layer, "by_kind"):
-        return layer.by_kind()
-    leaves = leaves_of(layer, (dict, list, tuple)).values()
-    return {"uncompressed": [value for _, _, value in leaves if isinstance(value, torch.Tensor)]}
-
-
-def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
-    """Number of bytes of a layer with 16-bit keys and values. `tokens` replaces the length of a compressed layer."""
-    if hasattr(layer, "bytes_in_16_bits"):
-        return layer.bytes_in_16_bits(tokens)
-    tensors = tensors_by_kind(layer)["uncompressed"]
-    return sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
 
 def leaves_of(layer: Any, into: tuple[type, ...] = (dict, list)) -> dict[str, tuple[Any, Any, Any]]:
@@ -86,12 +71,19 @@ def measure(layers: Iterable[Any], tokens: int | None = None) -> MemoryFootprint
     footprint = MemoryFootprint()
     seen: set[int] = set()
     for layer in layers:
-        for kind, tensors in tensors_by_kind(layer).items():
+        if hasattr(layer, "by_kind"):  # a compressed layer
+            kinds, in_16_bits = layer.by_kind(), layer.bytes_in_16_bits(tokens)
+        else:
+            leaves = leaves_of(layer, (dict, list, tuple)).values()
+            held = [value for _, _, value in leaves if isinstance(value, torch.Tensor)]
+            kinds = {"uncompressed": held}
+            in_16_bits = sum(2 * tensor.numel() for tensor in held if tensor.is_floating_point())
+        footprint.bf16_equivalent += in_16_bits
+        for kind, tensors in kinds.items():
             for tensor in tensors:
                 device, size = str(tensor.device), tensor.untyped_storage().nbytes()
                 if size and storage_id(tensor) not in seen:
                     seen.add(storage_id(tensor))
                     setattr(footprint, kind, getattr(footprint, kind) + size)
                     footprint.by_device[device] = footprint.by_device.get(device, 0) + size
-        footprint.bf16_equivalent += bytes_in_16_bits(layer, tokens)
     return footprint

@@ -13,7 +13,7 @@ from tests.support.batching_cases import Session, greedy, model_of, options, pro
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.checks import CPU_REQUESTS, CPU_TOKENS
-from tq_hf.batching.options import number_of_positions
+from tq_hf.config import number_of_positions
 
 LAYERS = 6
 

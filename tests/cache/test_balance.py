@@ -34,6 +34,13 @@ def tokens(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def filled(model: Any, ids: torch.Tensor, **options: Any) -> TurboQuantCache:
+    """A cache that a model has filled in one call."""
+    cache = TurboQuantCache(model.config, **options)
+    model(ids, **as_input(cache))
+    return cache
+
+
 def channel_scales(cache: TurboQuantCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [layer.store.blocks.channel_scales for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
 
@@ -65,12 +72,10 @@ def test_what_a_cache_costs_does_not_depend_on_how_a_model_scales_its_channels(n
 @torch.no_grad()
 def test_a_batch_equals_its_rows_and_padding_is_left_out(name):
     model = made(name)
-    together = TurboQuantCache(model.config)
     ids = tokens(300, batch=2)
-    model(ids, **as_input(together))
+    together = filled(model, ids)
     for row in range(2):
-        alone = TurboQuantCache(model.config)
-        model(ids[row : row + 1], **as_input(alone))
+        alone = filled(model, ids[row : row + 1])
         for pair, one in zip(channel_scales(together), channel_scales(alone), strict=True):
             assert all(torch.equal(a[row : row + 1], b) for a, b in zip(pair, one, strict=True))
     padded = TurboQuantCache(model.config)
@@ -87,8 +92,7 @@ def test_a_batch_equals_its_rows_and_padding_is_left_out(name):
 def test_without_queries_values_are_balanced_and_at_most_one_layers_prompt_waits(attention):
     model = made("llama")
     model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model.config)
-    model(tokens(300), **as_input(cache))
+    cache = filled(model, tokens(300))
     assert not any(layer.store.is_deferred for layer in cache.layers)
     for keys, values in channel_scales(cache):
         assert (keys == 1).all() and (values != 1).any()
@@ -110,14 +114,12 @@ def test_a_prompt_waits_for_its_queries_and_for_nothing_else():
 @torch.no_grad()
 def test_channel_scales_go_where_their_sequence_goes(length):
     model = made("qwen2")
-    cache = TurboQuantCache(model.config, max_cache_len=length)
-    model(tokens(300, batch=3), **as_input(cache))
+    cache = filled(model, tokens(300, batch=3), max_cache_len=length)
     before = [pair.map(torch.clone) for pair in channel_scales(cache)]
     assert any(not torch.equal(keys[0], keys[1]) for keys, _ in before)
 
     def follow(order: list[int]) -> None:
-        for now, then in zip(channel_scales(cache), before, strict=True):
-            assert all(torch.equal(a, b[order]) for a, b in zip(now, then, strict=True))
+        assert_has_channel_scales(cache, [pair.map(lambda scales: scales[order]) for pair in before])
 
     follow([0, 1, 2])
     copied = copy.deepcopy(cache)
@@ -157,23 +159,21 @@ def test_a_reset_cache_waits_for_queries_again(length):
     model.set_attn_implementation("turboquant")
     for cache in (used, fresh):
         model(tokens(300, seed=3), **as_input(cache))
-    for pair, expected in zip(channel_scales(used), channel_scales(fresh), strict=True):
-        assert (expected[0] != 1).any() and all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
+    assert all((keys != 1).any() for keys, _ in channel_scales(fresh))
+    assert_has_channel_scales(used, channel_scales(fresh))
 
 
 @torch.no_grad()
 def test_a_short_prompt_is_not_balanced():
     model = made("llama")
-    cache = TurboQuantCache(model.config)
-    model(tokens(20), **as_input(cache))
+    cache = filled(model, tokens(20))
     assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
 
 
 @torch.no_grad()
 def test_channel_scales_are_handed_on_to_prompts_too_short_for_statistics():
     model = made("llama")
-    long = TurboQuantCache(model.config)
-    model(tokens(300, batch=2), **as_input(long))
+    long = filled(model, tokens(300, batch=2))
     for balance in (long, Balance.of(model)):
         cache = TurboQuantCache(model.config, balance=balance, **PACKED)
         for part in tokens(260, batch=3, seed=5).split(20, dim=1):
@@ -190,13 +190,17 @@ def test_channel_scales_are_handed_on_to_prompts_too_short_for_statistics():
         )
 
 
+def assert_equal_probes(one: Balance, other: Balance) -> None:
+    assert one.layers.keys() == other.layers.keys() == {0, 1}
+    assert all(torch.equal(a, b) for i in (0, 1) for a, b in zip(one.layers[i], other.layers[i], strict=True))
+
+
 def test_a_probe_gives_the_same_each_time_and_leaves_the_model_as_it_was():
     model = made("qwen3")
     model.set_attn_implementation("sdpa")
     first, second = Balance.of(model), Balance.of(model)
     assert model.config._attn_implementation == "sdpa"
-    for index, pair in first.layers.items():
-        assert all(torch.equal(a, b) for a, b in zip(pair, second.layers[index], strict=True))
+    assert_equal_probes(first, second)
     assert any((keys != 1).any() for keys, _ in first.layers.values())
 
 
@@ -259,8 +263,7 @@ def is_balanced(cache: TurboQuantCache) -> bool:
 @LENGTHS
 def test_a_later_prompt_decides_where_the_first_was_too_short(length):
     model = made("llama")
-    cache = TurboQuantCache(model.config, max_cache_len=length)
-    model(tokens(20), **as_input(cache))
+    cache = filled(model, tokens(20), max_cache_len=length)
     model(tokens(128, seed=1), **as_input(cache))  # short calls go through the window, and decide nothing
     assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
     model(tokens(200, seed=2), **as_input(cache))
@@ -298,8 +301,7 @@ def test_a_crop_that_leaves_tokens_leaves_their_channel_scales(length):
 
 def test_every_tensor_of_a_layer_moves_its_channel_scales_among_them():
     model = made("llama")
-    cache = TurboQuantCache(model.config)
-    model(tokens(300), **as_input(cache))
+    cache = filled(model, tokens(300))
     for layer in cache.layers:
         layer._map(lambda tensor: tensor.to("meta"))
     assert all(part.is_meta for pair in channel_scales(cache) for part in pair)
@@ -343,15 +345,13 @@ def test_layers_offloaded_to_disk_have_the_channel_scales_of_the_whole_model(len
     assert is_balanced(caches[0])
     assert_has_channel_scales(caches[0], channel_scales(caches[1]))
     assert torch.equal(*logits)
-    probes = Balance.of(plain).layers, Balance.of(offloaded).layers
-    assert all(torch.equal(a, b) for i in probes[0] for a, b in zip(probes[0][i], probes[1][i], strict=True))
+    assert_equal_probes(Balance.of(plain), Balance.of(offloaded))
 
 
 @pytest.mark.parametrize("saved, loaded", [(None, None), (None, 500), (500, None), (500, 500)])
 def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loaded, tmp_path):
     model = made("llama")
-    cache = TurboQuantCache(model.config, max_cache_len=saved)
-    model(tokens(300, batch=2), **as_input(cache))
+    cache = filled(model, tokens(300, batch=2), max_cache_len=saved)
     cache.save(tmp_path / "c.safetensors", model)
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
     assert is_balanced(again)
@@ -368,8 +368,7 @@ def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loade
 @pytest.mark.parametrize("saved, loaded", [(None, None), (None, 500), (500, None), (500, 500)])
 def test_channel_scales_that_are_handed_on_stay_in_a_file(saved, loaded, tmp_path):
     model = made("llama")
-    cache = TurboQuantCache(model.config, max_cache_len=saved, balance=Balance.of(model))
-    model(tokens(20, batch=2), **as_input(cache))
+    cache = filled(model, tokens(20, batch=2), max_cache_len=saved, balance=Balance.of(model))
     cache.save(tmp_path / "c.safetensors", model)
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
     same = [model(tokens(400, batch=2, seed=5), **as_input(used)).logits for used in (cache, again)]
@@ -396,8 +395,7 @@ def test_channel_scales_that_are_handed_on_go_with_an_empty_cache_to_another_pro
 @LENGTHS
 def test_a_copy_has_channel_scales_of_its_own(length):
     model = made("llama")
-    cache = TurboQuantCache(model.config, max_cache_len=length)
-    model(tokens(300), **as_input(cache))
+    cache = filled(model, tokens(300), max_cache_len=length)
     copied = copy.deepcopy(cache)
     assert_has_channel_scales(copied, channel_scales(cache))
     before = [pair.map(torch.clone) for pair in channel_scales(copied)]
@@ -469,10 +467,7 @@ def test_a_model_whose_weights_are_offloaded_is_probed(where, tmp_path):
     else:
         disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     assert model.device.type == "meta"
-    actual = Balance.of(model)
-    assert actual.layers.keys() == expected.layers.keys() == {0, 1}
-    for layer, scales in expected.layers.items():
-        assert all(map(torch.equal, actual.layers[layer], scales))
+    assert_equal_probes(Balance.of(model), expected)
 
 
 def test_kernels_of_a_probe_are_compiled_together_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +483,5 @@ def test_kernels_of_a_probe_are_compiled_together_before_it(monkeypatch: pytest.
         return lambda: events.append("compiled")
 
     monkeypatch.setattr("tq_hf.balance.compile_kernels", compiling)
-    found = Balance.of(model)
+    assert_equal_probes(Balance.of(model), expected)
     assert events == ["run", "compiled", "run"]
-    for index, scales in expected.layers.items():
-        torch.testing.assert_close(found.layers[index], scales, rtol=0, atol=0)

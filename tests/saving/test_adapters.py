@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from tests.support.adapters import Lora, change
-from tests.support.tiny_models import VOCAB, build
+from tests.support.saving_cases import run, tokens
+from tests.support.tiny_models import build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 
-IDS = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+IDS = tokens(1, 20)
 
 
 def adapted() -> Any:
@@ -23,10 +24,9 @@ def adapted() -> Any:
 
 
 def saved(model: Any, path: Any) -> None:
-    cache = TurboQuantCache(model.config, model=model)
-    with torch.no_grad():
-        model(IDS, **as_input(cache))
-    cache.save(path)
+    cache = TurboQuantCache(model.config)
+    run(model, cache, IDS)
+    cache.save(path, model)
 
 
 CHANGES: dict[str, dict[str, Any]] = {

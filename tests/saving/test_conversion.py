@@ -5,26 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny_models import CONFIGS, VOCAB, build
+from tests.support.saving_cases import filled, reloaded, run, tokens
+from tests.support.tiny_models import CONFIGS
 from tq_hf import TurboQuantCache
-from tq_hf.compat import as_input
-
-
-def tokens(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (2, count), generator=torch.Generator().manual_seed(seed))
-
-
-def filled(name: str, length: int, **options: Any) -> Any:
-    model = build(name, attention="turboquant" if name not in ("gemma2", "gpt_oss") else "eager")
-    cache = TurboQuantCache(model.config, model=model, **options)
-    with torch.no_grad():
-        model(tokens(length, 0), **as_input(cache))
-    return model, cache
 
 
 def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [model(tokens(count, seed), **as_input(cache)).logits for seed, count in enumerate(calls)]
+    return [run(model, cache, tokens(2, count, seed)) for seed, count in enumerate(calls)]
 
 
 @pytest.mark.parametrize("length", [50, 95, 96, 97, 300])
@@ -33,9 +20,8 @@ def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
 def test_a_cache_goes_on_the_same_in_the_other_kind(tmp_path, name, saved, length):
     """Windows of 96 tokens: not yet full, about to be, full, and long past."""
     model, cache = filled(name, length, max_cache_len=saved)
-    cache.save(tmp_path / "c.safetensors")
     room = 400 if saved is None else None
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=room)
+    loaded = reloaded(tmp_path, model, cache, max_cache_len=room)
     like = TurboQuantCache(model.config, max_cache_len=room)
     assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in like.layers]
     assert int(loaded.get_seq_length()) == length and loaded.preallocated_for == room
@@ -46,10 +32,8 @@ def test_a_cache_goes_on_the_same_in_the_other_kind(tmp_path, name, saved, lengt
 @pytest.mark.parametrize("saved", [None, 400], ids=["growing", "preallocated"])
 def test_a_converted_cache_holds_the_same_bits_and_comes_back(tmp_path, saved):
     model, cache = filled("llama", 300, max_cache_len=saved, skip_layers=(0,))
-    cache.save(tmp_path / "one.safetensors")
-    there = TurboQuantCache.load(tmp_path / "one.safetensors", model, max_cache_len=500 if saved is None else None)
-    there.save(tmp_path / "two.safetensors", model)
-    back = TurboQuantCache.load(tmp_path / "two.safetensors", model, max_cache_len=saved)
+    there = reloaded(tmp_path, model, cache, max_cache_len=500 if saved is None else None)
+    back = reloaded(tmp_path, model, there, max_cache_len=saved)
     for layer, original in zip(back.layers, cache.layers, strict=True):
         assert torch.equal(layer.keys, original.keys) and torch.equal(layer.values, original.values)
     assert all(map(torch.equal, logits(model, back, [1, 1]), logits(model, cache, [1, 1])))
@@ -57,8 +41,7 @@ def test_a_converted_cache_holds_the_same_bits_and_comes_back(tmp_path, saved):
 
 def test_room_can_be_changed_and_must_suffice(tmp_path):
     model, cache = filled("llama", 300, max_cache_len=320)
-    cache.save(tmp_path / "c.safetensors")
-    larger = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=1000)
+    larger = reloaded(tmp_path, model, cache, max_cache_len=1000)
     assert larger.get_max_length() == 1000
     assert all(map(torch.equal, logits(model, larger, [1, 1]), logits(model, cache, [1, 1])))
     with pytest.raises(ValueError, match="holds 300 tokens, and `max_cache_len` is 299. Pass 300"):
@@ -71,7 +54,6 @@ def test_room_can_be_changed_and_must_suffice(tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_converted(tmp_path, name):
     model, cache = filled(name, 120)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=200)
+    loaded = reloaded(tmp_path, model, cache, max_cache_len=200)
     for ours, theirs in zip(logits(model, loaded, [1, 1]), logits(model, cache, [1, 1]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)

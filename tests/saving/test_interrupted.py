@@ -10,13 +10,10 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
 from examples.measure.quality.family_configs import tiny_model
+from tests.support.saving_cases import filled, reloaded, run, tokens
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
-
-
-def tokens(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
 def interrupted(model: Any, cache: TurboQuantCache, ids: torch.Tensor, after: int) -> None:
@@ -38,7 +35,7 @@ def interrupted(model: Any, cache: TurboQuantCache, ids: torch.Tensor, after: in
 def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
     model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache, undisturbed = (TurboQuantCache(model.config, model=model, max_cache_len=room) for _ in range(2))
-    interrupted(model, cache, tokens(300), after=4)
+    interrupted(model, cache, tokens(1, 300), after=4)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [303, 303, 302, 302]
     with pytest.raises(
         ValueError, match=r"302 to 303: an exception \(Ctrl-C.*`cache.crop\(-1\)` makes the lengths equal"
@@ -46,12 +43,9 @@ def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
         cache.save(tmp_path / "c.safetensors")
     assert not list(tmp_path.iterdir())
     cache.crop(-3)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
-    with torch.no_grad():
-        model(tokens(300), **as_input(undisturbed))
-        ids = tokens(5, seed=1)
-        assert torch.equal(*(model(ids, **as_input(one)).logits for one in (loaded, undisturbed)))
+    loaded = reloaded(tmp_path, model, cache)
+    run(model, undisturbed, tokens(1, 300))
+    assert torch.equal(*(run(model, one, tokens(1, 5, seed=1)) for one in (loaded, undisturbed)))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0, 1)}], ids=str)
@@ -59,30 +53,26 @@ def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
 def test_layers_pruned_to_different_lengths_are_saved(tmp_path, options, loaded_room):
     model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache = TurboQuantCache(model.config, model=model, **options)
-    with torch.no_grad():
-        model(tokens(350), **as_input(cache))
-        for layer, count in zip(cache.layers, kept := [350, 350, 200, 290], strict=True):
-            if count < 350:
-                layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
-        cache.save(tmp_path / "c.safetensors")
-        loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded_room)
-        assert [int(layer.get_seq_length()) for layer in loaded.layers] == kept
-        for one in (cache, loaded):
-            one.crop(-1)
-        for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
-            length = int(theirs.get_seq_length())
-            assert torch.equal(ours.keys[:, :, :length], theirs.keys[:, :, :length])
-        ids = tokens(5, seed=1)
-        for one in (loaded, cache):
-            assert model(ids, **as_input(one)).logits.isfinite().all()
+    run(model, cache, tokens(1, 350))
+    for layer, count in zip(cache.layers, kept := [350, 350, 200, 290], strict=True):
+        if count < 350:
+            layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
+    loaded = reloaded(tmp_path, model, cache, max_cache_len=loaded_room)
+    assert [int(layer.get_seq_length()) for layer in loaded.layers] == kept
+    for one in (cache, loaded):
+        one.crop(-1)
+    for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
+        length = int(theirs.get_seq_length())
+        assert torch.equal(ours.keys[:, :, :length], theirs.keys[:, :, :length])
+    for one in (loaded, cache):
+        assert run(model, one, tokens(1, 5, seed=1)).isfinite().all()
 
 
 @pytest.mark.parametrize("ahead", [1, 20])
 def test_pruned_layers_of_an_interrupted_call_are_not_saved_until_they_are_cropped(tmp_path, ahead):
     model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache = TurboQuantCache(model.config, model=model)
-    with torch.no_grad():
-        model(tokens(350), **as_input(cache))
+    run(model, cache, tokens(1, 350))
     for layer, count in zip(cache.layers, (350, 300, 200, 290), strict=True):
         layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
     cache.update(*(layer[:, :, :ahead] for layer in (cache.layers[0].keys, cache.layers[0].values)), 0)
@@ -100,7 +90,7 @@ def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
     model = T5ForConditionalGeneration(config).eval()
     own = TurboQuantCache(model.config)
     cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
-    model.generate(input_ids=tokens(9), **as_input(cache), max_new_tokens=3)
+    model.generate(input_ids=tokens(1, 9), **as_input(cache), max_new_tokens=3)
     assert own.get_seq_length() > 0
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has read the states of an encoder or an image"):
         own.save(tmp_path / "c.safetensors", model)
@@ -123,7 +113,7 @@ def inputs_with_image(model, length: int) -> dict[str, torch.Tensor]:
     shape = (1, 1, vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
     ones = partial(torch.ones, dtype=torch.long)
     return {
-        "input_ids": tokens(length),
+        "input_ids": tokens(1, length),
         "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0)),
         "aspect_ratio_ids": ones(1, 1),
         "aspect_ratio_mask": ones(1, 1, vision.max_num_tiles),
@@ -132,10 +122,7 @@ def inputs_with_image(model, length: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
-    model = build("llama")
-    cache = TurboQuantCache(model.config)
-    with torch.no_grad():
-        model(tokens(9), **as_input(cache))
+    model, cache = filled("llama", length=9)
     real = builtins.open
 
     def locked(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:

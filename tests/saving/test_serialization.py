@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import assert_unchanged, every_pair, snapshot
-from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
+from tests.support.saving_cases import assert_continue_alike, filled, model_named, reloaded, run, split, tokens
 from tests.support.tiny_models import CONFIGS, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
 from tq_hf.compat import as_input
@@ -31,8 +31,7 @@ NEEDLE = Path(__file__).resolve().parents[2] / "examples" / "needle"
 def test_a_loaded_cache_continues_with_identical_logits(tmp_path, name, attention, max_cache_len):
     attention = dense_attention(name) if attention == "dense" else attention
     model, cache = filled(name, attention=attention, max_cache_len=max_cache_len)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    loaded = reloaded(tmp_path, model, cache)
     assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in cache.layers]
     assert int(loaded.get_seq_length()) == 300 and loaded.config == cache.config
     for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
@@ -44,15 +43,6 @@ def test_a_loaded_cache_continues_with_identical_logits(tmp_path, name, attentio
     assert_continue_alike(model, cache, loaded, (1, 1, 9, 1) if max_cache_len is None else (1, 1, 1))
 
 
-@pytest.mark.parametrize("skip_layers", [(0,), range(2)], ids=["some", "all"])
-def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_layers):
-    model, cache = filled("llama", max_cache_len=512, skip_layers=skip_layers)
-    cache.save(tmp_path / "c.safetensors", model)
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
-    assert loaded.get_max_length() == 512
-    assert_continue_alike(model, cache, loaded)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,6 +50,8 @@ def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_la
         {"preset": "k8v4", "residual_length": 0, "sink_tokens": 0},
         {"residual_length": 10**6, "balance": False},
         {"skip_layers": (0,)},
+        {"skip_layers": (0,), "max_cache_len": 512},
+        {"max_cache_len": 512, "skip_layers": range(2)},
         {"seed": 2**40},
     ],
     ids=lambda options: ",".join(options),
@@ -67,9 +59,8 @@ def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_la
 @pytest.mark.parametrize("length", [2, 140, 389])
 def test_every_configuration_and_length_comes_back(tmp_path, options, length):
     model, cache = filled("llama", length=length, **options)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
-    assert loaded.config == cache.config
+    loaded = reloaded(tmp_path, model, cache)
+    assert loaded.config == cache.config and loaded.get_max_length() == cache.get_max_length()
     assert_continue_alike(model, cache, loaded)
 
 
@@ -81,8 +72,7 @@ def test_blocks_whose_rows_are_still_dense_come_back_as_they_were(tmp_path, crop
     run(model, cache, tokens(2, 20))
     assert cache.layers[0].store.counts.pending == 1
     assert cache.layers[0].store.blocks.scales.count_nonzero()
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    loaded = reloaded(tmp_path, model, cache)
     assert loaded.layers[0].store.counts == cache.layers[0].store.counts
     for one in (cache, loaded):
         one.crop(-crop)  # 15 is into the block: its exact rows must be there
@@ -92,8 +82,7 @@ def test_blocks_whose_rows_are_still_dense_come_back_as_they_were(tmp_path, crop
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_sequence_of_operations_after_loading_gives_what_it_gives_without(tmp_path, name):
     model, cache = filled(name)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    loaded = reloaded(tmp_path, model, cache)
     for one in (cache, loaded):
         one.batch_repeat_interleave(2)
         one.reorder_cache(torch.tensor([3, 0, 0, 1]))
@@ -104,14 +93,12 @@ def test_a_sequence_of_operations_after_loading_gives_what_it_gives_without(tmp_
 def test_a_cropped_and_a_reset_cache_come_back(tmp_path):
     model, cache = filled("llama", length=500)
     cache.crop(-210)
-    cache.save(tmp_path / "c.safetensors")
-    assert_continue_alike(model, cache, TurboQuantCache.load(tmp_path / "c.safetensors", model))
+    assert_continue_alike(model, cache, reloaded(tmp_path, model, cache))
     cache.reset()
     with pytest.raises(ValueError, match="no tokens"):
         cache.save(tmp_path / "c.safetensors")
     run(model, cache, tokens(2, 200))
-    cache.save(tmp_path / "c.safetensors")
-    assert_continue_alike(model, cache, TurboQuantCache.load(tmp_path / "c.safetensors", model))
+    assert_continue_alike(model, cache, reloaded(tmp_path, model, cache))
 
 
 @pytest.mark.parametrize("loaded_for", [None, 400], ids=["to growing", "to preallocated"])
@@ -120,8 +107,7 @@ def test_sliding_layers_that_record_their_past_come_back(tmp_path, max_cache_len
     model, cache = filled("gemma3", length=80, max_cache_len=max_cache_len)
     cache.activate_past_recording()
     run(model, cache, tokens(2, 40))
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded_for)
+    loaded = reloaded(tmp_path, model, cache, max_cache_len=loaded_for)
     assert all(layer.record_past for layer in loaded.layers if layer.is_sliding)
     for one in (cache, loaded):
         one.crop(-7)
@@ -137,8 +123,7 @@ def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_le
     ids = tokens(1, 120)
     out = model.generate(ids, **as_input(cache), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
     assert any(layer.record_past for layer in cache.layers if layer.is_sliding)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    loaded = reloaded(tmp_path, model, cache)
     outs = [
         model.generate(out, **as_input(one), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
         for one in (cache, loaded)
@@ -172,8 +157,7 @@ def test_a_preallocated_window_that_is_full_goes_on_sliding(tmp_path, counted):
 def test_a_cache_loaded_in_inference_mode_serves_outside_of_it(tmp_path, name):
     model, cache = filled(name)
     with torch.inference_mode():
-        cache.save(tmp_path / "c.safetensors")
-        loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+        loaded = reloaded(tmp_path, model, cache)
     assert_continue_alike(model, cache, loaded)
 
 
@@ -338,8 +322,7 @@ def test_layers_that_a_model_fills_itself_come_back(tmp_path):
     model = tiny_model("minimax_m3_vl_text")
     cache = TurboQuantCache(model.config, model=model)
     run(model, cache, tokens(2, 200))
-    cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    loaded = reloaded(tmp_path, model, cache)
     assert any(torch.is_tensor(getattr(layer, "idx_keys", None)) for layer in loaded.layers)
     assert_continue_alike(model, cache, loaded)
 

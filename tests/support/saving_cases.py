@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ def filled(
     run(model, cache, tokens(batch, length - 1))
     run(model, cache, tokens(batch, 1, seed=1))
     return model, cache
+
+
+def reloaded(folder: Path, model: Any, cache: Any, **options: Any) -> TurboQuantCache:
+    """The cache as it comes back from a file, `c.safetensors`."""
+    cache.save(folder / "c.safetensors", model)
+    return TurboQuantCache.load(folder / "c.safetensors", model, **options)
 
 
 def assert_continue_alike(model: Any, one: Any, other: Any, calls: tuple[int, ...] = (1, 1, 9, 1)) -> None:

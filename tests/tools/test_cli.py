@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from tests.support.tiny_models import build
@@ -62,29 +62,18 @@ def fails(*arguments: object) -> str:
     return output
 
 
-def cli_docstring(name: str) -> str:
-    (command,) = (c.callback for c in cli.app.registered_commands if c.callback.__name__ == f"{name}_command")
-    return command.__doc__
-
-
 def test_the_version_is_printed():
     assert run("--version") == f"tq-hf {__version__}\n"
 
 
 def test_help_is_made_of_sentences():
-    assert {command.callback.__name__ for command in cli.app.registered_commands} == {
-        "estimate_command",
-        "sweep_command",
-        "compare_command",
-        "chat_command",
-        "serve_command",
-    }
-    for command in cli.app.registered_commands:
-        first = command.callback.__doc__.strip().splitlines()[0]
+    commands = {each.callback.__name__.removesuffix("_command"): each.callback for each in cli.app.registered_commands}
+    assert commands.keys() == {"estimate", "sweep", "compare", "chat", "serve"}
+    for name, command in commands.items():
+        first = command.__doc__.strip().splitlines()[0]
         assert re.match(r"[A-Z]", first) and len(first) > 40
-    for name in ("estimate", "sweep", "compare", "chat", "serve"):
         text = re.sub(r"[│╭╮╰╯─\s]+", " ", run(name, "--help"))
-        for paragraph in cli_docstring(name).split("\n\n"):  # flows, and wraps where the terminal ends
+        for paragraph in command.__doc__.split("\n\n"):  # flows, and wraps where the terminal ends
             assert " ".join(paragraph.replace("`", "").split()) in text
         assert "model of the Hugging Face hub" in text
 
@@ -94,37 +83,27 @@ def test_the_command_is_installed():
     assert script.value == "tq_hf.tools.cli:app"
 
 
-def test_estimate_prints_what_the_estimator_says(model_folder):
-    found = json.loads(run("estimate", model_folder, "--context", 700, "--batch", 3, "--gpu-memory", "1GB", "--json"))
+@pytest.mark.parametrize(
+    ("options", "batch", "room"),
+    [(["--batch", 3], 3, None), (["--max-cache-len", 1000], 1, 1000)],
+    ids=["growing", "preallocated"],
+)
+def test_estimate_prints_what_the_estimator_says(model_folder, options, batch, room):
+    found = json.loads(run("estimate", model_folder, "--context", 300, *options, "--gpu-memory", "1GB", "--json"))
     estimator = Estimator(AutoConfig.from_pretrained(model_folder))
     assert [row["preset"] for row in found["presets"]] == [None, *PRESETS]
     left = int(10**9 * 0.9) - estimator.weight_bytes
-    assert (found["context"], found["batch"], found["dtype"]) == (700, 3, "float32")
+    assert (found["context"], found["batch"], found["dtype"]) == (300, batch, "float32")
     assert (found["gpu_memory_bytes"], found["cache_memory_bytes"]) == (10**9, left)
     for row in found["presets"]:
-        footprint = estimator.footprint(row["preset"], 700, 3)
-        assert row["after_prefill"]["total"] == footprint.total
-        assert row["after_prefill"]["packed"] == footprint.packed
-        assert row["decoding"]["total"] == estimator.footprint(row["preset"], 700, 3, decoding=True).total
-        assert row["max_context"] == estimator.max_context(row["preset"], left, 3)
-        assert row["max_batch"] == estimator.max_batch(row["preset"], left, 700)
-
-
-def test_estimate_of_a_preallocated_cache(model_folder):
-    options = ["--context", 300, "--max-cache-len", 1000, "--preset", "3bit_nc"]
-    found = json.loads(run("estimate", model_folder, *options, "--gpu-memory", "1GB", "--json"))
-    estimator = Estimator(AutoConfig.from_pretrained(model_folder))
-    left = found["cache_memory_bytes"]
-    for row in found["presets"]:
-        name = row["preset"]
-        assert row["after_prefill"]["total"] == estimator.footprint(name, 300, max_cache_len=1000).total
-        assert row["max_context"] == estimator.max_context(name, left, preallocated=True)
-        assert row["max_batch"] == estimator.max_batch(name, left, 300, max_cache_len=1000)
-        assert estimator.footprint(name, row["max_context"], max_cache_len=row["max_context"]).total <= left
-    assert "StaticCache" in run("estimate", model_folder, *options)
-    assert "`max_cache_len` is 300; it must be 301" in fails(
-        "estimate", model_folder, "--context", 300, "--max-cache-len", 300
-    )
+        preset, most = row["preset"], row["max_context"]
+        footprint = estimator.footprint(preset, 300, batch, max_cache_len=room)
+        decoding = estimator.footprint(preset, 300, batch, decoding=True, max_cache_len=room)
+        assert row["after_prefill"] == footprint.sizes | {"total": footprint.total}
+        assert row["decoding"] == decoding.sizes | {"total": decoding.total}
+        assert most == estimator.max_context(preset, left, batch, preallocated=room is not None)
+        assert estimator.footprint(preset, most, batch, max_cache_len=room and most).total <= left
+        assert row["max_batch"] == estimator.max_batch(preset, left, 300, max_cache_len=room)
 
 
 @pytest.mark.parametrize("memory", [[], ["--gpu-memory", "24"]], ids=["sizes", "what fits"])
@@ -146,15 +125,19 @@ def test_estimate_shows_the_presets_asked_for(llama_folder):
     assert json.loads(output)["dtype"] == "bfloat16" and json.loads(output)["context"] == 2048
 
 
+def test_estimate_of_a_preallocated_cache(llama_folder):
+    assert "StaticCache" in run("estimate", llama_folder, "--max-cache-len", 1000)
+    small = ("estimate", llama_folder, "--context", 300, "--max-cache-len", 300)
+    assert "`max_cache_len` is 300; it must be 301" in fails(*small)
+
+
 def test_estimate_takes_presets_by_layer(llama_folder):
-    options = ["--preset", "3bit_nc,0=turboquant_K8V4,-1=dense", "--preset", "3bit_nc", "--context", 700]
-    found = json.loads(run("estimate", llama_folder, *options, "--gpu-memory", "1GB", "--json"))
-    config = TurboQuantConfig.from_preset("3bit_nc", layers={0: "k8v4", -1: None})
-    estimator = Estimator(AutoConfig.from_pretrained(llama_folder))
-    assert [row["preset"] for row in found["presets"]] == [None, "3bit_nc,0=k8v4,-1=dense", "3bit_nc"]
-    assert found["presets"][1]["after_prefill"]["total"] == estimator.footprint(config, 700).total
-    assert found["presets"][1]["max_context"] == estimator.max_context(config, found["cache_memory_bytes"])
+    options = ["--preset", "3bit_nc,0=turboquant_K8V4,-1=dense", "--context", 700]
     assert "3bit_nc,0=k8v4,-1=dense" in run("estimate", llama_folder, *options)
+    found = json.loads(run("estimate", llama_folder, *options, "--json"))["presets"][1]
+    config = TurboQuantConfig.from_preset("3bit_nc", layers={0: "k8v4", -1: None})
+    footprint = Estimator(AutoConfig.from_pretrained(llama_folder)).footprint(config, 700)
+    assert (found["preset"], found["after_prefill"]["total"]) == ("3bit_nc,0=k8v4,-1=dense", footprint.total)
     assert "'0-k8v4' in `--preset` is no layer" in fails("estimate", llama_folder, "--preset", "k8v4,0-k8v4")
     assert "names layer 9, but the model has 2" in fails("estimate", llama_folder, "--preset", "4bit_nc,9=k8v4")
 
@@ -223,8 +206,7 @@ def test_a_conversation_saved_and_loaded_goes_on_as_if_nothing_had_happened(mode
 
 
 def test_a_conversation_that_is_loaded_starts_over_with_the_presets_of_its_file(llama_folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
-    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
+    model, tokenizer = cli._loaded(str(llama_folder), None, "cpu")
     config = TurboQuantConfig.from_preset("3bit_nc", layers={0: "k8v4", -1: None})
     saved, chat = Chat(model, tokenizer, config, 3), Chat(model, tokenizer, "4bit_nc", 3)
     saved.say("x")
@@ -249,9 +231,8 @@ def test_chat_runs_only_new_tokens_through_the_model(llama_folder, monkeypatch):
 
 def test_chat_starts_over_where_the_conversation_changes(model_folder):
     """A template that drops what was said (as those of reasoning models do) still gets right answers."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model, tokenizer = cli._loaded(str(model_folder), None, "cpu")
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}"
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
     chat = Chat(model, tokenizer, "4bit_nc", 7)
     fresh = Chat(model, tokenizer, "4bit_nc", 7)
     chat.say("x" * 120)
@@ -271,8 +252,7 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
             if value.numel() == 1:
                 raise UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)")
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
+    model, tokenizer = cli._loaded(str(model_folder), None, "cpu")
     chat, undisturbed = (Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
     for text in ("one", "two"):
         with pytest.raises(UnicodeEncodeError):
@@ -284,9 +264,8 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
 
 
 def test_a_model_without_a_template_continues_the_text(llama_folder):
-    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
+    model, tokenizer = cli._loaded(str(llama_folder), None, "cpu")
     tokenizer.chat_template = None
-    model = AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
     chat = Chat(model, tokenizer, "4bit_nc", 6)
     chat.say("one and")
     said = list(chat.ids)

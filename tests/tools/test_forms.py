@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from packaging.version import Version
 from test_cli import saved_model
+from test_serve import chat, events_of, managers, served  # noqa: F401 - fixtures
 
-if Version(transformers.__version__) < Version("5.19"):
-    pytest.skip("continuous batching is of another design", allow_module_level=True)
 pytest.importorskip("xgrammar", reason="answers in a form need tq-hf[grammar]")
-
-from test_serve import chat, events_of, managers, served  # noqa: E402, F401 - fixtures
 
 POINT = {
     "type": "object",
@@ -31,34 +26,25 @@ TOOLS = [
 END: dict[str, Any] = {"generation_config": {"eos_token_id": 0}, "temperature": 2.0, "seed": 3}
 FORM = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
 MOVE = {"type": "function", "function": {"name": "move"}}
+NOT = {"type": "json_schema", "schema": {"not": {}}}
+MOVES = {"tools": TOOLS, "tool_choice": MOVE}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "form": ("chat/completions", chat(**END, response_format={"type": "xml"}), "form of the answer is {'type': 'xml'}"),
-    "no end": ("chat/completions", chat(response_format=FORM), "needs a token that ends it"),
-    "keyword": (
-        "chat/completions",
-        chat(**END, response_format={"type": "json_schema", "schema": {"not": {}}}),
-        "`not` of the JSON schema",
-    ),
-    "function": ("chat/completions", chat(**END, tools=TOOLS, tool_choice={"function": {"name": "x"}}), "no function"),
-    "choice": ("chat/completions", chat(**END, tools=TOOLS, tool_choice={"function": 5}), "no function of `tools`"),
-    "tools": ("chat/completions", chat(**END, tools=[{"function": 5}], tool_choice="required"), "no function of"),
-    "none": ("chat/completions", chat(**END, tool_choice="required"), "no function of `tools`"),
-    "strict": ("chat/completions", chat(**END, tools=TOOLS), "`strict` of the tool 'move' is True, and only calls"),
-    "word": ("chat/completions", chat(**END, tools=TOOLS, tool_choice="any"), "`tool_choice"),
-    "both": (
-        "chat/completions",
-        chat(**END, tools=TOOLS, tool_choice=MOVE, response_format=FORM),
-        "without a forced call",
-    ),
-    "two": (
-        "chat/completions",
-        chat(**END, tools=TOOLS, tool_choice=MOVE, structured_outputs={"regex": "a"}),
-        "without a forced call",
-    ),
-    "regex": ("completions", {"prompt": "x", **END, "structured_outputs": {"regex": "(a"}}, "not closed"),
-    "text": ("responses", {"input": "x", **END, "text": {"verbosity": "low"}}, "`text.verbosity"),
-    "deep": ("responses", {"input": "x", **END, "text": {"format": {"type": "json_schema"}}}, "form of the answer"),
+    "form": ("chat/completions", {"response_format": {"type": "xml"}}, "form of the answer is {'type': 'xml'}"),
+    "no end": ("chat/completions", {"generation_config": None, "response_format": FORM}, "needs a token that ends it"),
+    "keyword": ("chat/completions", {"response_format": NOT}, "`not` of the JSON schema"),
+    "function": ("chat/completions", {"tools": TOOLS, "tool_choice": {"function": {"name": "x"}}}, "no function"),
+    "choice": ("chat/completions", {"tools": TOOLS, "tool_choice": {"function": 5}}, "no function of `tools`"),
+    "tools": ("chat/completions", {"tools": [{"function": 5}], "tool_choice": "required"}, "no function of"),
+    "none": ("chat/completions", {"tool_choice": "required"}, "no function of `tools`"),
+    "strict": ("chat/completions", {"tools": TOOLS}, "`strict` of the tool 'move' is True, and only calls"),
+    "word": ("chat/completions", {"tools": TOOLS, "tool_choice": "any"}, "`tool_choice"),
+    "both": ("chat/completions", MOVES | {"response_format": FORM}, "without a forced call"),
+    "two": ("chat/completions", MOVES | {"structured_outputs": {"regex": "a"}}, "without a forced call"),
+    "regex": ("completions", {"structured_outputs": {"regex": "(a"}}, "not closed"),
+    "text": ("responses", {"text": {"verbosity": "low"}}, "`text.verbosity"),
+    "deep": ("responses", {"text": {"format": {"type": "json_schema"}}}, "form of the answer"),
 }
+"""Endpoint, fields beside a prompt, and words of the answer."""
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +112,9 @@ def test_a_forced_call_has_arguments_by_its_schema(served: Callable[..., str], t
 
 def test_forms_that_cannot_be_applied_are_refused(served: Callable[..., str], tools_folder: Path) -> None:
     def ask(client: Any) -> None:
-        for name, (path, body, words) in REFUSED.items():
-            answer = client.post(f"/v1/{path}", json=body)
+        prompts = {"chat/completions": chat(), "completions": {"prompt": "x"}, "responses": {"input": "x"}}
+        for name, (path, options, words) in REFUSED.items():
+            answer = client.post(f"/v1/{path}", json=prompts[path] | END | options)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"], (name, answer.text)
 
     served(ask, tools_folder)

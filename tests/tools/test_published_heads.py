@@ -24,7 +24,6 @@ from tests.support.helpers import storages_reachable_from
 from tests.support.saving_cases import split
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
-from tq_hf.memory import MemoryFootprint
 from tq_hf.tools.estimate import Estimator
 
 WINDOWS = r"sliding_window(_size)?|attention_window_size|attention_chunk_size|max_position_embeddings"
@@ -90,10 +89,6 @@ def read(model: PreTrainedModel, cache: Any, tokens: int) -> None:
     model(**inputs, **as_input(cache), use_cache=True)
 
 
-def sizes(footprint: MemoryFootprint) -> dict[str, int]:
-    return {name: size for name, size in dataclasses.asdict(footprint).items() if name != "by_device"}
-
-
 def holds_what_is_estimated(model: PreTrainedModel, preset: Any, prompt: int = PROMPT) -> None:
     """After a prompt and a step: the estimate, the report, and the storages of every tensor that can be reached."""
     estimator = Estimator(model.config, model.dtype)
@@ -103,7 +98,7 @@ def holds_what_is_estimated(model: PreTrainedModel, preset: Any, prompt: int = P
             read(model, cache, 1 if decoding else prompt)
             footprint = cache.memory_footprint()
             expected = estimator.footprint(preset, prompt, decoding=decoding, max_cache_len=room)
-            assert sizes(footprint) == sizes(expected), (room, decoding)
+            assert footprint.sizes == expected.sizes, (room, decoding)
             assert footprint.total == sum(storages_reachable_from(cache).values()), (room, decoding)
         read(model, cache, 1)
         assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values())

@@ -4,13 +4,12 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from test_cli import fails, run
 from transformers import AutoConfig
-from typer.testing import CliRunner
 
 from examples.measure.quality import quality
 from tests.support.tiny_models import VOCAB, build
@@ -123,12 +122,6 @@ def test_a_text_of_which_nothing_is_scored_is_refused():
         reader_of("llama", FIRST)
 
 
-def run(*arguments: Any, status: int = 0) -> str:
-    result = CliRunner().invoke(cli.app, ["sweep", *map(str, arguments)])
-    assert result.exit_code == status, (result.output, result.exception)
-    return result.output
-
-
 def test_what_all_readings_take_is_said_after_the_first_and_how_far_they_are_on_a_line_each(capfd, monkeypatch):
     """Where there is no terminal for a bar. A reading takes three seconds of a clock that is acted out."""
     clock = itertools.count(0, 3)
@@ -169,7 +162,7 @@ needs_shipped_model = pytest.mark.skipif(
 @needs_shipped_model
 def test_the_command_finds_presets_for_the_shipped_model_that_serve_better_than_one(tmp_path):
     options = ["--tokens", 700, "--context", 2048, "--preset", "k8v4", "--preset", "4bit_nc", "--preset", "2bit_nc"]
-    output = run(*options, "--bytes", "32%", "--output", tmp_path / "s.json")
+    output = run("sweep", *options, "--bytes", "32%", "--output", tmp_path / "s.json")
     numbers = json.loads((tmp_path / "s.json").read_text())
     found = numbers["fit"]
     assert found["config"] in output and numbers["tokens"] == 700
@@ -200,7 +193,6 @@ def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, monkeypatch
         (["--text", tmp_path / "no.txt"], "No such file"),
         (["--text", text], "9 tokens of the text are read"),
     ):
-        output = run(*options, status=1)
-        assert output.startswith("Error: ") and says in output, output
+        assert says in fails("sweep", *options)
     monkeypatch.setattr(cli, "EXAMPLES", Path(tmp_path))
-    assert "Pass a text: `--text FILE`" in run("some/model", status=1)
+    assert "Pass a text: `--text FILE`" in fails("sweep", "some/model")

@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..compat import CACHE_NAME, attention_of_parts, restore_attention
-from ..config import TurboQuantConfig, config_of, holds_latents
+from ..config import TurboQuantConfig, config_of, holds_latents, number_of_positions
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
 from .allocators import LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
@@ -27,7 +27,7 @@ from .attention import NAME, PAGES, NoPages
 from .cache import TurboQuantPagedCache
 from .geometry import StateStep
 from .linear import LinearLayers
-from .options import INSTEAD, number, number_of_positions
+from .options import INSTEAD, number
 from .requests import one_line
 
 logger = logging.get_logger(__name__)
@@ -71,8 +71,6 @@ class StepProbe(TurboQuantPagedCache):
         self.holds_latents, self._latents = holds_latents(decoder), None
         self.specs: dict[int, LayerSpec] = {}
         """Layers with attention."""
-        self.shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]] = {}
-        """Shape and dtype of each state, by linear layer."""
         self.twice, self.unexplained = list[int](), list[int]()
         """Layers that attended again, and layers whose keys and values are not their latents times `kv_b_proj`."""
         self.states: Any = self  # whose pages are read and written by linear layers
@@ -96,7 +94,7 @@ class StepProbe(TurboQuantPagedCache):
         finally:
             self.linear.restore()
             restore_attention(before)
-        self.linear.measure(self.shapes)
+        self.linear.measure()
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
         return StateStep(torch.empty(0), torch.empty(0), None)
@@ -107,7 +105,7 @@ class StepProbe(TurboQuantPagedCache):
 
     def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
         """Note the states `[B, ...]` of a linear layer."""
-        self.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
+        self.linear.sizes.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
     def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
         if self.holds_latents:
@@ -176,7 +174,7 @@ def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], pag
     if probe.unexplained:
         why = f"expands latents (MLA) of layer {probe.unexplained[0]} not by the weight of `kv_b_proj`, as pages need"
         refuse(model, why, f"Merge adapters. {INSTEAD}")
-    if missing := sorted(linear - probe.shapes.keys()):
+    if missing := sorted(linear - probe.linear.sizes.shapes.keys()):
         do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
         refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
     if specs.keys() != paged:

@@ -105,6 +105,7 @@ class LinearLayers:
         self.modules = [found[layer] for layer in sorted(found)]
         self.like = torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
         self.sizes = StateSizes({})
+        """Filled by a probe."""
         self._own: list[Any] | None = None
         """`forward` of each instance before `switch`: accelerate's hooks replace it, too."""
 
@@ -113,9 +114,7 @@ class LinearLayers:
         if self._own is None:
             self._own = [vars(each.module).get("forward") for each in self.modules]
             for each in self.modules:
-                shapes = self.sizes.shapes.get(each.layer, {}).items()
-                like = {name: self.like.new_empty(0, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
-                each.module.forward = _forward_of_rows(each, like)
+                each.module.forward = _forward_of_rows(each, self._zeros(each.layer, 0))
 
     def restore(self) -> None:
         """Undo `switch`."""
@@ -126,19 +125,22 @@ class LinearLayers:
         self._own = None
 
     @outside_inference_mode
-    def measure(self, shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]) -> None:
-        """Set `sizes` for states of these shapes. On a GPU, measure the memory of one module."""
+    def measure(self) -> None:
+        """On a GPU, measure the memory of one module, with states of the shapes in `sizes`."""
         device, peaks = self.like.device, list[int]()
         for layer, module, parameter in self.modules[:1] if device.type == "cuda" else ():
             for requests, tokens in (1, 512), (16, 1):
                 before = torch.cuda.memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                held = shapes.get(layer, {}).items()
-                states = {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in held}
                 row = self.like.new_zeros(requests, tokens, self.like.shape[-1])
-                module(row, **{parameter: RequestStates(states)})
+                module(row, **{parameter: RequestStates(self._zeros(layer, requests))})
                 peaks.append(-(-(torch.cuda.max_memory_allocated(device) - before) // (requests * tokens)))
-        self.sizes = StateSizes(shapes, *peaks)
+        self.sizes = StateSizes(self.sizes.shapes, *peaks)
+
+    def _zeros(self, layer: int, requests: int) -> States:
+        """States of this number of requests; none before a probe."""
+        shapes = self.sizes.shapes.get(layer, {}).items()
+        return {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
 
 
 def _forward_of_rows(linear: LinearModule, like: States) -> Callable:

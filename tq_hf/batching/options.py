@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
-from ..balance import POSITIONS
+from ..config import FOLLOWING, number_of_positions, rotary_embeddings
 from .grammars import Grammar, grammar_of
 
 INSTEAD = "Use `generate()` with a `TurboQuantCache`."
@@ -32,11 +32,6 @@ ALWAYS = 2**31 - 1
 """`Bias.until` of a bias for the whole answer."""
 
 
-EXTENDED = ("linear", "yarn")
-"""Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
-FOLLOWING = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies follow the longest text of a call, beyond the positions of the training.
-The requests of a step would change each other's answers there."""
 APPLIED = {
     "max_new_tokens": "most tokens of an answer; unset: until a stop, the model's last position",
     "max_length": "most tokens of prompt and answer, without `max_new_tokens`",
@@ -362,24 +357,6 @@ def options_of(
     return RequestOptions(
         do_sample=samples, biases=biases, stop_strings=stops, eos_token_ids=ends, grammar=grammar, **numbers
     )
-
-
-def number_of_positions(config: Any) -> int | None:
-    """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
-    named = [number for name in POSITIONS if isinstance(number := getattr(config, name, None), int) and number > 0]
-    for rope in rotary_embeddings(config):
-        kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
-        if kind in EXTENDED and named:
-            named = [max(min(named), int((before or min(named)) * (rope.get("factor") or 1)))]
-        elif kind == "longrope" and before:
-            named.append(before)
-    return min(named, default=None)
-
-
-def rotary_embeddings(config: Any) -> list[dict[str, Any]]:
-    """Parameters of the rotary embeddings of a decoder: one dict, or one for each type of layer."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
 
 
 def check_positions(prompt: int, config: Any) -> None:

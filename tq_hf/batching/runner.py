@@ -26,11 +26,11 @@ from ..compat import (
     outside_inference_mode,
     trace_apart,
 )
+from ..config import number_of_positions
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels
 from .attention import LAYER, PAGES, running
 from .cache import TurboQuantPagedCache
-from .options import number_of_positions
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)

@@ -29,13 +29,12 @@ State = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 class Probe(NamedTuple):
-    """Result of a run of the model on a few tokens, for one layer. A file is checked against it.
+    """Result of a run of the model on a few tokens, for one layer. A file of `tokens` tokens is checked against it.
 
     Args:
         layer: The same layer of another cache, after the run.
         states: Keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` with the model's dtype and device, B as in the file.
             `None` for a layer of transformers.
-        tokens: Number of tokens in the file.
     """
 
     layer: Any

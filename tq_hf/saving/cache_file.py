@@ -102,13 +102,13 @@ def load_cache(
     _check_model(model, "TurboQuantCache.load(path, model)")
     with safetensors_file.opened(path) as file:
         try:
-            header = safetensors_file.read_header(file)
-            state = _read_state(header.metadata)
+            metadata, entries = safetensors_file.read_header(file)
+            state = _read_state(metadata)
             config = _config(state["config"], preset)
             fingerprint.check(state["model"], model)
             room = state["max_cache_len"] if max_cache_len == "saved" else max_cache_len
             loader = Loader(kind, model, config, state, room)
-            loader.check(header)
+            loader.check(entries)
             tensors = safetensors_file.read_tensors(file)
             if safetensors_file.digest(tensors) != state["tensors"]:
                 raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")

@@ -6,6 +6,7 @@ layer then lists the tensors that a file must have for it. All tensors are check
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -14,34 +15,31 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from tq_kernels.types import KeyValue
 from transformers.cache_utils import Cache
 
 from ..compat import as_input, device_of_inputs
 from ..config import TurboQuantConfig
 from ..layers.base import Probe, State, like_held
-from ..memory import tensors_by_kind
+from ..memory import measure
 from ..stores.store import LayerStore
 from ..tensors.sinks import SinkOrder
 from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
-from .safetensors_file import Header, check_fields
-
-
-def _has_state(layer: Any) -> bool:
-    """Whether a layer has the methods for saving and loading."""
-    return hasattr(layer, "load_state")
+from .safetensors_file import check_fields
 
 
 def describe(layer: Any, index: int) -> State:
     """Describe a layer by JSON and by tensors with names."""
     with _named(index):
-        if _has_state(layer) and not layer.is_initialized:
+        if not hasattr(layer, "state"):
+            description, tensors = RecordedLayer(layer).state()
+        elif layer.is_initialized:
+            description, tensors = layer.state()
+        else:
             raise ValueError(
                 "holds no tokens although others do. If an exception ended the first call, make a new cache and "
                 "run the model again. If this layer has no attention, or the model ends before it, make the cache from "
                 "a config of the layers there are (`num_hidden_layers`)."
             )
-        description, tensors = (layer if _has_state(layer) else RecordedLayer(layer)).state()
     return {"class": type(layer).__name__} | description, tensors
 
 
@@ -55,15 +53,9 @@ def _named(index: int) -> Iterator[None]:
 
 
 class Loader:
-    """Checks of the description of a file against a model, and the restored cache. Raises `ValueError` if the
-    description does not match a cache of this model.
-
-    Args:
-        kind: Class of the cache (`TurboQuantCache`, which this module cannot import).
-        model: The model. It runs on a few tokens.
-        config: Configuration of the saved cache.
-        state: Description in the file, with checked types of fields.
-        room: `max_cache_len` of the restored cache, or `None`. The saved cache may have had another one.
+    """Checks of the description of a file (`state`) against a model, which runs on a few tokens, and the restored cache
+    of the class `kind`. Its `max_cache_len`, `room`, may be another than that of the saved cache. Raises `ValueError`
+    if the description does not match a cache of this model.
     """
 
     def __init__(
@@ -74,10 +66,10 @@ class Loader:
             raise ValueError(f"It holds {tokens} tokens in room for {saved_room}: the file is damaged.")
         if room is not None and room < tokens:
             raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Pass {tokens} or more.")
-        self.cache = kind(model.config, config, max_cache_len=room)
+        self.cache: Any = kind(model.config, config, max_cache_len=room)
+        first = kind(model.config, TurboQuantConfig(skip_layers=config.skip_layers), max_cache_len=saved_room and ROOM)
         names = [layer.get("class") if type(layer) is dict else None for layer in state["layers"]]
-        self.saved = kind(model.config, config, max_cache_len=saved_room)
-        if names != [type(layer).__name__ for layer in self.saved.layers] or len(names) != len(state["tokens"]):
+        if names != [type(layer).__name__ for layer in first.layers] or len(names) != len(state["tokens"]):
             raise ValueError(
                 "Its layers are not those of a cache of this model (saved with transformers "
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
@@ -86,39 +78,32 @@ class Loader:
         # Sliding layers agree in their lengths: no press evicts tokens there.
         if len({tokens for layer, tokens in counted if getattr(layer, "is_sliding", False)}) > 1:
             raise ValueError("Its sliding windows saw different numbers of tokens: the file is damaged.")
-        for index, (layer, name) in enumerate(zip(self.cache.layers, names, strict=True)):
-            same = type(layer).__name__ == name and (room == saved_room or not hasattr(layer, "max_cache_len"))
-            if not same and not _has_state(layer):
-                raise ValueError(
-                    f"Layer {index} is a {name} of transformers, which cannot change its `max_cache_len`: load the "
-                    "cache without `max_cache_len`."
-                )
-        self.layers: list[tuple[Any, Probe]] = self._probed(kind, model, config.skip_layers)
-
-    def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
-        """Pair each layer of the cache with the results of running the model."""
-        batch, room = self.state["batch"], self.state["max_cache_len"]
-        first: Any = kind(model.config, TurboQuantConfig(skip_layers=skip_layers), max_cache_len=room and ROOM)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device=device_of_inputs(model))
         with torch.no_grad(), record(first) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **as_input(first))
-        probed = []
-        layers: Any = zip(self.cache.layers, first.layers, self.saved.layers, calls, self.state["tokens"], strict=True)
-        for index, (layer, probe, other, own, tokens) in enumerate(layers):
+        self.layers: list[tuple[Any, Probe]] = []
+        """Each layer of the cache, with the results of this run."""
+        layers: Any = zip(self.cache.layers, first.layers, calls, state["tokens"], strict=True)
+        for index, (layer, probe, own, tokens) in enumerate(layers):
             states = None
-            if _has_state(layer):
+            if hasattr(layer, "load_state"):
                 if not own:
                     raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
-                states = like_held(layer, *own[0].tensors(batch, 0))
+                states = like_held(layer, *own[0].tensors(state["batch"], 0))
+            elif type(layer) is type(probe) and (room == saved_room or not hasattr(layer, "max_cache_len")):
+                layer = RecordedLayer(layer, own, state["batch"])
             else:
-                layer = RecordedLayer(layer, other, own, batch)
-            probed.append((layer, Probe(probe, states, tokens)))
-        return probed
+                raise ValueError(
+                    f"Layer {index} is a {type(probe).__name__} of transformers, which cannot change its "
+                    "`max_cache_len`: load the cache without `max_cache_len`."
+                )
+            self.layers.append((layer, Probe(probe, states, tokens)))
 
-    def check(self, header: Header) -> None:
-        """Raise `ValueError` unless the file has exactly the tensors of this cache, and memory for them is free."""
+    def check(self, entries: dict[str, torch.Tensor]) -> None:
+        """Raise `ValueError` unless a file with these tensors, on the meta device, has exactly those of this cache, and
+        memory for them is free."""
         expected: dict[str, torch.Tensor] = {}
-        need: dict[torch.device, int] = {torch.device("cpu"): sum(tensor.nbytes for tensor in header.entries.values())}
+        need = Counter({torch.device("cpu"): sum(tensor.nbytes for tensor in entries.values())})
         for index, (layer, probe) in enumerate(self.layers):
             description = self.state["layers"][index]
             check_fields(description, {"class": str} | layer.state_fields, f"Layer {index}")
@@ -126,19 +111,21 @@ class Loader:
                 with _named(index):
                     tensors = layer.check_state(description, probe)
                 if probe.states is not None:
-                    device, size = probe.states[0].device, sum(tensor.nbytes for tensor in tensors.values())
-                    need[device] = need.get(device, 0) + size + _initial_bytes(layer, probe.states)
+                    sized = copy(layer)  # what an empty layer allocates
+                    sized.lazy_initialization(*(part.to("meta") for part in probe.states))
+                    need[probe.states[0].device] += measure([sized], 0).total
+                    need[probe.states[0].device] += sum(tensor.nbytes for tensor in tensors.values())
             except RuntimeError as error:  # a meta tensor is too large
                 raise ValueError(
                     f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged."
                 ) from None
             expected |= {f"layers.{index}.{name}": tensor for name, tensor in tensors.items()}
-        if missing := sorted(expected.keys() - header.entries.keys()):
+        if missing := sorted(expected.keys() - entries.keys()):
             raise ValueError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}: the file is damaged.")
-        if extra := sorted(header.entries.keys() - expected.keys()):
+        if extra := sorted(entries.keys() - expected.keys()):
             raise ValueError(f"There are {len(extra)} unknown tensors, e.g. {extra[0][:64]!r}: the file is damaged.")
         for name, tensor in expected.items():
-            entry = header.entries[name]
+            entry = entries[name]
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
                     f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and must be {tensor.dtype} "
@@ -173,13 +160,6 @@ def _share_orders(stores: list[LayerStore]) -> None:
             store.tensors = store.tensors.with_order(shared)
             if shared is own:
                 orders.append(own)
-
-
-def _initial_bytes(layer: Any, states: KeyValue) -> int:
-    """Number of bytes that an empty layer allocates for states of these shapes. Nothing is allocated here."""
-    sized = copy(layer)
-    sized.lazy_initialization(*(part.to("meta") for part in states))
-    return sum(tensor.nbytes for tensors in tensors_by_kind(sized).values() for tensor in tensors)
 
 
 def _free_memory(device: torch.device) -> int | None:

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,13 +24,6 @@ from safetensors.torch import save_file
 
 MAX_DIMENSION = 2**48
 """Largest number of tokens or sequences that a file may name."""
-
-
-class Header(NamedTuple):
-    """Header of a file: the strings under `__metadata__`, and the tensors by name, on the meta device."""
-
-    metadata: dict[str, str]
-    entries: dict[str, torch.Tensor]
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -112,13 +105,12 @@ def opened(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
         os.close(descriptor)
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of an `opened` file. Tensors stay in the mapped file. Raise `ValueError` if the file is not a
-    complete safetensors file, or has a dtype that torch lacks."""
+def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Read the header of an `opened` file: its metadata, and its tensors by name on the meta device. Raise `ValueError`
+    if the file is not a complete safetensors file, or has a dtype that torch lacks."""
     try:
         with safe_open(path, "pt") as file:
-            entries = {name: file.get_tensor(name).to("meta") for name in file.keys()}
-            return Header(file.metadata() or {}, entries)
+            return file.metadata() or {}, {name: file.get_tensor(name).to("meta") for name in file.keys()}
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"It is truncated, damaged, or no safetensors file ({str(error)[:200]}). Copy or save it again."

@@ -300,11 +300,8 @@ class Engine:
         return ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
 
     def read(self, kind: type[Body], data: bytes) -> Exchange:
-        """Read a request: its fields, its prompts, and the options of the engine. Nothing is asked yet.
-
-        Raises:
-            Refused: Something is wrong with the request.
-        """
+        """Read a request: its fields, its prompts, and the options of the engine. Nothing is asked yet. Raise `Refused`
+        if something is wrong with the request."""
         try:
             body = read_body(kind, data)
             if body.model not in (None, self.name):
@@ -397,11 +394,8 @@ class Exchange:
         return receive
 
     async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
-        """Yield the parts of all answers as they come. If the caller goes away, the requests are cancelled.
-
-        Raises:
-            Refused: The engine has failed.
-        """
+        """Yield the parts of all answers as they come. If the caller goes away, the requests are cancelled. Raise
+        `Refused` if the engine has failed."""
         engine, left = self.engine, len(self.answers)
         engine.open.add(self)
         try:

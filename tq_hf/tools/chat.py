@@ -34,12 +34,7 @@ class Chat:
     """A conversation on one cache. Each turn runs only new tokens through the model.
 
     A template may change earlier tokens (some drop earlier thoughts). The cache is then cropped to the common prefix.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Tokenizer of the model. Without a chat template, the model continues plain text.
-        preset: A preset or a configuration. After `load`, the configuration of the file.
-        max_new_tokens: Maximum number of tokens of an answer.
+    Without a chat template, the model continues plain text. After `load`, `preset` is the configuration of the file.
     """
 
     def __init__(self, model: Any, tokenizer: Any, preset: str | TurboQuantConfig, max_new_tokens: int) -> None:
@@ -106,12 +101,8 @@ class Chat:
         save_cache(self.cache, path, self.model, notes)
 
     def load(self, path: str) -> None:
-        """Resume a conversation that `save` wrote.
-
-        Raises:
-            ValueError: The file is damaged, belongs to another model, or has no conversation.
-            FileNotFoundError: The file does not exist.
-        """
+        """Resume a conversation that `save` wrote. Raise `ValueError` if the file is damaged, belongs to another model,
+        or has no conversation, and `FileNotFoundError` if there is none."""
         if not os.path.exists(path):
             raise FileNotFoundError(f"There is no file {path}; `/save {path}` writes one.")
         cache, notes = load_cache(TurboQuantCache, path, self.model)

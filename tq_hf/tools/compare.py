@@ -72,13 +72,8 @@ def prompt_ids(tokenizer: Any, text: str, question: str, tokens: int) -> torch.T
 
 
 class Comparison:
-    """A model, a prompt, and the answer of a `DynamicCache`, which the others are compared with.
-
-    Args:
-        model: A decoder in eval mode. Its attention implementation is changed.
-        ids: Ids `[1, T]` of the prompt, on the model's device.
-        new_tokens: Maximum number of tokens of an answer, 1 or more.
-    """
+    """A decoder in eval mode, whose attention is changed, the ids `[1, T]` of a prompt on its device, and the answer of
+    a `DynamicCache` with up to `new_tokens` tokens, which the others are compared with."""
 
     def __init__(self, model: Any, ids: torch.Tensor, new_tokens: int) -> None:
         self.model, self.ids, self.new_tokens = model, ids, new_tokens

@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from ..stores.store import LayerStore
 from . import weights
 from .display import print_rows
 from .traced import trace
-from .weights import method_of, quantization_of
 
 MOST = 2**40
 """Largest number of tokens or sequences to try. A cache that fits at this number does not grow."""
@@ -55,19 +54,19 @@ class Estimator:
         weight_bytes: Number of bytes of the weights, by default counted.
 
     Raises:
-        ValueError: The config is not that of a decoder, the model has no cache, or the model does not run without
-            memory.
+        ValueError: The model is no decoder, has no cache, or does not run without memory.
     """
 
     def __init__(
         self, model_config: PreTrainedConfig, dtype: torch.dtype | None = None, weight_bytes: int | None = None
     ) -> None:
         text_config = model_config.get_text_config(decoder=True)
-        self.dtype = dtype or _dtype_of(text_config) or _dtype_of(model_config) or torch.bfloat16
+        named = dtype or text_config.dtype or model_config.dtype or torch.bfloat16
+        self.dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
         run = trace(model_config, self.dtype)
         self.config, self.calls = run.config, run.calls
-        options = quantization_of(model_config)
-        self.quantization = method_of(options)
+        options = weights.quantization_of(model_config)
+        self.quantization = weights.method_of(options)
         """Quantization method of the checkpoint's weights, or `None`."""
         counted, note = weights.weight_bytes(run.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
@@ -110,8 +109,7 @@ class Estimator:
             max_cache_len: Number of tokens to preallocate. If `preset` is `None`, a `StaticCache` is estimated.
 
         Raises:
-            ValueError: The preset does not exist, `context` or `batch` is less than 1, or `max_cache_len` is less than
-                the number of tokens.
+            ValueError: The preset does not exist, a number is less than 1, or `max_cache_len` is too small.
         """
         for name, value in (("context", context), ("batch", batch)):
             if value < 1:
@@ -135,8 +133,8 @@ class Estimator:
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            sizes = vars(measure(alike[:1], context + decoding)).items()
-            total.update({name: len(alike) * size for name, size in sizes if name != "by_device"})
+            sizes = measure(alike[:1], context + decoding).sizes
+            total.update({name: len(alike) * size for name, size in sizes.items()})
         return MemoryFootprint(**total)
 
     def max_context(
@@ -198,21 +196,13 @@ def _label(preset: str | TurboQuantConfig | None) -> str | None:
 
 
 def parse_memory(text: str) -> int:
-    """Parse an amount of memory: "24GB" (10**9 bytes), "24GiB" (2**30 bytes), or "24" (GiB).
-
-    Raises:
-        ValueError: `text` is not an amount of memory.
-    """
+    """Parse an amount of memory: "24GB" (10**9 bytes), "24GiB" (2**30 bytes), or "24" (GiB). Raise `ValueError` for
+    other texts."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?\s*", text, flags=re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory; write for example 24GB, 24GiB or 24 (GiB).")
     number, unit, binary = float(match[1]), match[2] or "G", match[3] or match[2] is None
     return math.floor(number * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))
-
-
-def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
-    dtype = getattr(config, "dtype", None)
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
@@ -258,16 +248,12 @@ class Report:
     rows: list[Estimate]
 
 
-def _by_kind(footprint: MemoryFootprint) -> dict[str, int]:
-    return {name: size for name, size in asdict(footprint).items() if name != "by_device"}
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """Convert a report to JSON. Sizes are in bytes."""
     presets: list[dict[str, Any]] = [
         {"preset": row.preset}
         | {
-            name: _by_kind(footprint) | {"total": footprint.total}
+            name: footprint.sizes | {"total": footprint.total}
             for name, footprint in (("after_prefill", row.footprint), ("decoding", row.decoding))
         }
         | ({} if report.free is None else {"max_context": row.max_context, "max_batch": row.max_batch})

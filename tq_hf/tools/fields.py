@@ -148,12 +148,10 @@ class Body(BaseModel):
         return self
 
     def options(self) -> dict[str, Any]:
-        """Options of the engine: those of `generation_config`, replaced by those of the fields.
+        """Options of the engine: those of `generation_config`, replaced by those of the fields. Raise `ValueError` if
+        fields contradict each other.
 
         A temperature above 0, top_p or a seed turn sampling on, even if the model's generation config is greedy.
-
-        Raises:
-            ValueError: Fields contradict each other.
         """
         config = _object("generation_config", self.generation_config or {})
         options = {name: value for name, value in config.items() if value is not None and name not in NEUTRAL}
@@ -339,11 +337,8 @@ BODIES: dict[str, type[Body]] = {"chat/completions": ChatBody, "completions": Co
 
 
 def read_body(kind: type[Body], data: bytes) -> Any:
-    """Read the body of a request.
-
-    Raises:
-        ValueError: It is no object in JSON, or a field has a wrong type, is outside its limits, or is refused.
-    """
+    """Read the body of a request. Raise `ValueError` if it is no object in JSON, or if a field has a wrong type, is
+    outside its limits, or is refused."""
     marks = data.count(b",") + 2 * sum(map(data.count, (b"[", b"{", b":")))
     if marks > MOST_MARKS:
         raise ValueError(

@@ -37,8 +37,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from ..batching import PrefixFolder, TurboQuantBatching
-from ..batching.options import number_of_positions
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, number_of_positions
 from .answers import LONG, Choice, Engine, Exchange, Refused, in_flags
 from .fields import BODIES, Body, ChatBody, ResponseBody
 
@@ -397,11 +396,8 @@ class HttpServer(uvicorn.Server):
 
 
 def check_access(host: str, port: int, key: str | None) -> str | None:
-    """Return a warning if others may use the server.
-
-    Raises:
-        ValueError: The port is in use, the key is empty, or several processes were started.
-    """
+    """Return a warning if others may use the server. Raise `ValueError` if the port is in use, the key is empty, or
+    several processes were started."""
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise ValueError(
             f"torchrun started {processes} processes, and this server is one process on one GPU. Start one server per "
@@ -447,13 +443,11 @@ def serve(
     """Serve a model until the server is told to stop. Graphs are captured, and steps compiled, while it answers.
 
     Args:
-        name, model, tokenizer: The model, its name for clients, and its tokenizer.
-        config, options: Encoding of pages, and options of the engine.
+        name: Name of the model for clients.
         address: Host and port to listen at.
         say: Function that prints a sentence before the first request is accepted.
         access: Key that clients must send (`None` for none), and whether web pages of other origins may send requests.
         most_bytes: Maximum size of a body.
-        prefixes: Folder for pages of prefixes.
 
     Raises:
         ValueError: Packed pages cannot hold the model, or the options do not fit into memory.

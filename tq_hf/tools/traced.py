@@ -21,6 +21,7 @@ from transformers import (
 
 from ..cache import TurboQuantCache
 from ..compat import as_input, has_attention_heads
+from ..config import FOLLOWING, rotary_embeddings
 from ..saving.recorded import TOKENS, Call, record, replay, shapes
 
 META = torch.device("meta")
@@ -29,22 +30,17 @@ WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechS
 
 
 class Trace(NamedTuple):
-    """A model on the meta device, and the calls of its layers to the cache.
-
-    Args:
-        config: Config of the decoder.
-        model: The whole model, or its decoder if another part needs a package that is not installed.
-        whole: Whether `model` is the whole model.
-        cache, calls: Cache that the run filled, and calls by layer of it.
-        cross_bytes: Bytes of keys and values that an encoder-decoder caches per token of its encoder.
-    """
+    """A model on the meta device, config of its decoder, and the calls of its layers to the cache that the run
+    filled."""
 
     config: PreTrainedConfig
     model: PreTrainedModel
     whole: bool
+    """Whether `model` is the whole model: its decoder, if another part needs a package that is not installed."""
     cache: DynamicCache
     calls: list[list[Call]]
     cross_bytes: int
+    """Bytes of keys and values that an encoder-decoder caches per token of its encoder."""
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
@@ -140,8 +136,7 @@ def _traceable(config: PreTrainedConfig, pads: bool) -> PreTrainedConfig:
         if not pads:
             part.pad_token_id = None
         vars(part).pop("quantization_config", None)
-        rope = getattr(part, "rope_parameters", None) or {}
-        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            if parameters.get("rope_type") in ("dynamic", "longrope"):
+        for parameters in rotary_embeddings(part):
+            if parameters.get("rope_type") in FOLLOWING:
                 parameters["rope_type"] = "default"
     return config

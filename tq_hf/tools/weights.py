@@ -76,13 +76,8 @@ def method_of(options: dict[str, Any] | None) -> str | None:
 
 
 def weight_bytes(model: torch.nn.Module, options: dict[str, Any] | None) -> tuple[int, str | None]:
-    """Count the bytes of all weights of a model on the meta device.
-
-    Weights of an unknown quantization method count as unquantized.
-
-    Returns:
-        Number of bytes, and a sentence for the user if the method is unknown.
-    """
+    """Count the bytes of all weights of a model on the meta device. Weights count as unquantized if the method is
+    unknown, and a sentence for the user says so."""
     method = method_of(options)
     if options is None or method not in METHODS:
         note = method and (
