@@ -80,7 +80,7 @@ def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) ->
     sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), None, 1)
     new = Tokens(*(torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS)))
     with NoReading():
-        plan = plan_step(sequences, 3, windows)
+        plan = plan_step(sequences, 3)
         out = windowed_step(new, windows, plan, AttentionOptions(0.2, **options))
     assert (out[:2] != 0).all() and (out[2] == 0).all()
 

@@ -12,7 +12,7 @@ from tests.support.helpers import assert_same, llama_config, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import CACHE_NAME, as_input
-from tq_hf.layers.dense import PreallocatedSlidingLayer, SlidingLayer
+from tq_hf.layers.dense import SlidingLayer
 from tq_hf.layers.rollback import take_back
 
 WINDOW = 16
@@ -37,8 +37,8 @@ def test_it_returns_and_keeps_what_the_stock_layer_does_in_less_memory(lengths: 
         assert ours.get_mask_sizes(1) == stock.get_mask_sizes(1)
 
 
-def preallocated(room: int = 100) -> PreallocatedSlidingLayer:
-    return PreallocatedSlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
+def preallocated(room: int = 100) -> SlidingLayer:
+    return SlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
 
 
 @pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
@@ -85,7 +85,7 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
     for layer in (ours, other):
         layer.update(*prompt)
     ours.open_ring(5)
-    for _ in range(2 * ours.ring_rows):
+    for _ in range(2 * ours.max_cache_len):
         kept, gone = rows_of(5 - removed), rows_of(removed)
         rows = ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
         take_back((ours,), torch.tensor(removed))
@@ -93,8 +93,8 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
             expected = other.update(kept[0][:, :, t : t + 1], kept[1][:, :, t : t + 1])
         length = int(ours.cumulative_length)
         places = torch.arange(max(0, length - WINDOW), length)
-        for mine, theirs in zip(rows, expected if removed < 5 else (other.keys, other.values), strict=True):
-            assert torch.equal(mine[:, :, places % ours.ring_rows], theirs[:, :, : len(places)])
+        for mine, theirs in zip(rows, expected if removed < 5 else other._past(), strict=True):
+            assert torch.equal(mine[:, :, places % ours.max_cache_len], theirs[:, :, : len(places)])
         if length > 190:
             break
     ours.close_ring(record=False)
@@ -146,7 +146,7 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
         ours.update(*prompt)
     other.update(*prompt)
     ours.open_ring(tokens)
-    assert ours.keys.shape[2] == ours.ring_rows == max(21, 16 + tokens)
+    assert ours.keys.shape[2] == ours.max_cache_len == max(21, 16 + tokens)
     if change in ("reset", "smaller"):
         assert ours.keys.data_ptr() == address
     ours.update(*new)

@@ -41,7 +41,7 @@ from .allocators import (
     page_owners,
     paged_layers,
 )
-from .geometry import StateStep, sequences_of, states_of, windows_of
+from .geometry import StateStep, sequences_of, states_of
 from .options import INSTEAD, check_positions
 from .prefixes import PrefixStore
 
@@ -408,11 +408,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         if isinstance(own, WindowAllocator):
             windows = own.windows[owner]
             if self._window_step is None or first:
-                sequences = windows_of(kwargs, own.index, windows)
-                self._window_step = plan_step(sequences, len(new.query), windows)
+                self._window_step = plan_step(sequences_of(kwargs, own.shape, own.index), len(new.query))
             return dispatch.windowed_step(new, windows, self._window_step, options, store=store)[None]
         if self._sequences is None or first:
-            self._sequences = sequences_of(kwargs, self.allocator.shape, self.lengths)
+            self._sequences = sequences_of(kwargs, self.allocator.shape, lengths=self.lengths)
         pages = self.allocator.pages[owner]
         return paged_step(new, pages, self._sequences, options, self.scratch, store=store)[None]
 

@@ -68,7 +68,15 @@ class Copyable:
 
 
 class BatchedLayer(Copyable, CacheLayerMixin):
-    """A layer that changes its batch by one function on all its tensors."""
+    """A layer that changes its batch or device by one function on all its tensors."""
+
+    device: torch.device
+    is_croppable = True
+    record_past = False
+    """Whether steps may have several tokens, which `crop` takes back."""
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -89,6 +97,14 @@ class BatchedLayer(Copyable, CacheLayerMixin):
         """Keep the sequences `indices`, in this order."""
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
+    def offload(self) -> None:
+        """Move all tensors to the CPU."""
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move offloaded tensors back to their device."""
+        self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
 
 class FullAttentionLayer(BatchedLayer):
     """A full-attention layer, compressed or not, with the mask size that all of them share.
@@ -98,15 +114,9 @@ class FullAttentionLayer(BatchedLayer):
     `activate_past_recording` (assisted decoding), of up to 16. Other calls get rows of tokens only.
     """
 
-    is_croppable = True
-    record_past = False
-    """Whether steps may have several tokens, which `crop` takes back."""
     returns_empty_rows = False
     """Whether every call gets `max_cache_len` rows, as from transformers' preallocated layers. True beside layers of
     transformers that always return them, and for models that make their own masks of this size (Bloom)."""
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
 
     def count_tokens(self) -> int:
         """Number of tokens. Waits for the device only after steps that the host could not count."""

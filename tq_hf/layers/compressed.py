@@ -448,11 +448,7 @@ class TurboQuantLayer(FullAttentionLayer):
     def offload(self) -> None:
         """Move the store to the CPU, unless the encoding of a prompt is deferred."""
         if self.store is not None and not self.store.is_deferred:
-            self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move an offloaded store back to its device."""
-        self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+            super().offload()
 
 
 def _as_appended(view: View, states: KeyValue) -> KeyValue:
