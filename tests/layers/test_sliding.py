@@ -16,54 +16,56 @@ from tq_hf.layers.dense import SlidingLayer
 from tq_hf.layers.rollback import take_back
 
 WINDOW = 16
+STOCK = {
+    "growing": lambda: DynamicSlidingWindowLayer(WINDOW),
+    "preallocated": lambda: StaticSlidingWindowLayer(100, WINDOW),
+}
+either = pytest.mark.parametrize("kind", STOCK)
 
 
 def rows_of(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, tokens, 8), torch.randn(2, 3, tokens, 4)
 
 
-@pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
-def test_it_returns_and_keeps_what_the_stock_layer_does_in_less_memory(lengths: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
-    for tokens in lengths:
-        keys, values = rows_of(tokens)
-        for mine, theirs in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
-            assert torch.equal(mine, theirs)
-        for mine, theirs in ((ours.keys, stock.keys), (ours.values, stock.values)):
-            assert torch.equal(mine, theirs)
-            rows = mine.untyped_storage().nbytes() // (mine[:, :, :1].numel() * mine.element_size())
-            assert rows <= WINDOW
-        assert ours.get_mask_sizes(1) == stock.get_mask_sizes(1)
+def layer_of(kind: str) -> SlidingLayer:
+    return SlidingLayer.like(STOCK[kind]())
 
 
 def preallocated(room: int = 100) -> SlidingLayer:
     return SlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
 
 
+@either
+@pytest.mark.parametrize("recording", [False, True], ids=["forgets", "records"])
 @pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
-def test_a_preallocated_one_returns_what_the_stock_layer_does(lengths: tuple[int, ...]) -> None:
+def test_it_returns_what_the_stock_layer_does(kind: str, recording: bool, lengths: tuple[int, ...]) -> None:
+    """And keeps the same rows, in less memory."""
     torch.manual_seed(0)
-    for recording in (False, True):
-        ours, stock = preallocated(), StaticSlidingWindowLayer(100, WINDOW)
-        if recording:
-            ours.activate_past_recording()
-        for tokens in lengths:
-            assert ours.get_mask_sizes(tokens) == stock.get_mask_sizes(tokens)
-            keys, values = rows_of(tokens)
-            for mine, theirs in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
-                assert torch.equal(mine, theirs)
+    ours, stock = layer_of(kind), STOCK[kind]()
+    if recording:
+        ours.activate_past_recording()
+    for tokens in lengths:
+        assert ours.get_mask_sizes(tokens) == stock.get_mask_sizes(tokens)
+        new = rows_of(tokens)
+        for mine, theirs in zip(ours.update(*new), stock.update(*new), strict=True):
+            assert torch.equal(mine, theirs)
+        for mine, theirs in ((ours.keys, stock.keys), (ours.values, stock.values)) if not recording else ():
+            assert kind == "preallocated" or torch.equal(mine, theirs)
+            rows = mine.untyped_storage().nbytes() // (mine[:, :, :1].numel() * mine.element_size())
+            assert rows <= WINDOW
 
 
+@either
 @pytest.mark.parametrize("before, removed", [(40, 4), (12, 4), (14, 5), (3, 2), (40, 0), (15, 1)])
-def test_a_preallocated_one_that_records_is_cropped_to_what_it_was(before: int, removed: int) -> None:
+def test_one_that_records_is_cropped_to_what_it_was(kind: str, before: int, removed: int) -> None:
     """The next steps are those of a layer that never saw what was removed."""
     torch.manual_seed(0)
-    ours, other = preallocated(), preallocated()
+    ours, other = layer_of(kind), layer_of(kind)
     prompt, kept, gone, after = rows_of(before), rows_of(3), rows_of(removed), rows_of(2)
+    ours.activate_past_recording()
+    ours.crop(0)  # holds nothing yet
     ours.update(*prompt)
     other.update(*prompt)
-    ours.activate_past_recording()
     for _ in range(2):
         ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
         ours.crop(-removed)
@@ -97,7 +99,7 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
             assert torch.equal(mine[:, :, places % ours.max_cache_len], theirs[:, :, : len(places)])
         if length > 190:
             break
-    ours.close_ring(record=False)
+    ours.close_ring()
     assert ours.get_seq_length() == other.get_seq_length()
     for one in (ours, other):
         one.crop(-1)
@@ -110,8 +112,10 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
             assert torch.equal(mine[:, :, held], theirs[:, :, held])
 
 
-def test_a_ring_that_an_exception_ended_is_cropped_to_what_it_was() -> None:
-    """Rows beyond the window are kept for the crop, and no longer."""
+@pytest.mark.parametrize("taken_back", [0, 4])
+def test_a_ring_that_an_exception_closed_is_cropped_to_what_it_was(taken_back: int) -> None:
+    """Rows beyond the window are kept for the crop, and no longer; those of which a step that was verified overwrote
+    some are not."""
     torch.manual_seed(0)
     ours, other = preallocated(), preallocated()
     prompt, gone, after = rows_of(40), rows_of(5), rows_of(2)
@@ -119,9 +123,14 @@ def test_a_ring_that_an_exception_ended_is_cropped_to_what_it_was() -> None:
         layer.update(*prompt)
     ours.open_ring(5)
     ours.update(*gone)
-    ours.close_ring(record=True)
-    ours.crop(-5)
-    assert ours.get_seq_length() == 40 and ours._recorded is None
+    take_back((ours,), torch.tensor(taken_back))
+    ours.close_ring(45 - taken_back if taken_back else 40)
+    if taken_back:
+        with pytest.raises(ValueError, match="would need 5 older tokens"):
+            ours.crop(-6)
+        other.update(*(x[:, :, :1] for x in gone))
+    ours.crop(-(5 - taken_back) if not taken_back else 0)
+    assert ours.get_seq_length() == other.get_seq_length() and ours._recorded is None
     for mine, theirs in zip(ours.update(*after), other.update(*after), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -134,7 +143,7 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
     prompt, new = rows_of(40), rows_of(4)
     ours.update(*prompt)
     ours.open_ring(5)
-    ours.close_ring(record=False)
+    ours.close_ring()
     address, tokens = ours.keys.data_ptr(), {"smaller": 3, "larger": 9}.get(change, 5)
     if change == "repeat":
         ours.batch_repeat_interleave(2)
@@ -150,19 +159,10 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
     if change in ("reset", "smaller"):
         assert ours.keys.data_ptr() == address
     ours.update(*new)
-    ours.close_ring(record=False)
+    ours.close_ring()
     other.update(*new)
     for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_preallocated_one_says_what_a_crop_needs() -> None:
-    layer = preallocated()
-    layer.update(*rows_of(40))
-    before = layer.keys.clone()
-    with pytest.raises(ValueError, match="remove 4 tokens from a sliding window of 16.*activate_past_recording"):
-        layer.crop(-4)
-    assert torch.equal(layer.keys, before) and layer.get_seq_length() == 40
 
 
 @pytest.mark.parametrize("before", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
@@ -183,18 +183,30 @@ def test_the_last_token_of_a_preallocated_one_can_be_taken_back(before: int) -> 
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("before, allowed", [(WINDOW + 1, 1), (40, 1), (WINDOW, 2), (WINDOW - 1, 3)])
-def test_no_more_is_taken_back_than_was_kept(before: int, allowed: int) -> None:
-    layer = preallocated()
+@pytest.mark.parametrize(
+    ("kind", "before", "allowed"),
+    [
+        ("preallocated", WINDOW + 1, 1),
+        ("preallocated", 40, 1),
+        ("preallocated", WINDOW, 2),
+        ("preallocated", WINDOW - 1, 3),
+        ("growing", WINDOW, 0),
+        ("growing", WINDOW - 1, 3),
+    ],
+)
+def test_no_more_is_taken_back_than_was_kept(kind: str, before: int, allowed: int) -> None:
+    layer = layer_of(kind)
     layer.update(*rows_of(before))
     for _ in range(allowed):
         layer.crop(-1)
-    if before > WINDOW:
-        with pytest.raises(ValueError, match="would need 1 older tokens"):
+    if before > WINDOW - (kind == "growing"):
+        held = layer.state()[1]["keys"]
+        with pytest.raises(ValueError, match="a sliding window of 16: it would need 1 older.*activate_past_recording"):
             layer.crop(-1)
-        assert layer.get_seq_length() == before - 1
+        assert torch.equal(layer.state()[1]["keys"], held) and layer.get_seq_length() == before - allowed
         layer.update(*rows_of(1))
-        layer.crop(-1)
+        for _ in range(allowed):
+            layer.crop(-1)
 
 
 def test_steps_of_a_window_that_fills_and_slides_are_compiled_once() -> None:
@@ -218,8 +230,9 @@ def test_steps_of_a_window_that_fills_and_slides_are_compiled_once() -> None:
     assert ours.get_seq_length() == stock.get_seq_length() and len(graphs) <= 2
 
 
-def test_a_preallocated_one_is_selected_and_repeated() -> None:
-    layer = preallocated()
+@either
+def test_it_is_selected_and_repeated(kind: str) -> None:
+    layer = layer_of(kind)
     layer.update(*rows_of(7))
     keys = layer.keys.clone()
     layer.batch_repeat_interleave(3)

@@ -247,7 +247,7 @@ HOSTILE = {
     ),
     "no metadata": (lambda content: edited(content, lambda h: h.pop("__metadata__")), "but not of a cache"),
     "huge sinks": (lambda content: forged(content, lambda s: s["config"].update(sink_tokens=10**15)), "impossible"),
-    "huge room": (lambda content: forged(content, lambda s: s.update(max_cache_len=10**12)), "layers are not those"),
+    "huge room": (lambda content: forged(content, lambda s: s.update(max_cache_len=10**12)), "GiB on cpu"),
     "huge skip": (lambda content: forged(content, lambda s: s["config"].update(skip_layers=[9])), "names layer 9"),
     "layer twice": (
         lambda content: forged(content, lambda s: s["config"].update(skip_layers=[1], layers=[[1, "k8v4"]])),

@@ -405,6 +405,7 @@ class StateAllocator(_PoolAllocator):
         # transformers takes a block to be a page of one layer.
         self.bytes_per_block = self.bytes_per_page = -(-size // unit) * unit
         self.pages_per_block = self.tokens_per_block = 1
+        self.shape = TableShape(0, 0, 1, 1, has_blocks=False)
         self.states: dict[int, dict[StateName, torch.Tensor]] = {}
         """Views `[pages, ...]` of the pool by layer and name."""
 
@@ -419,14 +420,6 @@ class StateAllocator(_PoolAllocator):
                 name: self._copy_view[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)
                 for name, (shape, dtype) in shapes.items()
             }
-
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """None: `get_write_indices` lists the page."""
-        return []
-
-    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Page of the request, once per new token."""
-        return self.block_table[request_id] * query_length
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """Copy the states `[B, ...]` of a layer from the pages `[B]` of requests."""

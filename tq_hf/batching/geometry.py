@@ -6,11 +6,12 @@ request in both lists with the entries of its block table that `listed` counts. 
 than tokens, so the lists have room for them. `read_index` is empty in a step where no request has cached tokens.
 
 Sliding-window layers have lists and tables of their own, for rings without blocks.
-Linear layers have a table of one column, and a list with the page of each new token's request.
+The states of linear layers are a ring of one page.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,26 +117,23 @@ class StateStep(NamedTuple):
     rows: list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
-def states_of(kwargs: dict[str, Any], index: int, trash: int) -> StateStep:
+def states_of(kwargs: dict[str, Any], shape: TableShape, index: int, trash: int) -> StateStep:
     """Build the step of linear layers, which are kind `index` of the layers. Rows that pad the batch have the page
     `trash`. With a block table, no value is read on the host, so graphs can replay this."""
-    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
-    is_new = cu_seqlens_k.diff() == cu_seqlens_q.diff()
-    if kwargs["block_table"] is not None:
-        pages = kwargs["block_table"][index][:, 0].long()
-        pages, rows = torch.where(pages < 0, trash, pages), None
-    else:
-        write, bounds = kwargs["write_index"][index], cu_seqlens_q.tolist()
-        pages = write[cu_seqlens_q[:-1].clamp(max=len(write) - 1).long()]
-        by_length: dict[int, list[int]] = {}
+    sequences = sequences_of(kwargs, shape, index)
+    pages, cu_seqlens_q = sequences.block_table[:, 0].long(), sequences.cu_seqlens_q
+    pages, rows = torch.where(pages < 0, trash, pages), None
+    if kwargs["block_table"] is None:
+        bounds, by_length = cu_seqlens_q.tolist(), defaultdict[int, list[int]](list)
         for request, (start, end) in enumerate(pairwise(bounds)):
             if end > start:
-                by_length.setdefault(end - start, []).append(request)
+                by_length[end - start].append(request)
         rows = []
         for length, requests in by_length.items():
-            starts = torch.tensor([bounds[request] for request in requests], device=write.device)
-            places = starts[:, None] + torch.arange(length, device=write.device)
-            rows.append((torch.tensor(requests, device=write.device), places))
+            starts = torch.tensor([bounds[request] for request in requests], device=pages.device)
+            places = starts[:, None] + torch.arange(length, device=pages.device)
+            rows.append((torch.tensor(requests, device=pages.device), places))
+    is_new = sequences.cu_seqlens_k.diff() == cu_seqlens_q.diff()
     return StateStep(torch.where(is_new, 0, pages), pages, rows)
 
 

@@ -45,10 +45,6 @@ def with_num_held(states: KeyValue, tokens: int) -> KeyValue:
     return states
 
 
-def _joined(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts, dim=2)
-
-
 def check_rows(layer: Any) -> None:
     """Raise a `ValueError` if keys with another number of rows were assigned to a preallocated layer (kvpress)."""
     if layer.is_initialized and (rows := layer.keys.shape[2]) != layer.max_cache_len:
@@ -129,6 +125,10 @@ def _pair(function: Callable[..., torch.Tensor], *states: KeyValue) -> KeyValue:
     return keys, values
 
 
+def _joined(*states: KeyValue) -> KeyValue:
+    return _pair(lambda *parts: torch.cat(parts, dim=2), *states)
+
+
 def _newest(states: KeyValue, count: int) -> KeyValue:
     """Views of the last `count` rows, or of all."""
     return _pair(lambda x: x[:, :, max(0, x.shape[2] - count) :], states)
@@ -137,19 +137,19 @@ def _newest(states: KeyValue, count: int) -> KeyValue:
 class SlidingLayer(BatchedLayer, _PreallocatedRows):
     """A sliding window: a ring of the newest tokens, without blocks.
 
-    The ring of a preallocated layer has a whole window from the start. The token at position p is in row
-    `p % max_cache_len`. A single token is appended by the count on the device, so that one captured step serves a
-    filling and a sliding window. Attention gets the tokens in their order, and empty rows up to the window.
+    A preallocated layer has its ring from the start. The token at position p is in row `p % max_cache_len`. A single
+    token is appended by the count on the device, so that one captured step serves a filling and a sliding window.
+    Attention gets the tokens in their order, and empty rows up to the window.
 
     A growing layer makes its ring anew in every call: at most one token fewer than the window, in their order. They are
     copies: the keys and values of a long call are freed once attention has read them.
 
-    `crop` removes tokens while the window of the next query stays complete: one token of a full preallocated ring,
-    because that query does not attend to the oldest. `activate_past_recording` (called by assisted decoding) keeps the
-    tokens that leave the window until the next `crop`. A replayed step records nothing.
+    `crop` removes tokens while the window of the next query stays complete: one of a full preallocated ring, because
+    that query does not attend to the oldest. `activate_past_recording` (called by assisted decoding) keeps the tokens
+    that leave the window until the next `crop`. A replayed step records nothing.
 
-    Assisted decoding in `graph_decoding` removes tokens by the count on the device. Meanwhile the ring is open
-    (`open_ring`): it has more rows than the window, and attention gets them as they lie, with masks of the caller.
+    Drafts of `graph_decoding` are taken back by the count on the device. Meanwhile the ring is open: it has more rows
+    than the window, and attention gets them as they lie, with masks of the caller.
 
     Args:
         sliding_window: Number of tokens that a query may attend to, its own included.
@@ -230,7 +230,7 @@ class SlidingLayer(BatchedLayer, _PreallocatedRows):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.is_compileable and tokens == 1:
-            self._recorded = _pair(_joined, self._past(), new) if self.record_past else None
+            self._recorded = _joined(self._past(), new) if self.record_past else None
             self._append(new)
             self.num_tokens += 1
             states = self._read((self.cumulative_length - window).clamp(min=0), window)
@@ -241,7 +241,7 @@ class SlidingLayer(BatchedLayer, _PreallocatedRows):
             past = _newest(past, window - 1)
         # The tokens of a long prompt are not copied for a preallocated layer.
         is_first = self.is_compileable and not self.record_past and not past[0].shape[2]
-        states = new if is_first else _pair(_joined, past, new)
+        states = new if is_first else _joined(past, new)
         self._hold(states, length)
         if self.is_compileable and length <= window:
             return with_num_held(_pair(lambda x: x[:, :, :window], self._rows), length)
@@ -279,13 +279,15 @@ class SlidingLayer(BatchedLayer, _PreallocatedRows):
         self.is_open, self._recorded = True, None
 
     @outside_inference_mode
-    def close_ring(self, record: bool) -> None:
-        """Count on the host again: the number of tokens is read from the device. `record`: whether to keep rows beyond
-        the window until the next `crop` or update."""
+    def close_ring(self, stays: int | None = None) -> None:
+        """Count on the host again: the number of tokens is read from the device. If there are more than `stays`, an
+        exception ended their step: rows beyond the window, of which no earlier step overwrote any, are kept until the
+        next `crop` or update."""
         if self.is_open:
             self.num_tokens, self._first, self.is_open = int(self.cumulative_length), 0, False
             held = min(self.num_tokens, self.max_cache_len)
-            self._recorded = self._read(self.num_tokens - held, held) if record else None
+            is_ahead = stays is not None and self.num_tokens > stays
+            self._recorded = self._read(self.num_tokens - held, held) if is_ahead else None
 
     def count_replayed(self, length: int | None) -> None:
         if length is not None:  # an open ring counts on the device
