@@ -170,7 +170,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.lengths: tuple[int, ...] | None = None
         """Number of new tokens of each request in the running step."""
         self._plans: dict[int, Any] = {}
-        """What the layers of an allocator read in the running step, by index of the allocator."""
+        """Plans of the running step (see `_planned`), by index of the allocator."""
         self._latents: KeyValue | None = None
         """Latents and rotary keys of the new tokens of a layer, between `update` and attention."""
         self.before_layer: Callable[[], None] = lambda: None

@@ -79,7 +79,7 @@ def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
 def sequences_of(
     kwargs: dict[str, Any], shape: TableShape, index: int = 0, lengths: tuple[int, ...] | None = None
 ) -> Sequences:
-    """Build the sequences of a step for layers of kind `index` with tables of this shape, by the arguments that the
+    """Build the sequences of a step for layers of kind `index`, with tables in this shape, by the arguments that the
     engine passes to attention functions. No value is read on the host, so graphs can replay this."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:

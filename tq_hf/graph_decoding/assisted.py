@@ -246,7 +246,7 @@ class AssistedLoop(Loop):
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[1, vocabulary]` of the prompt until the sequence has ended."""
-        step, is_complete = None, False
+        step = None
         try:
             step = self._begin(inputs)
             self._accept(step, logits, None)
@@ -254,11 +254,9 @@ class AssistedLoop(Loop):
             with optimized_for_decode(getattr(self.drafts, "model", self.model)):
                 while not self._ended(step):
                     self._advance(step)
-            is_complete = True
         finally:  # a call that an exception ended is left to `crop`
-            stays = None if is_complete or step is None else int(step.at - step.shift) - 1
             for ring in sliding_layers((*self.layers, *self.drafts.layers)):
-                ring.close_ring(stays)
+                ring.close_ring(None if step is None else int(step.at - step.shift) - 1)
         self.cache.last_update = None  # no call is left half done
         for name in ("logits", "scores"):
             if (every := getattr(self, name)) is not None:

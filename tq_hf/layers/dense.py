@@ -280,9 +280,8 @@ class SlidingLayer(BatchedLayer, _PreallocatedRows):
 
     @outside_inference_mode
     def close_ring(self, stays: int | None = None) -> None:
-        """Count on the host again: the number of tokens is read from the device. If there are more than `stays`, an
-        exception ended their step: rows beyond the window, of which no earlier step overwrote any, are kept until the
-        next `crop` or update."""
+        """Read the number of tokens from the device. If there are more than `stays`, an exception ended their step: no
+        rejected token took a row then, and all rows are kept until the next `crop` or update."""
         if self.is_open:
             self.num_tokens, self._first, self.is_open = int(self.cumulative_length), 0, False
             held = min(self.num_tokens, self.max_cache_len)

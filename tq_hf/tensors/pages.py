@@ -221,14 +221,14 @@ class LayerWindows:
 
 
 class WindowStep(NamedTuple):
-    """A step's requests over windows: N of them have one new token.
+    """The requests of a step, N of them with one new token.
 
     Args:
-        tokens: Indices of the N tokens in the step, `[N]` int64; `None` for all tokens of the step.
-        past: Number of tokens held before each, `[N]` int32; -1 for a padding token.
+        tokens: Indices of these tokens in the step, `[N]` int64; `None` for all tokens.
+        past: Number of tokens held before, `[N]` int32; -1 for a padding token.
         block_table: Their pages, `[N, >= pages in use]` int32, contiguous.
-        prompts: Of each request with several new tokens: the slice of these among all, the number of tokens before
-            them, and its pages `[>= pages in use]`.
+        prompts: Slice of the new tokens among all, number of tokens before them, and pages `[>= pages in use]`: for
+            each request with several new tokens.
     """
 
     tokens: torch.Tensor | None
