@@ -22,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..compat import outside_inference_mode
 from ..stores.checks import check_fits, widened
+from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import RowKind
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -74,6 +75,12 @@ class BatchedLayer(Copyable, CacheLayerMixin):
     is_croppable = True
     record_past = False
     """Whether steps may have several tokens, which `crop` takes back."""
+    num_tokens: int | None = 0
+    """Number of tokens, counted on the host; `None` after a compiled step, which counts on the device only."""
+
+    def count_replayed(self, length: int | None) -> None:
+        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
+        self.num_tokens = length
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -120,11 +127,12 @@ class FullAttentionLayer(BatchedLayer):
 
     def count_tokens(self) -> int:
         """Number of tokens. Waits for the device only after steps that the host could not count."""
-        raise NotImplementedError
+        return int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
 
     def takes_step(self, tokens: int) -> bool:
         """Whether a call of this number of tokens is a decode step, if the layer is preallocated."""
-        raise NotImplementedError
+        is_held = (torch.compiler.is_dynamo_compiling() and self.is_initialized) or self.num_tokens != 0
+        return tokens == 1 or (self.record_past and is_held and 1 < tokens <= STEP_TOKENS)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""

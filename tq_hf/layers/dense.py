@@ -14,7 +14,6 @@ from tq_kernels.types import KeyValue
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from ..compat import is_capturing, outside_inference_mode
-from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import check_room
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, Substitute, check_crop, rows_like
 
@@ -69,9 +68,6 @@ class _PreallocatedRows(StaticLayer):
 class PreallocatedLayer(_FullState, FullAttentionLayer, _PreallocatedRows):
     """A preallocated full-attention layer that returns as many rows as a compressed one (`FullAttentionLayer`)."""
 
-    num_tokens: int | None = None
-    """Number of tokens, counted in eager calls; `None` after a compiled step, which the host cannot count."""
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
         """Store new states. Raise `ValueError`, and change nothing, if they exceed `max_cache_len`. (In a compiled step
         torch's own index check fails.)"""
@@ -89,14 +85,6 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, _PreallocatedRows):
             return with_num_held((keys, values), past + tokens)
         return keys[:, :, : past + tokens], values[:, :, : past + tokens]
 
-    def count_tokens(self) -> int:
-        return int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
-
-    def takes_step(self, tokens: int) -> bool:
-        several = self.record_past and 1 < tokens <= STEP_TOKENS
-        held = several and (torch.compiler.is_dynamo_compiling() or (self.is_initialized and self.num_tokens != 0))
-        return tokens == 1 or held
-
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Number of tokens, `[]` int64 on the device; an `int` before the first update and on the meta device."""
         length = super().get_seq_length()
@@ -108,10 +96,6 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, _PreallocatedRows):
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
             self.num_tokens = int(self.cumulative_length)
-
-    def count_replayed(self, length: int | None) -> None:
-        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
-        self.num_tokens = length
 
     def reset(self) -> None:
         """Remove all tokens. The tensors keep their addresses, for captured graphs."""
@@ -160,9 +144,9 @@ class SlidingLayer(BatchedLayer, _PreallocatedRows):
     room: int | None = None
     """Number of tokens that preallocated layers of full attention have room for, `None` without these layers. A call
     that exceeds it is refused here, before a window changes."""
-    num_tokens = 0
-    """Number of tokens so far; an open ring counts on the device only."""
+    num_tokens: int = 0
     is_open = False
+    """Whether the ring is open: it counts on the device only."""
     _first = 0
     """Position of the oldest token that may be held."""
     _recorded: KeyValue | None = None
