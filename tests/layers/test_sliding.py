@@ -35,6 +35,22 @@ def preallocated(room: int = 100) -> SlidingLayer:
     return SlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
 
 
+def both(first, second) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([first[0], second[0]], 2), torch.cat([first[1], second[1]], 2)
+
+
+def assert_alike(ours, other, *lengths: int) -> None:
+    """They have as many tokens, and return the same for calls of these lengths. Rows without tokens may differ."""
+    assert ours.get_seq_length() == other.get_seq_length()
+    for tokens in lengths:
+        assert ours.get_mask_sizes(tokens) == other.get_mask_sizes(tokens)
+        new = rows_of(tokens)
+        states = ours.update(*new)
+        held = slice(getattr(states[0], "num_held", None))
+        for mine, theirs in zip(states, other.update(*new), strict=True):
+            assert mine.shape == theirs.shape and torch.equal(mine[:, :, held], theirs[:, :, held])
+
+
 @either
 @pytest.mark.parametrize("recording", [False, True], ids=["forgets", "records"])
 @pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
@@ -45,36 +61,36 @@ def test_it_returns_what_the_stock_layer_does(kind: str, recording: bool, length
     if recording:
         ours.activate_past_recording()
     for tokens in lengths:
-        assert ours.get_mask_sizes(tokens) == stock.get_mask_sizes(tokens)
-        new = rows_of(tokens)
-        for mine, theirs in zip(ours.update(*new), stock.update(*new), strict=True):
-            assert torch.equal(mine, theirs)
+        assert_alike(ours, stock, tokens)
         for mine, theirs in ((ours.keys, stock.keys), (ours.values, stock.values)) if not recording else ():
             assert kind == "preallocated" or torch.equal(mine, theirs)
             rows = mine.untyped_storage().nbytes() // (mine[:, :, :1].numel() * mine.element_size())
             assert rows <= WINDOW
 
 
+@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("recording", [False, True], ids=["forgets", "records"])
 @either
-@pytest.mark.parametrize("before, removed", [(40, 4), (12, 4), (14, 5), (3, 2), (40, 0), (15, 1)])
-def test_one_that_records_is_cropped_to_what_it_was(kind: str, before: int, removed: int) -> None:
-    """The next steps are those of a layer that never saw what was removed."""
+@pytest.mark.parametrize("before, removed", [(40, 4), (12, 4), (14, 5), (3, 2), (40, 0), (15, 1), (16, 1), (17, 1)])
+def test_one_that_is_cropped_is_what_it_was(kind: str, recording: bool, before: int, removed: int, step: int) -> None:
+    """The next calls are those of a layer that never saw what was removed. A preallocated layer needs no record for its
+    last token: the next token's query does not attend to the first of a full window."""
     torch.manual_seed(0)
     ours, other = layer_of(kind), layer_of(kind)
-    prompt, kept, gone, after = rows_of(before), rows_of(3), rows_of(removed), rows_of(2)
-    ours.activate_past_recording()
-    ours.crop(0)  # holds nothing yet
-    ours.update(*prompt)
-    other.update(*prompt)
+    prompt, kept, gone = rows_of(before), rows_of(3), rows_of(removed)
+    if recording:
+        ours.activate_past_recording()
+        ours.crop(0)  # of no tokens yet
+    elif removed > (kind == "preallocated"):
+        return
+    for layer in (ours, other):
+        layer.update(*prompt)
     for _ in range(2):
-        ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
+        for new in zip(*(x.split(step, 2) for x in both(kept, gone)), strict=True):
+            ours.update(*new)
         ours.crop(-removed)
         other.update(*kept)
-    assert ours.get_seq_length() == other.get_seq_length() == before + 6
-    for tokens in (2, 1):
-        new = (after[0][:, :, :tokens], after[1][:, :, :tokens])
-        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert_alike(ours, other, 2, 1)
 
 
 @pytest.mark.parametrize("before", [3, WINDOW - 2, 40])
@@ -89,7 +105,7 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
     ours.open_ring(5)
     for _ in range(2 * ours.max_cache_len):
         kept, gone = rows_of(5 - removed), rows_of(removed)
-        rows = ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
+        rows = ours.update(*both(kept, gone))
         take_back((ours,), torch.tensor(removed))
         for t in range(5 - removed):
             expected = other.update(kept[0][:, :, t : t + 1], kept[1][:, :, t : t + 1])
@@ -100,39 +116,32 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
         if length > 190:
             break
     ours.close_ring()
-    assert ours.get_seq_length() == other.get_seq_length()
     for one in (ours, other):
         one.crop(-1)
-    for tokens in (1, 3, 1):
-        new = rows_of(tokens)
-        assert ours.get_mask_sizes(tokens) == other.get_mask_sizes(tokens)
-        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-            assert mine.shape == theirs.shape
-            held = slice(other.get_seq_length())  # rows after these are empty
-            assert torch.equal(mine[:, :, held], theirs[:, :, held])
+    assert_alike(ours, other, 1, 3, 1)
 
 
-@pytest.mark.parametrize("taken_back", [0, 4])
-def test_a_ring_that_an_exception_closed_is_cropped_to_what_it_was(taken_back: int) -> None:
-    """Rows beyond the window are kept for the crop, and no longer; those of which a step that was verified overwrote
-    some are not."""
+@pytest.mark.parametrize("rejected", [0, 4])
+def test_a_ring_that_an_exception_closed_is_cropped_to_what_it_was(rejected: int) -> None:
+    """Rows beyond the window are kept for the crop, and no longer. Nothing is kept of a ring whose last step was
+    verified: its rejected drafts took rows of older tokens."""
     torch.manual_seed(0)
     ours, other = preallocated(), preallocated()
-    prompt, gone, after = rows_of(40), rows_of(5), rows_of(2)
+    prompt, step = rows_of(40), rows_of(5)
     for layer in (ours, other):
         layer.update(*prompt)
     ours.open_ring(5)
-    ours.update(*gone)
-    take_back((ours,), torch.tensor(taken_back))
-    ours.close_ring(45 - taken_back if taken_back else 40)
-    if taken_back:
-        with pytest.raises(ValueError, match="would need 5 older tokens"):
+    ours.update(*step)
+    take_back((ours,), torch.tensor(rejected))
+    ours.close_ring(40 if not rejected else 41)
+    if rejected:
+        with pytest.raises(ValueError, match="cannot remove 6 tokens .* would need 5 older tokens"):
             ours.crop(-6)
-        other.update(*(x[:, :, :1] for x in gone))
-    ours.crop(-(5 - taken_back) if not taken_back else 0)
-    assert ours.get_seq_length() == other.get_seq_length() and ours._recorded is None
-    for mine, theirs in zip(ours.update(*after), other.update(*after), strict=True):
-        assert torch.equal(mine, theirs)
+        other.update(*(x[:, :, :1] for x in step))
+    else:
+        ours.crop(-5)
+    assert ours._recorded is None
+    assert_alike(ours, other, 2)
 
 
 @pytest.mark.parametrize("change", ["repeat", "copy", "reset", "smaller", "larger"])
@@ -161,45 +170,19 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
     ours.update(*new)
     ours.close_ring()
     other.update(*new)
-    for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-        assert torch.equal(mine, theirs)
+    assert_alike(ours, other, 4)
 
 
-@pytest.mark.parametrize("before", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
-def test_the_last_token_of_a_preallocated_one_can_be_taken_back(before: int) -> None:
-    """Of a full window the next token's query does not see the first, so nothing it sees is gone."""
-    torch.manual_seed(0)
-    ours, other = preallocated(), preallocated()
-    prompt, after = rows_of(before), rows_of(3)
-    ours.update(*prompt)
-    other.update(*prompt)
-    for t in range(3):
-        ours.update(*rows_of(1))
-        ours.crop(-1)
-        assert ours.get_seq_length() == other.get_seq_length() == before + t
-        assert ours.get_mask_sizes(1) == other.get_mask_sizes(1)
-        new = (after[0][:, :, t : t + 1], after[1][:, :, t : t + 1])
-        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "before", "allowed"),
-    [
-        ("preallocated", WINDOW + 1, 1),
-        ("preallocated", 40, 1),
-        ("preallocated", WINDOW, 2),
-        ("preallocated", WINDOW - 1, 3),
-        ("growing", WINDOW, 0),
-        ("growing", WINDOW - 1, 3),
-    ],
-)
+@either
+@pytest.mark.parametrize("before, allowed", [(WINDOW + 1, 1), (40, 1), (WINDOW, 2), (WINDOW - 1, 3)])
 def test_no_more_is_taken_back_than_was_kept(kind: str, before: int, allowed: int) -> None:
-    layer = layer_of(kind)
+    layer, is_full = layer_of(kind), before > WINDOW - (kind == "growing")
     layer.update(*rows_of(before))
+    if kind == "growing" and is_full:
+        allowed = 0
     for _ in range(allowed):
         layer.crop(-1)
-    if before > WINDOW - (kind == "growing"):
+    if is_full:
         held = layer.state()[1]["keys"]
         with pytest.raises(ValueError, match="a sliding window of 16: it would need 1 older.*activate_past_recording"):
             layer.crop(-1)
