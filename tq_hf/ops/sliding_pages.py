@@ -95,15 +95,11 @@ def attend_prompt(
         seen, shown = keys[:, :, first:end], values[:, :, first:end]
         rows = queries[:, :, start:stop]
         mask = None
-        if end - first > window or not supports_sdpa(options):
+        if end - first > window:
             own = position[held + start : end, None]
             mask = ((position[first:end] <= own) & (position[first:end] > own - window))[None, None]
-        if not supports_sdpa(options):
-            assert mask is not None
-            parts.append(attend_dense(rows, (seen, shown), mask, options)[0])
-            continue
-        if mask is not None:
-            groups = rows.shape[1] // seen.shape[1]
-            seen, shown = (x.repeat_interleave(groups, 1) for x in (seen, shown))
-        parts.append(attend_buffer(rows, (seen, shown), mask, options)[0])
+        if supports_sdpa(options) and mask is not None:  # sdpa's fast kernels take no mask beside groups of heads
+            seen, shown = (x.repeat_interleave(rows.shape[1] // x.shape[1], 1) for x in (seen, shown))
+        attend = attend_buffer if supports_sdpa(options) else attend_dense
+        parts.append(attend(rows, (seen, shown), mask, options)[0])
     return torch.cat(parts)
