@@ -5,8 +5,8 @@ number per cached token of all requests in sequence, `write_index` one per new t
 request in both lists with the entries of its block table that `listed` counts. There are never more of these entries
 than tokens, so the lists have room for them. `read_index` is empty in a step where no request has cached tokens.
 
-Sliding-window layers have lists and tables of their own, for rings without blocks.
-The states of linear layers are a ring of one page.
+Sliding-window layers have lists and tables of their own, for rings without blocks; the states of linear layers are a
+ring of one page.
 """
 
 from __future__ import annotations

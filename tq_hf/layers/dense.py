@@ -109,10 +109,6 @@ def _pair(function: Callable[..., torch.Tensor], *states: KeyValue) -> KeyValue:
     return keys, values
 
 
-def _joined(*states: KeyValue) -> KeyValue:
-    return _pair(lambda *parts: torch.cat(parts, dim=2), *states)
-
-
 def _newest(states: KeyValue, count: int) -> KeyValue:
     """Views of the last `count` rows, or of all."""
     return _pair(lambda x: x[:, :, max(0, x.shape[2] - count) :], states)
@@ -214,7 +210,7 @@ class SlidingLayer(BatchedLayer, _PreallocatedRows):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.is_compileable and tokens == 1:
-            self._recorded = _joined(self._past(), new) if self.record_past else None
+            self._recorded = _pair(lambda *parts: torch.cat(parts, 2), self._past(), new) if self.record_past else None
             self._append(new)
             self.num_tokens += 1
             states = self._read((self.cumulative_length - window).clamp(min=0), window)
@@ -225,7 +221,7 @@ class SlidingLayer(BatchedLayer, _PreallocatedRows):
             past = _newest(past, window - 1)
         # The tokens of a long prompt are not copied for a preallocated layer.
         is_first = self.is_compileable and not self.record_past and not past[0].shape[2]
-        states = new if is_first else _joined(past, new)
+        states = new if is_first else _pair(lambda *parts: torch.cat(parts, 2), past, new)
         self._hold(states, length)
         if self.is_compileable and length <= window:
             return with_num_held(_pair(lambda x: x[:, :, :window], self._rows), length)
