@@ -36,7 +36,7 @@ from .config import TurboQuantConfig, config_of
 from .layers.advice import warn_beyond_fp16
 from .layers.base import Copyable, FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
-from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
+from .layers.dense import GrowingLayer, PreallocatedLayer, SlidingLayer
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
@@ -485,7 +485,7 @@ KINDS: dict[type, Any] = {
     DynamicLayer: GrowingLayer,
     StaticLayer: PreallocatedLayer,
     DynamicSlidingWindowLayer: SlidingLayer,
-    StaticSlidingWindowLayer: PreallocatedSlidingLayer,
+    StaticSlidingWindowLayer: SlidingLayer,
 }
 """Layers in the place of those of transformers that are not compressed. Other classes stay as they are."""
 
@@ -517,7 +517,7 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
             layer.returns_empty_rows = True
     room = next((layer.max_cache_len for layer in (*full, *others) if not layer.is_sliding), None)
     for layer in layers:
-        if isinstance(layer, PreallocatedSlidingLayer):
+        if isinstance(layer, SlidingLayer):
             layer.room = room
 
 

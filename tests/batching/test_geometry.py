@@ -105,11 +105,12 @@ def test_the_table_of_a_step_is_made_of_listed_pages(
     assert (made[len(past) :, : shape.ring_pages] == -1).all()
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 4, 8])
+@pytest.mark.parametrize("sinks", [0, 1, 4, 8, None])
 @pytest.mark.parametrize(("pages", "rows"), [(4, 32), (8, 32), (32, 8), (16, 16), (2, 128), (41, 8)])
-def test_a_request_lists_no_more_numbers_than_it_has_tokens(pages: int, rows: int, sinks: int) -> None:
-    """The engine makes room for as many as there are tokens; those of tensors and of numbers are alike."""
-    shape = TableShape(sinks, pages * rows - BLOCK_TOKENS, pages, rows)
+def test_a_request_lists_no_more_numbers_than_it_has_tokens(pages: int, rows: int, sinks: int | None) -> None:
+    """The engine makes room for as many as there are tokens; those of tensors and of numbers are alike. Without sinks
+    (`None`) a window: a ring without blocks."""
+    shape = TableShape(sinks or 0, pages * rows - BLOCK_TOKENS, pages, rows, has_blocks=sinks is not None)
     numbers = [listed(n, shape) for n in range(2000)]
     assert all(sum(each) <= n for n, each in enumerate(numbers))
     assert torch.stack(listed(torch.arange(2000), shape), 1).tolist() == [list(each) for each in numbers]

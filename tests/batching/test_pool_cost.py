@@ -47,8 +47,10 @@ def step_of(held: LayerPages | LayerWindows, new: int, **softcap: float) -> Call
     options = AttentionOptions(0.2, **softcap)
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (new, HELD + new))
     if isinstance(held, LayerWindows):
-        sequences = Sequences(cu_q, cu_k, 2 + torch.arange(held.pages, dtype=torch.int32)[None], None, new)
-        step = plan_step(sequences, new, held)
+        sequences = Sequences(
+            cu_q, cu_k, 2 + torch.arange(-(-held.window // held.rows_per_page), dtype=torch.int32)[None], None, new
+        )
+        step = plan_step(sequences, new)
         return lambda: windowed_step(tokens, held, step, options)
     columns = held.tensors.first_block_column + due_blocks(HELD + new, SINKS, 0)
     table = torch.arange(columns, dtype=torch.int32)[None]

@@ -9,40 +9,32 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
-from tests.support.helpers import cumulative
+from tests.support.helpers import cumulative, every_pair
 from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests
 from tq_hf.ops import sliding_pages
 from tq_hf.ops.dispatch import windowed_step
 from tq_hf.ops.sliding_pages import plan_step
 from tq_hf.tensors.pages import LayerWindows, window_page
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLACES = ((96, 36), (128, 128), (7, 7), (500, 34), (1, 1))
+"""Tokens of a window, and of a page."""
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
-@pytest.mark.parametrize(("window", "rows"), [(96, 36), (128, 128), (7, 7), (500, 34), (1, 1)])
-def test_a_query_attends_to_its_window(window: int, rows: int, options: dict) -> None:
-    requests = Requests(window, rows, TOTALS)
+
+@pytest.mark.parametrize(
+    ("place", "options", "dtype", "in_pieces"), every_pair(PLACES, OPTIONS, DTYPES, (False, True)), ids=str
+)
+def test_a_query_attends_to_its_window(
+    place: tuple[int, int], options: dict, dtype: torch.dtype, in_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_pieces:  # of a prompt and of a batch
+        monkeypatch.setattr(sliding_pages, "TILE_QUERIES", 11)
+        monkeypatch.setattr(sliding_pages, "WINDOW_BYTES", 1)
+    requests, close = Requests(*place, TOTALS, dtype), 3e-5 if dtype == torch.float32 else 2e-2
     for new in CHUNKS:
         for out, expected in requests.step(new, padding=3, **options):
-            torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
-def test_tiles_of_a_prompt_and_pieces_of_a_batch_change_nothing(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliding_pages, "TILE_QUERIES", 11)
-    monkeypatch.setattr(sliding_pages, "WINDOW_BYTES", 1)  # a request at a time
-    requests = Requests(96, 36, TOTALS)
-    for new in CHUNKS:
-        for out, expected in requests.step(new, **options):
-            torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rows_are_of_the_models_dtype(dtype: torch.dtype) -> None:
-    requests = Requests(96, 36, TOTALS, dtype)
-    for new in CHUNKS:
-        for out, expected in requests.step(new):
             assert out.dtype == dtype
-            torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(out.double(), expected, atol=close, rtol=max(close, 1e-4))
 
 
 def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
@@ -80,7 +72,7 @@ def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) ->
     sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), None, 1)
     new = Tokens(*(torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS)))
     with NoReading():
-        plan = plan_step(sequences, 3, windows)
+        plan = plan_step(sequences, 3)
         out = windowed_step(new, windows, plan, AttentionOptions(0.2, **options))
     assert (out[:2] != 0).all() and (out[2] == 0).all()
 

@@ -415,12 +415,12 @@ def test_a_model_of_which_nothing_is_compressed_is_told_so(monkeypatch):
     assert f"No layer of this FalconH1Config is compressed. Its layers have {kind}; only full" in warnings[-1]
 
 
-def test_a_sliding_layer_keeps_all_that_transformers_gave_it(monkeypatch):
-    made = DynamicCache(config=gemma_config(["full_attention", "sliding_attention"]))
+def test_a_dense_layer_keeps_all_that_transformers_gave_it(monkeypatch):
+    made = DynamicCache(config=llama_config())
     made.layers[1].novelty = 7
     monkeypatch.setattr(tq_hf.cache, "DynamicCache", lambda **options: made)
-    cache = TurboQuantCache(gemma_config(["full_attention", "sliding_attention"]))
-    assert cache.layers[1].novelty == 7 and type(cache.layers[1]).__name__ == "SlidingLayer"
+    cache = TurboQuantCache(llama_config(), skip_layers=(1,))
+    assert cache.layers[1].novelty == 7 and type(cache.layers[1]).__name__ == "GrowingLayer"
 
 
 def test_a_crop_by_a_tensor_of_one_number_is_one():

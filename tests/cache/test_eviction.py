@@ -18,7 +18,7 @@ from tests.support.helpers import assert_same, assert_unchanged, llama_config, r
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input
-from tq_hf.layers.dense import PreallocatedLayer, PreallocatedSlidingLayer
+from tq_hf.layers.dense import PreallocatedLayer, SlidingLayer
 from tq_hf.ops import dispatch
 
 PROMPT, KEPT, QUESTION = 700, 420, 20
@@ -386,7 +386,7 @@ def test_keys_masked_by_head_that_attention_did_not_get_are_refused(kvpress):
 
 @pytest.mark.parametrize("sliding", [False, True])
 def test_rows_assigned_to_a_preallocated_layer_that_is_not_compressed_are_refused(sliding):
-    layer = PreallocatedSlidingLayer(400, 400) if sliding else PreallocatedLayer(400)
+    layer = SlidingLayer(400, True) if sliding else PreallocatedLayer(400)
     layer.update(*states(1, 2, tokens=300))
     layer.keys, layer.values = (x[:, :, ::2] for x in (layer.keys, layer.values))
     for tokens in (1, 5):

@@ -82,8 +82,8 @@ def test_sliding_and_skipped_layers_count_as_uncompressed():
     plain = pushed(DynamicCache(config=gemma_config()), 0, 500, layers=4)
     footprint = cache.memory_footprint()
     dense = [layer.keys.nbytes + layer.values.nbytes for layer in plain.layers]
-    window_sizes = sum(cache.layers[i]._sliding_window_tensor.nbytes for i in (0, 2))
-    assert footprint.uncompressed == sum(dense[i] for i in (0, 2, 3)) + window_sizes
+    counts = sum(cache.layers[i].cumulative_length.nbytes for i in (0, 2))
+    assert footprint.uncompressed == sum(dense[i] for i in (0, 2, 3)) + counts
     compressed = prefill_bytes(cache.config, batch=1, dim=16, tokens=500)
     assert footprint.total == footprint.uncompressed + sum(compressed.values())
     assert footprint.total == sum(storages_reachable_from(cache).values())

@@ -148,7 +148,7 @@ if INTERPRETED:
         windows = LayerWindows(torch.zeros(4, 2, 36, 2, 16, dtype=FP16), 96, trash=1)
         sequences = Sequences(cumulative([0]), cumulative([0]), torch.zeros(1, 3).int(), None, 1)
         query, key = torch.empty(0, 6, 16, dtype=FP16), torch.empty(0, 2, 16, dtype=FP16)
-        new, plan = Tokens(query, key, key), plan_step(sequences, 0, windows)
+        new, plan = Tokens(query, key, key), plan_step(sequences, 0)
         assert windowed_step(new, windows, plan, AttentionOptions(1.0)).shape[0] == 0
 
 
@@ -189,7 +189,7 @@ def test_a_captured_step_is_right_for_windows_that_grew() -> None:
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, block_table, None, 1)
 
     def step() -> torch.Tensor:
-        plan = plan_step(sequences, 4, requests.windows)
+        plan = plan_step(sequences, 4)
         return windowed_step(tokens, requests.windows, plan, AttentionOptions(0.2))
 
     cu_seqlens_q.copy_(cumulative([1] * 4))

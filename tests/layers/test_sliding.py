@@ -8,71 +8,92 @@ import torch
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
-from tests.support.helpers import assert_same, llama_config, states
+from tests.support.helpers import assert_same, every_pair, llama_config, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import CACHE_NAME, as_input
-from tq_hf.layers.dense import PreallocatedSlidingLayer, SlidingLayer
+from tq_hf.layers.dense import SlidingLayer
 from tq_hf.layers.rollback import take_back
 
 WINDOW = 16
+STOCK = {
+    "growing": lambda: DynamicSlidingWindowLayer(WINDOW),
+    "preallocated": lambda: StaticSlidingWindowLayer(100, WINDOW),
+}
+either = pytest.mark.parametrize("kind", STOCK)
 
 
 def rows_of(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, tokens, 8), torch.randn(2, 3, tokens, 4)
 
 
-@pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
-def test_it_returns_and_keeps_what_the_stock_layer_does_in_less_memory(lengths: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
+def layer_of(kind: str) -> SlidingLayer:
+    return SlidingLayer.like(STOCK[kind]())
+
+
+def preallocated(room: int = 100) -> SlidingLayer:
+    return SlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
+
+
+def both(first, second) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([first[0], second[0]], 2), torch.cat([first[1], second[1]], 2)
+
+
+def assert_alike(ours, other, *lengths: int) -> None:
+    """They have as many tokens, and return the same for calls of these lengths. Rows without tokens may differ."""
+    assert ours.get_seq_length() == other.get_seq_length()
     for tokens in lengths:
-        keys, values = rows_of(tokens)
-        for mine, theirs in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
-            assert torch.equal(mine, theirs)
-        for mine, theirs in ((ours.keys, stock.keys), (ours.values, stock.values)):
-            assert torch.equal(mine, theirs)
+        assert ours.get_mask_sizes(tokens) == other.get_mask_sizes(tokens)
+        new = rows_of(tokens)
+        states = ours.update(*new)
+        held = slice(getattr(states[0], "num_held", None))
+        for mine, theirs in zip(states, other.update(*new), strict=True):
+            assert mine.shape == theirs.shape and torch.equal(mine[:, :, held], theirs[:, :, held])
+
+
+@either
+@pytest.mark.parametrize("recording", [False, True], ids=["forgets", "records"])
+@pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
+def test_it_returns_what_the_stock_layer_does(kind: str, recording: bool, lengths: tuple[int, ...]) -> None:
+    """And keeps the same rows, in less memory."""
+    torch.manual_seed(0)
+    ours, stock = layer_of(kind), STOCK[kind]()
+    if recording:
+        ours.activate_past_recording()
+    for tokens in lengths:
+        assert_alike(ours, stock, tokens)
+        for mine, theirs in ((ours.keys, stock.keys), (ours.values, stock.values)) if not recording else ():
+            assert kind == "preallocated" or torch.equal(mine, theirs)
             rows = mine.untyped_storage().nbytes() // (mine[:, :, :1].numel() * mine.element_size())
             assert rows <= WINDOW
-        assert ours.get_mask_sizes(1) == stock.get_mask_sizes(1)
 
 
-def preallocated(room: int = 100) -> PreallocatedSlidingLayer:
-    return PreallocatedSlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
+SIZES = ((40, 4), (12, 4), (14, 5), (3, 2), (40, 0), (15, 1), (16, 1), (17, 1))
 
 
-@pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
-def test_a_preallocated_one_returns_what_the_stock_layer_does(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "kind", "recording", "step"), every_pair(SIZES, tuple(STOCK), (False, True), (1, 8)), ids=str
+)
+def test_one_that_is_cropped_is_what_it_was(sizes: tuple[int, int], kind: str, recording: bool, step: int) -> None:
+    """The next calls are those of a layer that never saw what was removed. A preallocated layer needs no record for its
+    last token: the next token's query does not attend to the first of a full window."""
+    before, removed = sizes
     torch.manual_seed(0)
-    for recording in (False, True):
-        ours, stock = preallocated(), StaticSlidingWindowLayer(100, WINDOW)
-        if recording:
-            ours.activate_past_recording()
-        for tokens in lengths:
-            assert ours.get_mask_sizes(tokens) == stock.get_mask_sizes(tokens)
-            keys, values = rows_of(tokens)
-            for mine, theirs in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
-                assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("before, removed", [(40, 4), (12, 4), (14, 5), (3, 2), (40, 0), (15, 1)])
-def test_a_preallocated_one_that_records_is_cropped_to_what_it_was(before: int, removed: int) -> None:
-    """The next steps are those of a layer that never saw what was removed."""
-    torch.manual_seed(0)
-    ours, other = preallocated(), preallocated()
-    prompt, kept, gone, after = rows_of(before), rows_of(3), rows_of(removed), rows_of(2)
-    ours.update(*prompt)
-    other.update(*prompt)
-    ours.activate_past_recording()
+    ours, other = layer_of(kind), layer_of(kind)
+    prompt, kept, gone = rows_of(before), rows_of(3), rows_of(removed)
+    if recording:
+        ours.activate_past_recording()
+        ours.crop(0)  # of no tokens yet
+    elif removed > (kind == "preallocated"):
+        return
+    for layer in (ours, other):
+        layer.update(*prompt)
     for _ in range(2):
-        ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
+        for new in zip(*(x.split(step, 2) for x in both(kept, gone)), strict=True):
+            ours.update(*new)
         ours.crop(-removed)
         other.update(*kept)
-    assert ours.get_seq_length() == other.get_seq_length() == before + 6
-    for tokens in (2, 1):
-        new = (after[0][:, :, :tokens], after[1][:, :, :tokens])
-        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert_alike(ours, other, 2, 1)
 
 
 @pytest.mark.parametrize("before", [3, WINDOW - 2, 40])
@@ -85,45 +106,45 @@ def test_a_ring_holds_nothing_of_tokens_that_are_taken_back(before: int, removed
     for layer in (ours, other):
         layer.update(*prompt)
     ours.open_ring(5)
-    for _ in range(2 * ours.ring_rows):
+    for _ in range(2 * ours.max_cache_len):
         kept, gone = rows_of(5 - removed), rows_of(removed)
-        rows = ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
+        rows = ours.update(*both(kept, gone))
         take_back((ours,), torch.tensor(removed))
         for t in range(5 - removed):
             expected = other.update(kept[0][:, :, t : t + 1], kept[1][:, :, t : t + 1])
         length = int(ours.cumulative_length)
         places = torch.arange(max(0, length - WINDOW), length)
-        for mine, theirs in zip(rows, expected if removed < 5 else (other.keys, other.values), strict=True):
-            assert torch.equal(mine[:, :, places % ours.ring_rows], theirs[:, :, : len(places)])
+        for mine, theirs in zip(rows, expected if removed < 5 else other._past(), strict=True):
+            assert torch.equal(mine[:, :, places % ours.max_cache_len], theirs[:, :, : len(places)])
         if length > 190:
             break
-    ours.close_ring(record=False)
-    assert ours.get_seq_length() == other.get_seq_length()
+    ours.close_ring()
     for one in (ours, other):
         one.crop(-1)
-    for tokens in (1, 3, 1):
-        new = rows_of(tokens)
-        assert ours.get_mask_sizes(tokens) == other.get_mask_sizes(tokens)
-        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-            assert mine.shape == theirs.shape
-            held = slice(other.get_seq_length())  # rows after these are empty
-            assert torch.equal(mine[:, :, held], theirs[:, :, held])
+    assert_alike(ours, other, 1, 3, 1)
 
 
-def test_a_ring_that_an_exception_ended_is_cropped_to_what_it_was() -> None:
-    """Rows beyond the window are kept for the crop, and no longer."""
+@pytest.mark.parametrize("rejected", [0, 4])
+def test_a_ring_that_an_exception_closed_is_cropped_to_what_it_was(rejected: int) -> None:
+    """Rows beyond the window are kept for the crop, and no longer. Nothing is kept of a ring whose last step was
+    verified: its rejected drafts took rows of older tokens."""
     torch.manual_seed(0)
     ours, other = preallocated(), preallocated()
-    prompt, gone, after = rows_of(40), rows_of(5), rows_of(2)
+    prompt, step = rows_of(40), rows_of(5)
     for layer in (ours, other):
         layer.update(*prompt)
     ours.open_ring(5)
-    ours.update(*gone)
-    ours.close_ring(record=True)
-    ours.crop(-5)
-    assert ours.get_seq_length() == 40 and ours._recorded is None
-    for mine, theirs in zip(ours.update(*after), other.update(*after), strict=True):
-        assert torch.equal(mine, theirs)
+    ours.update(*step)
+    take_back((ours,), torch.tensor(rejected))
+    ours.close_ring(40 if not rejected else 41)
+    if rejected:
+        with pytest.raises(ValueError, match="cannot remove 6 tokens .* would need 5 older tokens"):
+            ours.crop(-6)
+        other.update(*(x[:, :, :1] for x in step))
+    else:
+        ours.crop(-5)
+    assert ours._recorded is None
+    assert_alike(ours, other, 2)
 
 
 @pytest.mark.parametrize("change", ["repeat", "copy", "reset", "smaller", "larger"])
@@ -134,7 +155,7 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
     prompt, new = rows_of(40), rows_of(4)
     ours.update(*prompt)
     ours.open_ring(5)
-    ours.close_ring(record=False)
+    ours.close_ring()
     address, tokens = ours.keys.data_ptr(), {"smaller": 3, "larger": 9}.get(change, 5)
     if change == "repeat":
         ours.batch_repeat_interleave(2)
@@ -146,55 +167,32 @@ def test_a_layer_that_was_a_ring_is_one_again(change: str) -> None:
         ours.update(*prompt)
     other.update(*prompt)
     ours.open_ring(tokens)
-    assert ours.keys.shape[2] == ours.ring_rows == max(21, 16 + tokens)
+    assert ours.keys.shape[2] == ours.max_cache_len == max(21, 16 + tokens)
     if change in ("reset", "smaller"):
         assert ours.keys.data_ptr() == address
     ours.update(*new)
-    ours.close_ring(record=False)
+    ours.close_ring()
     other.update(*new)
-    for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-        assert torch.equal(mine, theirs)
+    assert_alike(ours, other, 4)
 
 
-def test_a_preallocated_one_says_what_a_crop_needs() -> None:
-    layer = preallocated()
-    layer.update(*rows_of(40))
-    before = layer.keys.clone()
-    with pytest.raises(ValueError, match="remove 4 tokens from a sliding window of 16.*activate_past_recording"):
-        layer.crop(-4)
-    assert torch.equal(layer.keys, before) and layer.get_seq_length() == 40
-
-
-@pytest.mark.parametrize("before", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
-def test_the_last_token_of_a_preallocated_one_can_be_taken_back(before: int) -> None:
-    """Of a full window the next token's query does not see the first, so nothing it sees is gone."""
-    torch.manual_seed(0)
-    ours, other = preallocated(), preallocated()
-    prompt, after = rows_of(before), rows_of(3)
-    ours.update(*prompt)
-    other.update(*prompt)
-    for t in range(3):
-        ours.update(*rows_of(1))
-        ours.crop(-1)
-        assert ours.get_seq_length() == other.get_seq_length() == before + t
-        assert ours.get_mask_sizes(1) == other.get_mask_sizes(1)
-        new = (after[0][:, :, t : t + 1], after[1][:, :, t : t + 1])
-        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-
-
+@either
 @pytest.mark.parametrize("before, allowed", [(WINDOW + 1, 1), (40, 1), (WINDOW, 2), (WINDOW - 1, 3)])
-def test_no_more_is_taken_back_than_was_kept(before: int, allowed: int) -> None:
-    layer = preallocated()
+def test_no_more_is_taken_back_than_was_kept(kind: str, before: int, allowed: int) -> None:
+    layer, is_full = layer_of(kind), before > WINDOW - (kind == "growing")
     layer.update(*rows_of(before))
+    if kind == "growing" and is_full:
+        allowed = 0
     for _ in range(allowed):
         layer.crop(-1)
-    if before > WINDOW:
-        with pytest.raises(ValueError, match="would need 1 older tokens"):
+    if is_full:
+        held = layer.state()[1]["keys"]
+        with pytest.raises(ValueError, match="a sliding window of 16: it would need 1 older.*activate_past_recording"):
             layer.crop(-1)
-        assert layer.get_seq_length() == before - 1
+        assert torch.equal(layer.state()[1]["keys"], held) and layer.get_seq_length() == before - allowed
         layer.update(*rows_of(1))
-        layer.crop(-1)
+        for _ in range(allowed):
+            layer.crop(-1)
 
 
 def test_steps_of_a_window_that_fills_and_slides_are_compiled_once() -> None:
@@ -218,8 +216,9 @@ def test_steps_of_a_window_that_fills_and_slides_are_compiled_once() -> None:
     assert ours.get_seq_length() == stock.get_seq_length() and len(graphs) <= 2
 
 
-def test_a_preallocated_one_is_selected_and_repeated() -> None:
-    layer = preallocated()
+@either
+def test_it_is_selected_and_repeated(kind: str) -> None:
+    layer = layer_of(kind)
     layer.update(*rows_of(7))
     keys = layer.keys.clone()
     layer.batch_repeat_interleave(3)

@@ -226,7 +226,7 @@ EDITS = {
 """Changes of the header, and words of the answer."""
 FORGERIES = {
     "huge sinks": (lambda s: s["config"].update(sink_tokens=10**15), "impossible"),
-    "huge room": (lambda s: s.update(max_cache_len=10**12), "layers are not those"),
+    "huge room": (lambda s: s.update(max_cache_len=10**12), "GiB on cpu"),
     "huge skip": (lambda s: s["config"].update(skip_layers=[9]), "names layer 9"),
     "layer twice": (lambda s: s["config"].update(skip_layers=[1], layers=[[1, "k8v4"]]), "Layer 1 is dense and k8v4"),
     "unknown preset of a layer": (lambda s: s["config"].update(layers=[[0, "x" * 9]]), "Unknown preset"),

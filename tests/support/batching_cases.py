@@ -236,8 +236,10 @@ class Steps:
         self.seen: list[tuple[str, list[int], list[int]]] = []
         real = paged_cache.sequences_of
 
-        def spied(kwargs: dict[str, Any], shape: TableShape, lengths: Any) -> Sequences:
-            sequences = real(kwargs, shape, lengths)
+        def spied(kwargs: dict[str, Any], shape: TableShape, *args: Any, **options: Any) -> Sequences:
+            sequences = real(kwargs, shape, *args, **options)
+            if not shape.has_blocks:
+                return sequences
             kind = "table" if kwargs["block_table"] is not None else "lists"
             new, lengths = sequences.cu_seqlens_q.diff().tolist(), sequences.cu_seqlens_k.diff().tolist()
             self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))

@@ -47,7 +47,8 @@ class Requests:
         shape: tuple[int, int, int] = (QUERY_HEADS, HEADS, DIM),
     ) -> None:
         query_heads, heads, dim = shape
-        pages = max(PAGES, 2 + len(totals) * -(-window // rows))
+        self.pages = -(-window // rows)  # of a request with a full window
+        pages = max(PAGES, 2 + len(totals) * self.pages)
         # Pages end in bytes that no row takes.
         pool = torch.full((pages, 3 * 2 * rows * heads * dim + 64), torch.nan, dtype=dtype, device=device)
         pool[0] = 0
@@ -57,7 +58,7 @@ class Requests:
         self.queries = [states(90 + i, 1, query_heads, n, dim, dtype=dtype)[0] for i, n in enumerate(totals)]
         self.done = [0] * len(totals)
         free = 2 + torch.randperm(pages - 2, generator=torch.Generator().manual_seed(3)).int()
-        self.block_table = free[: len(totals) * self.windows.pages].view(len(totals), -1)
+        self.block_table = free[: len(totals) * self.pages].view(len(totals), -1)
 
     def step(
         self, new: list[int], padding: int = 0, store: bool = True, **options
@@ -74,12 +75,12 @@ class Requests:
         ]
         lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
         # Pages that a request has not reached yet are none.
-        reached = torch.tensor(lengths)[:, None] > torch.arange(self.windows.pages) * self.windows.rows_per_page
+        reached = torch.tensor(lengths)[:, None] > torch.arange(self.pages) * self.windows.rows_per_page
         block_table = self.block_table.where(reached, -1)
         sequences = Sequences(
             *(x.to(self.device) for x in (cumulative(new), cumulative(lengths), block_table)), None, max(new)
         )
-        plan = plan_step(sequences, len(packed[0]), self.windows)
+        plan = plan_step(sequences, len(packed[0]))
         there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         out = windowed_step(Tokens(*packed), self.windows, plan, AttentionOptions(0.2, **there), store=store)
         out = out.cpu()

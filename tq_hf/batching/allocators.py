@@ -122,6 +122,9 @@ def block_hash(parent: int | None, tokens: list[int]) -> int:
 class _PoolAllocator(FullAttentionCacheAllocator):
     """Allocator of pages in the pool of all layers. Only the attention `turboquant_paged` reads the pool."""
 
+    shape: TableShape
+    """Columns of a block table."""
+
     def pages_of(self, length: int) -> int:
         """Number of pages that a request of `length` tokens has."""
         return self._compute_blocks_needed(0, length, 0)
@@ -143,6 +146,18 @@ class _PoolAllocator(FullAttentionCacheAllocator):
     def _table(self, request_id: str, length: int) -> list[int]:
         """Block table of a request of `length` tokens."""
         return self.block_table[request_id][: self.pages_of(length)]
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """Entries of the block table that `tq_hf.batching.geometry.listed` selects."""
+        table = self._table(request_id, past_length + query_length)
+        ring, after = listed(past_length + query_length, self.shape)
+        return table[:ring] + table[self.shape.ring_pages : self.shape.ring_pages + after]
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """One number per new token. A request without cached tokens puts the entries of its block table first; all
+        other numbers are 0."""
+        numbers = [] if past_length else self.get_read_indices(request_id, 0, query_length)
+        return numbers + [0] * (query_length - len(numbers))
 
     def update(self, *args: Any, **kwargs: Any) -> KeyValue:
         """Refuse all other attention functions."""
@@ -183,7 +198,6 @@ class TurboQuantAllocator(_PoolAllocator):
         self.bytes_per_block = self.bytes_per_page = sum(self.layer_bytes)
         self.pages_per_block, self.tokens_per_block = 1, self.tokens_per_page
         self.shape = TableShape.of(tq_config, self.layout, self.cache_dtype)
-        """Columns of a block table."""
         self.prefix_blocks: dict[str, int] = {}
         """Number of shared blocks that a request began with, by request id."""
         self.salt: int | None = None
@@ -333,18 +347,6 @@ class TurboQuantAllocator(_PoolAllocator):
         pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.shared_blocks
         return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
 
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Entries of the block table that `tq_hf.batching.geometry.listed` selects."""
-        table = self._table(request_id, past_length + query_length)
-        ring, after = listed(past_length + query_length, self.shape)
-        return table[:ring] + table[self.shape.ring_pages : self.shape.ring_pages + after]
-
-    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """One number per new token. A request without cached tokens puts the entries of its block table first; all
-        other numbers are 0."""
-        numbers = [] if past_length else self.get_read_indices(request_id, 0, query_length)
-        return numbers + [0] * (query_length - len(numbers))
-
 
 class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
     """Allocator of dense pages for the windows of all sliding layers. A page has a multiple of `unit` bytes.
@@ -360,6 +362,7 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         # transformers takes a block to be a page of one layer. Some bytes of a page may be unused.
         self.bytes_per_page, self.pages_per_block = self.bytes_per_block, 1
         self.tokens_per_block = self.tokens_per_page
+        self.shape = TableShape(0, 0, self.pages_of(self.sliding_window), self.tokens_per_page, has_blocks=False)
         self.windows: dict[int, LayerWindows] = {}
         """Views of the pool by layer."""
 
@@ -371,16 +374,6 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         rows = self._copy_view[:, :size].view(self.cache_dtype).unflatten(-1, shape)
         for i, layer in enumerate(self.layer_indices):
             self.windows[layer] = LayerWindows(rows[:, i], self.sliding_window, self.write_trash_index)
-
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Pages of a request, in the order that `tq_hf.batching.geometry` reads."""
-        return self._table(request_id, past_length + query_length)
-
-    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Page of each new token."""
-        table = self.block_table[request_id]
-        tokens = range(past_length, past_length + query_length)
-        return [table[token % self.sliding_window // self.tokens_per_page] for token in tokens]
 
 
 def as_words(states: torch.Tensor) -> torch.Tensor:
@@ -412,6 +405,7 @@ class StateAllocator(_PoolAllocator):
         # transformers takes a block to be a page of one layer.
         self.bytes_per_block = self.bytes_per_page = -(-size // unit) * unit
         self.pages_per_block = self.tokens_per_block = 1
+        self.shape = TableShape(0, 0, 1, 1, has_blocks=False)
         self.states: dict[int, dict[StateName, torch.Tensor]] = {}
         """Views `[pages, ...]` of the pool by layer and name."""
 
@@ -426,14 +420,6 @@ class StateAllocator(_PoolAllocator):
                 name: self._copy_view[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)
                 for name, (shape, dtype) in shapes.items()
             }
-
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """None: `get_write_indices` lists the page."""
-        return []
-
-    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Page of the request, once per new token."""
-        return self.block_table[request_id] * query_length
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """Copy the states `[B, ...]` of a layer from the pages `[B]` of requests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from math import ceil, lcm
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
@@ -28,7 +28,7 @@ from ..ops.dispatch import (
     prompt_buffer_bytes,
     step_scratch_bytes,
 )
-from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step
+from ..ops.sliding_pages import WINDOW_BYTES, plan_step
 from ..ops.workspace import Workspace
 from .allocators import (
     SECOND,
@@ -41,7 +41,7 @@ from .allocators import (
     page_owners,
     paged_layers,
 )
-from .geometry import StateStep, sequences_of, states_of, windows_of
+from .geometry import StateStep, sequences_of, states_of
 from .options import INSTEAD, check_positions
 from .prefixes import PrefixStore
 
@@ -169,9 +169,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Pages of prefixes in host memory and files."""
         self.lengths: tuple[int, ...] | None = None
         """Number of new tokens of each request in the running step."""
-        self._sequences: Sequences | None = None
-        self._window_step: WindowStep | None = None
-        self._state_step: StateStep | None = None
+        self._plans: dict[int, Any] = {}
+        """Plans of the running step (see `_planned`), by index of the allocator."""
         self._latents: KeyValue | None = None
         """Latents and rotary keys of the new tokens of a layer, between `update` and attention."""
         self.before_layer: Callable[[], None] = lambda: None
@@ -391,30 +390,31 @@ class TurboQuantPagedCache(PagedAttentionCache):
         linear layer asks for them before it reads."""
         self.before_layer()
         assert self.states is not None
-        if self._state_step is None or layer_idx == self.states.layer_indices[0]:
-            self._state_step = states_of(kwargs, self.states.index, self.states.write_trash_index)
-        return self._state_step
+        own = self.states
+        return self._planned(layer_idx, own, lambda: states_of(kwargs, own.shape, own.index, own.write_trash_index))
+
+    def _planned(self, layer_idx: int, own: Any, plan: Callable[[], Any]) -> Any:
+        """The plan of a step, which the first layer of each allocator makes for all layers of the allocator `own`."""
+        if own.index not in self._plans or layer_idx == own.layer_indices[0]:
+            self._plans[own.index] = plan()
+        return self._plans[own.index]
 
     def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
         """Store the new tokens of a layer and compute their attention, `[1, T, Hq, D]`. `states` are queries
         `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]`; `kwargs` are those that the engine passes to attention."""
         self.before_layer()
-        owner = self.owners[layer_idx]
-        own = self.allocator if owner in self.allocator.pages else self.windows
-        assert own is not None
+        owner, own = self.owners[layer_idx], cast(Any, self.layer_to_allocator[layer_idx])
         store = layer_idx == self.last_readers[owner]
-        first = layer_idx == own.layer_indices[0]
         new = Tokens(*(x[0].transpose(0, 1) for x in states))
+
+        def sequences() -> Sequences:
+            return sequences_of(kwargs, own.shape, own.index, self.lengths)
+
         if isinstance(own, WindowAllocator):
-            windows = own.windows[owner]
-            if self._window_step is None or first:
-                sequences = windows_of(kwargs, own.index, windows)
-                self._window_step = plan_step(sequences, len(new.query), windows)
-            return dispatch.windowed_step(new, windows, self._window_step, options, store=store)[None]
-        if self._sequences is None or first:
-            self._sequences = sequences_of(kwargs, self.allocator.shape, self.lengths)
-        pages = self.allocator.pages[owner]
-        return paged_step(new, pages, self._sequences, options, self.scratch, store=store)[None]
+            step = self._planned(layer_idx, own, lambda: plan_step(sequences(), len(new.query)))
+            return dispatch.windowed_step(new, own.windows[owner], step, options, store=store)[None]
+        step = self._planned(layer_idx, own, sequences)
+        return paged_step(new, self.allocator.pages[owner], step, options, self.scratch, store=store)[None]
 
     def attend_latents(
         self,
@@ -437,7 +437,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             kwargs, options: As for `attend`.
         """
         self.before_layer()
-        if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
-            self._sequences = sequences_of(kwargs, self.allocator.shape)
-        pages = self.allocator.pages[layer_idx]
-        return latent_pages.latent_step(query, expanded, new, weight, pages, self._sequences, options, self.scratch)
+        own = self.allocator
+        sequences = self._planned(layer_idx, own, lambda: sequences_of(kwargs, own.shape))
+        return latent_pages.latent_step(
+            query, expanded, new, weight, own.pages[layer_idx], sequences, options, self.scratch
+        )

@@ -5,12 +5,13 @@ number per cached token of all requests in sequence, `write_index` one per new t
 request in both lists with the entries of its block table that `listed` counts. There are never more of these entries
 than tokens, so the lists have room for them. `read_index` is empty in a step where no request has cached tokens.
 
-Sliding-window layers have their own lists and tables, with the ceil(min(n, window) / rows_per_page) pages of a window.
-Linear layers have a table of one column, and a list with the page of each new token's request.
+Sliding-window layers have lists and tables of their own, for rings without blocks; the states of linear layers are a
+ring of one page.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,19 +21,20 @@ from tq_kernels.layout import BlockLayout
 from tq_kernels.types import Sequences
 
 from ..config import TurboQuantConfig
-from ..tensors.pages import LayerWindows, ring_pages, rows_per_page
+from ..tensors.pages import ring_pages, rows_per_page
 
 Length = TypeVar("Length", int, torch.Tensor)
 
 
 class TableShape(NamedTuple):
     """Columns of a block table (see `tq_hf.tensors.pages`): `sinks` and `residual` tokens at the start and at the end
-    are read as rows, and a ring has `ring_pages` pages of `page_rows` rows."""
+    are read as rows, and a ring has `ring_pages` pages of `page_rows` rows. Windows are rings without blocks."""
 
     sinks: int
     residual: int
     ring_pages: int
     page_rows: int
+    has_blocks: bool = True
 
     @classmethod
     def of(cls, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> TableShape:
@@ -52,7 +54,7 @@ class TableShape(NamedTuple):
 
     def width(self, length: int) -> int:
         """Number of columns for a request of `length` tokens."""
-        return self.shared_blocks + 1 + due_blocks(length, self.sinks, 0)
+        return self.ring_pages + self.has_blocks * (self.sink_pages + 1 + due_blocks(length, self.sinks, 0))
 
     def longest(self, width: int) -> int:
         """Number of tokens of the longest request that fits into `width` columns."""
@@ -70,50 +72,39 @@ def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
     rows = (length - shape.sinks) * (length > shape.sinks)
     reached = (rows + shape.page_rows - 1) // shape.page_rows
     ring = reached + (shape.ring_pages - reached) * (reached > shape.ring_pages)
-    return ring, shape.sink_pages * (length > 0) + (length >= BLOCK_TOKENS) + rows // BLOCK_TOKENS
+    after = shape.sink_pages * (length > 0) + (length >= BLOCK_TOKENS) + rows // BLOCK_TOKENS
+    return ring, after * shape.has_blocks
 
 
-def sequences_of(kwargs: dict[str, Any], shape: TableShape, lengths: tuple[int, ...] | None = None) -> Sequences:
-    """Build the sequences of a step for full-attention layers, by the arguments that the engine passes to attention
-    functions. No value is read on the host, so graphs can replay this."""
+def sequences_of(
+    kwargs: dict[str, Any], shape: TableShape, index: int = 0, lengths: tuple[int, ...] | None = None
+) -> Sequences:
+    """Build the sequences of a step for layers of kind `index`, with tables in this shape, by the arguments that the
+    engine passes to attention functions. No value is read on the host, so graphs can replay this."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
-        table, max_q = kwargs["block_table"][0], 1
+        table, max_q = kwargs["block_table"][index], 1
     else:
-        read, write = kwargs["read_index"][0], kwargs["write_index"][0]
+        read, write = kwargs["read_index"][index], kwargs["write_index"][index]
         longest, max_q = kwargs["max_length_k"]["full_attention"], kwargs["max_length_q"]
         column = torch.arange(shape.width(longest), device=write.device)
-        in_ring, index = column < shape.ring_pages, column - shape.ring_pages
+        in_ring, entry = column < shape.ring_pages, column - shape.ring_pages
         if read.numel():
             ring, after = listed(cu_seqlens_k.diff()[:, None], shape)  # [B, 1]; column indices are [width]
             start = (ring + after).cumsum(0) - (ring + after)
         else:
             ring, after = listed(cu_seqlens_q.diff()[:, None], shape)
             read, start = write, cu_seqlens_q[:-1, None]
-        place = start + torch.where(in_ring, column, ring + index)
-        table = _picked(read, place, torch.where(in_ring, column < ring, index < after))
+        place = start + torch.where(in_ring, column, ring + entry)
+        table = _picked(read, place, torch.where(in_ring, column < ring, entry < after))
+    if not shape.has_blocks:
+        return Sequences(cu_seqlens_q, cu_seqlens_k, table[:, : shape.ring_pages], None, max_q)
     past = cu_seqlens_k.diff() - cu_seqlens_q.diff()
     packed = (past - shape.sinks - shape.residual).clamp(min=0) // BLOCK_TOKENS
     # The number of shared blocks is -1 in a table that does not list it.
     return Sequences(
         cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.shared_blocks]), max_q, lengths
     )
-
-
-def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Sequences:
-    """Build the sequences of a step for sliding-window layers with `windows`, which are kind `index` of the layers."""
-    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
-    if kwargs["block_table"] is not None:
-        return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][index][:, : windows.pages], None, 1)
-    read, write, rows = kwargs["read_index"][index], kwargs["write_index"][index], windows.rows_per_page
-    column = torch.arange(windows.pages, device=write.device)
-    if read.numel():
-        count = (cu_seqlens_k.diff()[:, None].clamp(max=windows.window) + rows - 1) // rows
-        table = _picked(read, count.cumsum(0) - count + column, column < count)
-    else:
-        token = column * rows
-        table = _picked(write, cu_seqlens_q[:-1, None] + token, token < cu_seqlens_q.diff()[:, None])
-    return Sequences(cu_seqlens_q, cu_seqlens_k, table, None, kwargs["max_length_q"])
 
 
 class StateStep(NamedTuple):
@@ -126,26 +117,23 @@ class StateStep(NamedTuple):
     rows: list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
-def states_of(kwargs: dict[str, Any], index: int, trash: int) -> StateStep:
+def states_of(kwargs: dict[str, Any], shape: TableShape, index: int, trash: int) -> StateStep:
     """Build the step of linear layers, which are kind `index` of the layers. Rows that pad the batch have the page
     `trash`. With a block table, no value is read on the host, so graphs can replay this."""
-    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
-    is_new = cu_seqlens_k.diff() == cu_seqlens_q.diff()
-    if kwargs["block_table"] is not None:
-        pages = kwargs["block_table"][index][:, 0].long()
-        pages, rows = torch.where(pages < 0, trash, pages), None
-    else:
-        write, bounds = kwargs["write_index"][index], cu_seqlens_q.tolist()
-        pages = write[cu_seqlens_q[:-1].clamp(max=len(write) - 1).long()]
-        by_length: dict[int, list[int]] = {}
+    sequences = sequences_of(kwargs, shape, index)
+    pages, cu_seqlens_q = sequences.block_table[:, 0].long(), sequences.cu_seqlens_q
+    pages, rows = torch.where(pages < 0, trash, pages), None
+    if kwargs["block_table"] is None:
+        bounds, by_length = cu_seqlens_q.tolist(), defaultdict[int, list[int]](list)
         for request, (start, end) in enumerate(pairwise(bounds)):
             if end > start:
-                by_length.setdefault(end - start, []).append(request)
+                by_length[end - start].append(request)
         rows = []
         for length, requests in by_length.items():
-            starts = torch.tensor([bounds[request] for request in requests], device=write.device)
-            places = starts[:, None] + torch.arange(length, device=write.device)
-            rows.append((torch.tensor(requests, device=write.device), places))
+            starts = torch.tensor([bounds[request] for request in requests], device=pages.device)
+            places = starts[:, None] + torch.arange(length, device=pages.device)
+            rows.append((torch.tensor(requests, device=pages.device), places))
+    is_new = sequences.cu_seqlens_k.diff() == cu_seqlens_q.diff()
     return StateStep(torch.where(is_new, 0, pages), pages, rows)
 
 

@@ -4,7 +4,7 @@ A step runs the model on the newest token and on k drafts after it. The model ch
 k + 1 tokens. Drafts that agree with the model are accepted, and so is the model's own token after them: 1 to S tokens a
 step. The other tokens are taken back from the cache, by its counts on the device. Drafting and acceptance are part of
 the graph, too, so the host never waits for a step that it has just launched: it reads the number of accepted tokens one
-step late. Sliding layers are rings meanwhile: their masks follow from the number of tokens, too (`StepInputs`).
+step late. Rings of sliding layers are open meanwhile: their masks follow from the number of tokens, too (`StepInputs`).
 
 Greedy search and drafts of a lookup accept a draft that is the model's choice. Sampling with an assistant accepts and
 replaces drafts as speculative sampling does (Leviathan et al. 2023, algorithm 1). Both leave the distribution of the
@@ -164,8 +164,8 @@ def drafts_of(
 
 
 def expect_drafts(cache: TurboQuantCache) -> None:
-    """Let steps of full-attention layers have several tokens. Sliding layers become rings instead: to record what left
-    their windows would keep a whole prompt."""
+    """Let steps of full-attention layers have several tokens. Sliding layers open their rings instead: to record what
+    left their windows would keep a whole prompt."""
     for layer in cache.layers:
         if isinstance(layer, FullAttentionLayer):
             layer.activate_past_recording()
@@ -246,7 +246,7 @@ class AssistedLoop(Loop):
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[1, vocabulary]` of the prompt until the sequence has ended."""
-        is_complete = False
+        step = None
         try:
             step = self._begin(inputs)
             self._accept(step, logits, None)
@@ -254,10 +254,9 @@ class AssistedLoop(Loop):
             with optimized_for_decode(getattr(self.drafts, "model", self.model)):
                 while not self._ended(step):
                     self._advance(step)
-            is_complete = True
         finally:  # a call that an exception ended is left to `crop`
             for ring in sliding_layers((*self.layers, *self.drafts.layers)):
-                ring.close_ring(record=not is_complete)
+                ring.close_ring(None if step is None else int(step.at - step.shift) - 1)
         self.cache.last_update = None  # no call is left half done
         for name in ("logits", "scores"):
             if (every := getattr(self, name)) is not None:

@@ -39,7 +39,7 @@ from ..compat import (
 )
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
-from ..layers.dense import PreallocatedSlidingLayer
+from ..layers.dense import SlidingLayer
 from ..saving.fingerprint import adapters
 from ..tensors.layer import check_room
 from .step import CapturedStep, LateFlags, StepInputs, layers_with_states, mask_tensors
@@ -75,7 +75,7 @@ def _without_graphs(config: CompileConfig | None) -> CompileConfig:
 def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     """Raise a `ValueError` if the cache has layers other than full attention, sliding windows and, without `drafts`,
     linear ones: these cannot take a token back. A graph would keep states that modules replace (RecurrentGemma)."""
-    known = (FullAttentionLayer, PreallocatedSlidingLayer)
+    known = (FullAttentionLayer, SlidingLayer)
     other = {
         type(layer).__name__
         for layer in layers_with_states(cache)

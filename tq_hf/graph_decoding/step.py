@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from ..compat import CACHE_NAME, device_of_inputs, takes_positions
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
-from ..layers.dense import PreallocatedSlidingLayer
+from ..layers.dense import SlidingLayer
 
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
@@ -110,9 +110,9 @@ def layers_with_states(cache: Cache) -> list[Any]:
     return [layer for layer in cache.layers if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin))]
 
 
-def sliding_layers(layers: Iterable[Any]) -> list[PreallocatedSlidingLayer]:
-    """Sliding layers, which are rings while drafts are taken back."""
-    return [layer for layer in layers if isinstance(layer, PreallocatedSlidingLayer)]
+def sliding_layers(layers: Iterable[Any]) -> list[SlidingLayer]:
+    """Sliding layers, whose rings are open while drafts are taken back."""
+    return [layer for layer in layers if isinstance(layer, SlidingLayer)]
 
 
 class MaskKind(NamedTuple):
@@ -233,14 +233,14 @@ class StepInputs:
 def _mask_kinds(masks: Masks, layers: Sequence[Any]) -> list[MaskKind]:
     """Kinds of masks that transformers made for the layers of a cache. A single mask is for all that have keys."""
     sliding = sliding_layers(layers)
-    all_slide = all(isinstance(layer, PreallocatedSlidingLayer | LinearAttentionLayer) for layer in layers)
+    all_slide = all(isinstance(layer, SlidingLayer | LinearAttentionLayer) for layer in layers)
     every = masks if isinstance(masks, dict) else {"sliding_attention" if all_slide else "all": masks}
     kinds = []
     for name, mask in every.items():
         if mask is not None and sliding and name == "sliding_attention":
             first = sliding[0]
-            rows = first.ring_rows if first.is_ring else first.max_cache_len
-            kinds.append(MaskKind(mask.dtype, rows, first.max_cache_len))
+            rows = first.max_cache_len if first.is_open else first.sliding_window
+            kinds.append(MaskKind(mask.dtype, rows, first.sliding_window))
         elif mask is not None:
             kinds.append(MaskKind(mask.dtype, mask.shape[-1], None))
     return kinds

@@ -22,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..compat import outside_inference_mode
 from ..stores.checks import check_fits, widened
+from ..stores.sizes import STEP_TOKENS
 from ..tensors.layer import RowKind
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -67,7 +68,21 @@ class Copyable:
 
 
 class BatchedLayer(Copyable, CacheLayerMixin):
-    """A layer that changes its batch by one function on all its tensors."""
+    """A layer that changes its batch or device by one function on all its tensors."""
+
+    device: torch.device
+    is_croppable = True
+    record_past = False
+    """Whether steps may have several tokens, which `crop` takes back."""
+    num_tokens: int | None = 0
+    """Number of tokens, counted on the host; `None` after a compiled step, which counts on the device only."""
+
+    def count_replayed(self, length: int | None) -> None:
+        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
+        self.num_tokens = length
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -88,6 +103,14 @@ class BatchedLayer(Copyable, CacheLayerMixin):
         """Keep the sequences `indices`, in this order."""
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
+    def offload(self) -> None:
+        """Move all tensors to the CPU."""
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move offloaded tensors back to their device."""
+        self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
 
 class FullAttentionLayer(BatchedLayer):
     """A full-attention layer, compressed or not, with the mask size that all of them share.
@@ -97,23 +120,18 @@ class FullAttentionLayer(BatchedLayer):
     `activate_past_recording` (assisted decoding), of up to 16. Other calls get rows of tokens only.
     """
 
-    is_croppable = True
-    record_past = False
-    """Whether steps may have several tokens, which `crop` takes back."""
     returns_empty_rows = False
     """Whether every call gets `max_cache_len` rows, as from transformers' preallocated layers. True beside layers of
     transformers that always return them, and for models that make their own masks of this size (Bloom)."""
 
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-
     def count_tokens(self) -> int:
         """Number of tokens. Waits for the device only after steps that the host could not count."""
-        raise NotImplementedError
+        return int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
 
     def takes_step(self, tokens: int) -> bool:
         """Whether a call of this number of tokens is a decode step, if the layer is preallocated."""
-        raise NotImplementedError
+        is_held = (torch.compiler.is_dynamo_compiling() and self.is_initialized) or self.num_tokens != 0
+        return tokens == 1 or (self.record_past and is_held and 1 < tokens <= STEP_TOKENS)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""

@@ -391,9 +391,6 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is not None:
             self.store.take_steps_of(STEP_TOKENS)
 
-    def takes_step(self, tokens: int) -> bool:
-        return tokens == 1 or (self.record_past and self.store is not None and self.store.takes_step(tokens))
-
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Number of tokens; for a preallocated cache a tensor on its device, as in transformers' static layers."""
         return 0 if self.store is None else self.store.length
@@ -414,14 +411,17 @@ class TurboQuantLayer(FullAttentionLayer):
         self._edits["all"] += 1
         self.store.crop(-tokens_to_remove)
 
-    def count_tokens(self) -> int:
-        held = 0 if self.store is None else self.store.num_held
-        return int(self.get_seq_length()) if held is None else held
+    @property
+    def num_tokens(self) -> int | None:
+        """Number of tokens of a preallocated layer, counted on the host."""
+        if self.store is None:
+            return 0
+        return None if self.store.is_deferred else self.store.num_held
 
-    def count_replayed(self, length: int | None) -> None:
-        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
+    @num_tokens.setter
+    def num_tokens(self, tokens: int | None) -> None:
         assert self.store is not None
-        self.store.num_held = length
+        self.store.num_held = tokens
 
     def reset(self) -> None:
         """Remove all tokens. A growing cache frees its memory, and the next update may have any batch size. A
@@ -448,11 +448,7 @@ class TurboQuantLayer(FullAttentionLayer):
     def offload(self) -> None:
         """Move the store to the CPU, unless the encoding of a prompt is deferred."""
         if self.store is not None and not self.store.is_deferred:
-            self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move an offloaded store back to its device."""
-        self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+            super().offload()
 
 
 def _as_appended(view: View, states: KeyValue) -> KeyValue:

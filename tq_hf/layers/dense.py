@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from tq_kernels.types import KeyValue
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
-from ..stores.sizes import STEP_TOKENS
+from ..compat import is_capturing, outside_inference_mode
 from ..tensors.layer import check_room
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, Substitute, check_crop, rows_like
 
@@ -47,8 +46,7 @@ def with_num_held(states: KeyValue, tokens: int) -> KeyValue:
 
 def check_rows(layer: Any) -> None:
     """Raise a `ValueError` if keys with another number of rows were assigned to a preallocated layer (kvpress)."""
-    held = max(layer.max_cache_len, getattr(layer, "ring_rows", 0))
-    if layer.is_initialized and (rows := layer.keys.shape[2]) != held:
+    if layer.is_initialized and (rows := layer.keys.shape[2]) != layer.max_cache_len:
         raise ValueError(
             f"A preallocated {'sliding-window' if layer.is_sliding else 'full-attention'} layer that is not compressed "
             f"has room for {layer.max_cache_len} tokens, and was assigned keys of {rows}. Prune only compressed "
@@ -56,11 +54,8 @@ def check_rows(layer: Any) -> None:
         )
 
 
-class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
-    """A preallocated full-attention layer that returns as many rows as a compressed one (`FullAttentionLayer`)."""
-
-    num_tokens: int | None = None
-    """Number of tokens, counted in eager calls; `None` after a compiled step, which the host cannot count."""
+class _PreallocatedRows(StaticLayer):
+    """Keys and values in `max_cache_len` rows that keep their addresses, with a count on the device."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -68,6 +63,10 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         super().lazy_initialization(key_states, value_states)
         if key_states.is_meta:  # see `LayerStore.allocate`
             self.cumulative_length = torch.tensor(0, device="cpu")
+
+
+class PreallocatedLayer(_FullState, FullAttentionLayer, _PreallocatedRows):
+    """A preallocated full-attention layer that returns as many rows as a compressed one (`FullAttentionLayer`)."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
         """Store new states. Raise `ValueError`, and change nothing, if they exceed `max_cache_len`. (In a compiled step
@@ -86,14 +85,6 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
             return with_num_held((keys, values), past + tokens)
         return keys[:, :, : past + tokens], values[:, :, : past + tokens]
 
-    def count_tokens(self) -> int:
-        return int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
-
-    def takes_step(self, tokens: int) -> bool:
-        several = self.record_past and 1 < tokens <= STEP_TOKENS
-        held = several and (torch.compiler.is_dynamo_compiling() or (self.is_initialized and self.num_tokens != 0))
-        return tokens == 1 or held
-
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Number of tokens, `[]` int64 on the device; an `int` before the first update and on the meta device."""
         length = super().get_seq_length()
@@ -105,10 +96,6 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
             self.num_tokens = int(self.cumulative_length)
-
-    def count_replayed(self, length: int | None) -> None:
-        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
-        self.num_tokens = length
 
     def reset(self) -> None:
         """Remove all tokens. The tensors keep their addresses, for captured graphs."""
@@ -122,261 +109,224 @@ def _pair(function: Callable[..., torch.Tensor], *states: KeyValue) -> KeyValue:
     return keys, values
 
 
-class _WindowState(Substitute):
-    """The state of a sliding window: the rows that the next query attends to, and all recorded rows."""
+def _newest(states: KeyValue, count: int) -> KeyValue:
+    """Views of the last `count` rows, or of all."""
+    return _pair(lambda x: x[:, :, max(0, x.shape[2] - count) :], states)
 
-    state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
+
+class SlidingLayer(BatchedLayer, _PreallocatedRows):
+    """A sliding window: a ring of the newest tokens, without blocks.
+
+    A preallocated layer has its ring from the start. The token at position p is in row `p % max_cache_len`. A single
+    token is appended by the count on the device, so that one captured step serves a filling and a sliding window.
+    Attention gets the tokens in their order, and empty rows up to the window.
+
+    A growing layer makes its ring anew in every call: at most one token fewer than the window, in their order. They are
+    copies: the keys and values of a long call are freed once attention has read them.
+
+    `crop` removes tokens while the window of the next query stays complete: one of a full preallocated ring, because
+    that query does not attend to the oldest. `activate_past_recording` (called by assisted decoding) keeps the tokens
+    that leave the window until the next `crop`. A replayed step records nothing.
+
+    Drafts of `graph_decoding` are taken back by the count on the device. Meanwhile the ring is open: it has more rows
+    than the window, and attention gets them as they lie, with masks of the caller.
+
+    Args:
+        sliding_window: Number of tokens that a query may attend to, its own included.
+        preallocated: Whether the ring has its size from the start.
+    """
+
+    is_sliding = True
+    room: int | None = None
+    """Number of tokens that preallocated layers of full attention have room for, `None` without these layers. A call
+    that exceeds it is refused here, before a window changes."""
+    num_tokens: int = 0
+    is_open = False
+    """Whether the ring is open: it counts on the device only."""
+    _first = 0
+    """Position of the oldest token that may be held."""
+    _recorded: KeyValue | None = None
+    """Tokens of a preallocated layer in their order: all since the first one in the window at the last `crop`. Without
+    `record_past`, those of a ring that an exception closed, until the next update."""
+
+    def __init__(self, sliding_window: int, preallocated: bool = False) -> None:
+        super().__init__(sliding_window if preallocated else 0)
+        self.sliding_window, self.is_compileable = sliding_window, preallocated
+        self.kept = sliding_window if preallocated else max(sliding_window - 1, 1)
+        """Most tokens that are held without recording."""
+
+    @classmethod
+    def like(cls, layer: Any) -> SlidingLayer:
+        """Make a layer in the place of one of transformers."""
+        return cls(layer.get_max_length(), layer.is_compileable)
 
     @property
     def _rows(self: Any) -> KeyValue:
         return self.keys, self.values
 
-    def state(self: Any) -> State:
-        keys, values = self._rows_to_save()
+    def _places(self, first: int | torch.Tensor, count: int) -> torch.Tensor:
+        """Rows of `count` tokens from position `first` on, `[count]` int64."""
+        return (first + torch.arange(count, device=self._rows[0].device)) % self.max_cache_len
+
+    def _read(self, first: int | torch.Tensor, count: int) -> KeyValue:
+        """Copies of `count` tokens from position `first` on."""
+        places = self._places(first, count)
+        return _pair(lambda rows: rows.index_select(2, places), self._rows)
+
+    def _write(self, first: int | torch.Tensor, states: KeyValue) -> KeyValue:
+        """Write tokens from position `first` on. Returns all rows."""
+        places = self._places(first, states[0].shape[2])
+        return _pair(lambda rows, new: rows.index_copy_(2, places, new), self._rows, states)
+
+    def _past(self) -> KeyValue:
+        """The tokens held, in their order."""
+        if self._recorded is not None or not self.is_compileable:
+            return self._recorded or self._rows
+        held = min(self.num_tokens - self._first, self.kept)
+        return self._read(self.num_tokens - held, held)
+
+    def _hold(self, states: KeyValue, length: int) -> None:
+        """Hold the newest of `states` `[B, Hkv, n, D]`, the last of `length` tokens; all of them while recording."""
+        self.num_tokens, self._first, newest = length, length - states[0].shape[2], _newest(states, self.kept)
+        if self.is_compileable:
+            self._recorded = states if self.record_past else None
+            self._write(length - newest[0].shape[2], newest)
+            self.cumulative_length.fill_(length)
+        elif self.record_past:
+            self.keys, self.values = states
+        else:  # a view of one row more, as after a single token, is smaller than a copy beside it
+            self.keys, self.values = newest if states[0].shape[2] <= self.kept + 1 else _pair(torch.clone, newest)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
+        """Store new states; return all rows that their queries need. A preallocated layer returns empty rows, too, and
+        an open ring all its rows. Raise `ValueError`, and change nothing, if the tokens exceed `room`."""
+        new, tokens, window = (key_states, value_states), key_states.shape[2], self.sliding_window
+        if self.is_open:
+            return self._append(new)
+        if self.is_compileable:
+            check_rows(self)
+        if self.room is not None and not torch.compiler.is_dynamo_compiling():
+            check_room(tokens, self.num_tokens, self.room)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.is_compileable and tokens == 1:
+            self._recorded = _pair(lambda *parts: torch.cat(parts, 2), self._past(), new) if self.record_past else None
+            self._append(new)
+            self.num_tokens += 1
+            states = self._read((self.cumulative_length - window).clamp(min=0), window)
+            is_compiled = torch.compiler.is_dynamo_compiling()
+            return states if is_compiled else with_num_held(states, min(self.num_tokens, window))
+        past, length = self._past(), self.num_tokens + tokens
+        if not self.record_past:
+            past = _newest(past, window - 1)
+        # The tokens of a long prompt are not copied for a preallocated layer.
+        is_first = self.is_compileable and not self.record_past and not past[0].shape[2]
+        states = new if is_first else _pair(lambda *parts: torch.cat(parts, 2), past, new)
+        self._hold(states, length)
+        if self.is_compileable and length <= window:
+            return with_num_held(_pair(lambda x: x[:, :, :window], self._rows), length)
+        return _newest(states, window - 1 + tokens)
+
+    def _append(self, new: KeyValue) -> KeyValue:
+        """Append tokens by the count on the device. Returns all rows."""
+        rows = self._write(self.cumulative_length, new)
+        self.cumulative_length.add_(new[0].shape[2])
+        return rows
+
+    def takes_step(self, tokens: int) -> bool:
+        """Whether a compiled graph may include an update of this number of tokens."""
+        return tokens == 1 or self.is_open
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for `query_length` new tokens covers."""
+        past = min(self.num_tokens, self.sliding_window - 1)
+        least = self.sliding_window if self.is_compileable else 0
+        return max(past + query_length, least), self.num_tokens - past
+
+    def get_seq_length(self) -> int:
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    @outside_inference_mode
+    def open_ring(self, tokens: int) -> None:
+        """Let up to `tokens` newest tokens be removed on the device. The rows stay for later calls."""
+        if self.max_cache_len < self.sliding_window + tokens:
+            past, self.max_cache_len = _newest(self._past(), self.sliding_window), self.sliding_window + tokens
+            self.lazy_initialization(*past)
+            self._write(self.num_tokens - past[0].shape[2], past)
+        self.is_open, self._recorded = True, None
+
+    @outside_inference_mode
+    def close_ring(self, stays: int | None = None) -> None:
+        """Read the number of tokens from the device. If there are more than `stays`, an exception ended their step: no
+        rejected token took a row then, and all rows are kept until the next `crop` or update."""
+        if self.is_open:
+            self.num_tokens, self._first, self.is_open = int(self.cumulative_length), 0, False
+            held = min(self.num_tokens, self.max_cache_len)
+            is_ahead = stays is not None and self.num_tokens > stays
+            self._recorded = self._read(self.num_tokens - held, held) if is_ahead else None
+
+    def count_replayed(self, length: int | None) -> None:
+        if length is not None:  # an open ring counts on the device
+            self.num_tokens, self._recorded = length, None  # a replay records nothing
+
+    state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
+
+    def state(self) -> State:
+        """The tokens that the next query attends to, and all recorded ones."""
+        states, is_recorded = self._past(), self.record_past and self._recorded is not None
+        if self.is_compileable and self.num_tokens > self.sliding_window and not is_recorded:
+            states = _newest(states, max(self.sliding_window - 1, 1))
+        keys, values = states
         return {"rows": keys.shape[2], "record_past": self.record_past}, {"keys": keys, "values": values}
 
-    def check_state(self: Any, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
-        tokens, rows, window = probe.tokens, description["rows"], self.get_max_length()
+    def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
+        tokens, rows, window = probe.tokens, description["rows"], self.sliding_window
         # The next query does not attend to the first row of a full window, so this row may be missing.
         most = tokens if description["record_past"] else min(tokens, window)
         if not min(tokens, max(window - 1, 1)) <= rows <= most:
             raise ValueError(f"has {rows} rows of a window of {window} after {tokens} tokens: damaged.")
         return rows_like(probe.states, rows)
 
-
-class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
-    """A growing sliding window that keeps only the window of a prompt.
-
-    `DynamicSlidingWindowLayer` keeps a view of the window until the next call, and with the view the memory of all keys
-    and values of the call. At long contexts these take more memory than all full-attention layers together. This layer
-    copies the window, and the rest is freed once attention has read it.
-    """
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        states = super().update(key_states, value_states, *args, **kwargs)
-        # After a single token at most one row is outside the window. A rollback needs all recorded rows.
-        if key_states.shape[-2] > 1 and states[0].shape[-2] >= self.sliding_window and not self.record_past:
-            self.keys, self.values = _pair(lambda x: x.clone(memory_format=torch.contiguous_format), self._rows)
-        return states
-
-    def _rows_to_save(self) -> KeyValue:
-        least = max(self.sliding_window - 1, 1)
-        return self._rows if self.record_past else _pair(lambda x: x[:, :, -least:], self._rows)
-
-    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
-        self.record_past = description["record_past"]
-        keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
-        self.update(keys, values)
-        self.cumulative_length = probe.tokens
-
-
-class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLayer):
-    """A preallocated sliding window that supports crop, select and repeat like a growing one.
-
-    A single token is appended by a count on the device. One captured step therefore serves a filling and a sliding
-    window. (transformers' layer decides between the two on the host.)
-
-    `crop` can always remove one token: the next step does not read the first row of a full window. More tokens can be
-    removed only before the window slides, because older rows are overwritten. As in the growing layer,
-    `activate_past_recording` (called by assisted decoding) keeps the rows that leave the window until the next `crop`.
-    A replayed step records nothing: after it one token can be removed.
-
-    Assisted decoding in `graph_decoding` takes tokens back on the device. Meanwhile the layer is a ring of more rows
-    than the window has (`open_ring`): the token at position p is in row p modulo the number of rows, and a smaller
-    count removes tokens. The caller makes masks for the rows of the ring.
-    """
-
-    is_croppable = True
-
-    room: int | None = None
-    """Number of tokens that the cache's layers of full attention have room for, `None` without these layers. A call
-    that exceeds it is refused here, before a window changes."""
-    record_past = False
-    _recorded: KeyValue | None = None
-    """Recorded keys and values: all tokens since the first one in the window at the last `crop`. Without `record_past`,
-    those of a ring that an exception closed, until the next update."""
-    _first_missing_at: int | None = None
-    """Number of tokens at which the first row of the full window may be missing."""
-    is_ring = False
-    """Whether rows are in the order of a ring. Otherwise the first `max_cache_len` rows are the window."""
-    ring_rows = 0
-    """Number of rows after a ring was opened: they stay for the next one."""
-
-    @outside_inference_mode
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.cumulative_length = self.cumulative_length.clone()  # an inference tensor cannot be changed in place later
-        super().lazy_initialization(key_states, value_states)
-
-    def activate_past_recording(self) -> None:
-        """Keep rows that leave the window until the next `crop`."""
-        self.record_past = True
-
-    def takes_step(self, tokens: int) -> bool:
-        """Whether a compiled graph may include an update of this number of tokens."""
-        return tokens == 1 or self.is_ring
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Store new states; return all rows that their queries need, and empty rows. A ring returns all its rows. Raise
-        `ValueError`, and change nothing, if the tokens exceed `room`."""
-        if self.is_ring:
-            return self._append_to_ring(key_states, value_states)
-        check_rows(self)
-        if self.room is not None and not torch.compiler.is_dynamo_compiling():
-            check_room(key_states.shape[2], self.cumulative_length_int, self.room)
-        past, self._recorded = self._past() if self.record_past else None, None
-        if self.record_past:
-            new = (key_states, value_states)
-            self._recorded = new if past is None else _pair(lambda *parts: torch.cat(parts, dim=2), past, new)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if key_states.shape[2] == 1:
-            return self._append_row(key_states, value_states)
-        return self._append_rows(key_states, value_states)
-
-    def _window(self) -> KeyValue:
-        return _pair(lambda x: x[:, :, : self.max_cache_len], self._rows) if self.ring_rows else self._rows
-
-    def _append_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
-        """Append several tokens a sequence, as transformers' layer does."""
-        window, most, past = self._window(), self.max_cache_len, self.cumulative_length_int
-        new, length = (key_states, value_states), past + key_states.shape[2]
-        self.cumulative_length_int = length
-        self.cumulative_length.fill_(min(length, most))
-        if length <= most:
-            for states, part in zip(window, new, strict=True):
-                states[:, :, past:length] = part
-            return with_num_held(window, length)
-        if past:
-            held = slice(int(past >= most), min(past, most))  # the first row of a full window is not read
-            new = _pair(lambda states, part: torch.cat([states[:, :, held], part], dim=2), window, new)
-        for states, part in zip(window, new, strict=True):
-            states.copy_(part[:, :, -most:])
-        return new
-
-    def _append_row(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
-        """Append one token a sequence; in a full window it replaces the oldest token."""
-        window, length, last = self._window(), self.cumulative_length, self.max_cache_len - 1
-        rows = torch.arange(self.max_cache_len, device=self.device)
-        source, is_new = (rows + (length > last)).clamp_(max=last), (rows == length.clamp(max=last))[:, None]
-        for states, new in zip(window, (key_states, value_states), strict=True):
-            states.copy_(torch.where(is_new, new, states.index_select(2, source)))
-        length.add_(1).clamp_(max=self.max_cache_len)
-        self.cumulative_length_int += 1
-        if torch.compiler.is_dynamo_compiling():
-            return window
-        return with_num_held(window, min(self.cumulative_length_int, self.max_cache_len))
-
-    @outside_inference_mode
-    def open_ring(self, tokens: int) -> None:
-        """Make the layer a ring: up to `tokens` newest tokens may be removed on the device. The rows stay for later
-        calls."""
-        past, length, rows = self._past(), self.cumulative_length_int, self.max_cache_len + tokens
-        assert past is not None
-        held = _pair(lambda part: part[:, :, -rows:].clone(), past)
-        if self.ring_rows < rows:
-            made = _pair(lambda x: x.new_zeros(*x.shape[:2], rows, x.shape[3]), self._rows)
-            (self.keys, self.values), self.ring_rows = made, rows
-            mark_static_addresses(made)
-        places = self._places(length, held[0].shape[2])
-        _pair(lambda states, part: states.index_copy_(2, places, part), self._rows, held)
-        self.cumulative_length.fill_(length)
-        self.is_ring, self._recorded = True, None
-
-    def _places(self, length: int, tokens: int) -> torch.Tensor:
-        """Rows of the newest `tokens` of `length` tokens in a ring, `[tokens]` int64."""
-        return torch.arange(length - tokens, length, device=self.keys.device) % self.ring_rows  # type: ignore[union-attr]
-
-    def _append_to_ring(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
-        tokens = key_states.shape[2]
-        places = (self.cumulative_length + torch.arange(tokens, device=self.device)) % self.ring_rows
-        self.cumulative_length.add_(tokens)
-        return _pair(lambda states, new: states.index_copy_(2, places, new), self._rows, (key_states, value_states))
-
-    @outside_inference_mode
-    def close_ring(self, record: bool) -> None:
-        """Order the rows as a window. The number of tokens is read from the device. `record`: whether to keep rows
-        beyond the window until the next `crop` or update."""
-        if not self.is_ring:
-            return
-        length = int(self.cumulative_length)
-        places = self._places(length, min(length, self.ring_rows))
-        held = _pair(lambda x: x.index_select(2, places), self._rows)
-        rows = min(length, self.max_cache_len)
-        _pair(lambda states, part: states[:, :, :rows].copy_(part[:, :, -rows:]), self._window(), held)
-        self.cumulative_length_int, self.is_ring = length, False
-        self.cumulative_length.fill_(min(length, self.max_cache_len))
-        self._recorded = held if record else None
-
-    def count_replayed(self, length: int | None) -> None:
-        if length is not None:  # a ring counts on the device
-            self.cumulative_length_int, self._recorded = length, None  # a replay records nothing
-
-    @outside_inference_mode
-    def resume(self, length: int) -> None:
-        """Set the number of tokens to `length`. The first row of a full window may be missing."""
-        self.cumulative_length_int = self._first_missing_at = length
-        self.cumulative_length.fill_(min(length, self.max_cache_len))
-
-    def _past(self) -> KeyValue | None:
-        """The newest tokens in their order: recorded ones, or views of the valid rows of the window."""
-        if self._recorded is not None or not self.is_initialized:
-            return self._recorded
-        length, most = self.cumulative_length_int, self.max_cache_len
-        rows = slice(1 if length >= most and length == self._first_missing_at else 0, min(length, most))
-        return _pair(lambda x: x[:, :, rows], self._rows)
-
-    def _rows_to_save(self) -> KeyValue:
-        past, most = self._past(), self.max_cache_len
-        assert past is not None
-        if self.record_past and self._recorded is not None:
-            return past
-        # The first row of a window that has slid is not read, and a growing window does not have it.
-        rows = most if self.cumulative_length_int <= most else max(most - 1, 1)
-        return _pair(lambda x: x[:, :, -rows:], past)
-
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
-        missing = max(0, min(probe.tokens, self.max_cache_len) - keys.shape[2])
-        self.update(*(torch.nn.functional.pad(part, (0, 0, missing, 0)) for part in (keys, values)))
-        self.resume(probe.tokens)
-        self._first_missing_at = probe.tokens if missing else None
         self.record_past = description["record_past"]
-        self._recorded = (keys, values) if self.record_past else None
+        self.lazy_initialization(keys, values)
+        self._hold((keys, values), probe.tokens)
 
     def gone_after_crop(self, tokens: int) -> int:
-        """Number of overwritten tokens that the window would need again after a crop of the last `tokens`."""
-        past, most = self._past(), self.max_cache_len
-        length = max(0, self.cumulative_length_int - tokens)
-        left = (0 if past is None else past[0].shape[2]) - (self.cumulative_length_int - length)
-        return max(0, (length if length < most else most - 1) - left)
+        """Number of tokens that are not held, and that the window would need after a crop of the last `tokens`."""
+        held = self._past()[0].shape[2] if self.is_initialized else 0
+        length = max(0, self.num_tokens - tokens)
+        return max(0, self.num_tokens - held - max(0, length - self.sliding_window + 1))
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and recorded ones outside the window. Raise `ValueError` for a
-        positive number, or if the window would need tokens that were overwritten."""
-        tokens_to_remove = check_crop(tokens_to_remove)
-        past = self._past()
-        if past is None:
-            return
-        if gone := self.gone_after_crop(-tokens_to_remove):
+        positive number, or if the window would need tokens that are not held."""
+        tokens = -check_crop(tokens_to_remove)
+        if gone := self.gone_after_crop(tokens):
             raise ValueError(
-                f"`crop` cannot remove {-tokens_to_remove} tokens from a sliding window of {self.max_cache_len}: it "
-                f"would need {gone} older tokens, which were not kept. Call `activate_past_recording()` on the cache "
-                "before tokens that may be removed."
+                f"`crop` cannot remove {tokens} tokens from a sliding window of {self.sliding_window}: it would need "
+                f"{gone} older tokens, which were not kept. Call `activate_past_recording()` on the cache before "
+                "tokens that may be removed."
             )
-        length = max(0, self.cumulative_length_int + tokens_to_remove)
-        end = past[0].shape[2] - (self.cumulative_length_int - length)
-        window = min(length, self.max_cache_len)
-        rows = min(end, window)
-        past = _pair(lambda x: x[:, :, end - rows : end].clone(), past)
-        _pair(lambda states, part: states[:, :, window - rows : window].copy_(part), self._rows, past)
-        self._recorded = past if self.record_past else None
-        self.resume(length)
+        if self.is_initialized:
+            past, tokens = self._past(), min(tokens, self.num_tokens)
+            end = past[0].shape[2] - tokens
+            past = _pair(lambda x: x[:, :, max(0, end - self.kept) : end].clone(), past)
+            self._hold(past, self.num_tokens - tokens)
 
     def reset(self) -> None:
-        """Remove all tokens. The tensors keep their addresses, for captured graphs."""
-        super().reset()
-        self._recorded = self._first_missing_at = None
+        """Remove all tokens. A growing layer frees its memory. The tensors of a preallocated one keep their addresses,
+        for captured graphs."""
+        if self.is_compileable:
+            super().reset()
+        else:
+            self.keys, self.values, self.is_initialized = None, None, False
+        self.num_tokens, self._first, self._recorded = 0, 0, None
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -12,7 +12,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from ..compat import foreach
 from .base import check_crop
 from .compressed import TurboQuantLayer
-from .dense import PreallocatedLayer, PreallocatedSlidingLayer
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
@@ -106,7 +105,7 @@ def take_back(layers: Sequence[Any], tokens: torch.Tensor) -> None:
     Exact for tokens of the last step.
 
     Args:
-        layers: `TurboQuantLayer`, `PreallocatedLayer`, and `PreallocatedSlidingLayer` that is a ring, filled.
+        layers: `TurboQuantLayer`, `PreallocatedLayer`, and `SlidingLayer` with an open ring, filled.
         tokens: Number of tokens, `[]` or `[1]` integer on the device.
     """
     tokens = tokens.reshape(())
@@ -114,8 +113,7 @@ def take_back(layers: Sequence[Any], tokens: torch.Tensor) -> None:
     states = [store.device_counts.state for store in stores]
     sinks, _, rows, pending = ([state[i : i + 1] for state in states] for i in range(4))
     lengths = [store.device_counts.length for store in stores]
-    dense = (PreallocatedLayer, PreallocatedSlidingLayer)
-    lengths += [layer.cumulative_length for layer in layers if isinstance(layer, dense)]
+    lengths += [layer.cumulative_length for layer in layers if not isinstance(layer, TurboQuantLayer)]
     for layer in layers:
         layer.count_replayed(None)
     foreach.add_(lengths, tokens, alpha=-1)

@@ -18,7 +18,7 @@ from ..codec import reference as codec_reference
 from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
-from ..tensors.pages import LayerPages, LayerWindows, Singles, WindowStep
+from ..tensors.pages import LayerPages, LayerWindows, WindowStep
 from ..tensors.residual import write_tokens
 from . import reference, sliding_pages
 from .backend import MAX_FLASH_DIM, check_choice, say_torch_computes  # noqa: F401
@@ -493,27 +493,25 @@ def windowed_step(
     Returns:
         `[T, Hq, D]` in the query's dtype, 0 for padding tokens.
     """
-    singles = step.singles
-    if singles is not None and singles.tokens is None:
-        return _attend_windows(new, windows, singles, options)
+    if step.tokens is None:
+        return _attend_windows(new, windows, step, options)
     out = torch.zeros_like(new.query)
-    if singles is not None:
-        ones = Tokens(*(x[singles.tokens] for x in new))
-        out[singles.tokens] = _attend_windows(ones, windows, singles, options)
-    for prompt in step.prompts:
-        part = Tokens(*(x[prompt.tokens] for x in new))
-        out[prompt.tokens] = sliding_pages.attend_prompt(part, windows, prompt, options)
-        if store:
-            sliding_pages.store_prompt(part, windows, prompt)
+    if len(step.tokens):
+        ones = Tokens(*(x[step.tokens] for x in new))
+        out[step.tokens] = _attend_windows(ones, windows, step, options)
+    for tokens, past, block_table in step.prompts:
+        prompt = Tokens(*(x[tokens] for x in new))
+        out[tokens] = sliding_pages.attend_prompt(prompt, windows, past, block_table, options, store)
     return out
 
 
-def _attend_windows(new: Tokens, windows: LayerWindows, singles: Singles, options: AttentionOptions) -> torch.Tensor:
+def _attend_windows(new: Tokens, windows: LayerWindows, step: WindowStep, options: AttentionOptions) -> torch.Tensor:
     """Store the N new tokens of requests with one each, then attend to their windows: `[N, Hq, D]`."""
+    arguments = (new, windows, step.past, step.block_table, options)
     if triton_pages.supports_attend_windows(new.query, new.key, windows):
-        return triton_pages.attend_windows(new, windows, singles, options)
+        return triton_pages.attend_windows(*arguments)
     say_torch_computes("A sliding layer's decode step of a batch", new.query, new.query.shape[-1])
-    return sliding_pages.attend_windows(new, windows, singles, options)
+    return sliding_pages.attend_windows(*arguments)
 
 
 def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,13 @@ they are read from the device.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
-from ..tensors.pages import LayerWindows, Place, Prompt, Singles, WindowStep
+from ..tensors.pages import LayerWindows, WindowStep
 from .cpu.attention import attend_buffer, attend_dense, supports_sdpa
 
 WINDOW_BYTES = 256 << 20
@@ -21,55 +23,44 @@ TILE_QUERIES = 512
 """Number of a prompt's tokens that attend at a time."""
 
 
-def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> WindowStep:
-    """Find the pages and rows of the windows of a step's requests.
-
-    Args:
-        sequences: The requests; their tables list pages of `windows`.
-        total: Number of tokens of the step, padding included.
-        windows: Windows of any sliding layer.
-    """
-    device = sequences.block_table.device
+def plan_step(sequences: Sequences, total: int) -> WindowStep:
+    """Find the windows of a step's requests, whose tables list pages of windows. `total` is the number of tokens of the
+    step, padding included: each is one of its own if no request has more."""
+    device, past = sequences.block_table.device, sequences.cu_seqlens_k.diff() - sequences.cu_seqlens_q.diff()
     if sequences.max_q == 1:
         token = torch.arange(total, dtype=torch.int32, device=device)
-        request = torch.searchsorted(sequences.cu_seqlens_q[1:], token, right=True)
-        return WindowStep(_singles(None, request, sequences, windows), [])
-    starts, lengths = sequences.cu_seqlens_q.tolist(), sequences.cu_seqlens_k.diff().tolist()
-    block_table, singles, prompts = sequences.block_table.long(), [], []
-    for i, length in enumerate(lengths):
-        new = starts[i + 1] - starts[i]
-        if new == 1:
-            singles.append((starts[i], i))
-        elif new:
-            prompts.append(Prompt(slice(starts[i], starts[i + 1]), length - new, block_table[i]))
-    if not singles:
-        return WindowStep(None, prompts)
-    tokens, requests = torch.tensor(singles, device=device).T
-    return WindowStep(_singles(tokens, requests, sequences, windows), prompts)
+        request = torch.searchsorted(sequences.cu_seqlens_q[1:], token, right=True)  # of padding tokens: B or more
+        held = request.clamp(max=len(past) - 1)
+        return WindowStep(None, torch.where(request < len(past), past[held], -1), sequences.block_table[held], [])
+    bounds, lengths = sequences.cu_seqlens_q.tolist(), past.tolist()
+    new = [slice(start, stop) for start, stop in pairwise(bounds)]
+    ones = [i for i, part in enumerate(new) if part.stop - part.start == 1]
+    tokens, requests = torch.tensor([[new[i].start, i] for i in ones], dtype=torch.int64, device=device).view(-1, 2).T
+    prompts = [(part, lengths[i], sequences.block_table[i]) for i, part in enumerate(new) if part.stop - part.start > 1]
+    return WindowStep(tokens, past[requests], sequences.block_table[requests], prompts)
 
 
-def _singles(
-    tokens: torch.Tensor | None, request: torch.Tensor, sequences: Sequences, windows: LayerWindows
-) -> Singles:
-    """Find the windows of tokens of these requests `[N]`. Padding tokens have request B or more."""
-    count = len(sequences.block_table)
-    past = torch.where(request < count, sequences.cu_seqlens_k.diff()[request.clamp(max=count - 1)] - 1, -1)
-    return Singles(tokens, past.int(), sequences.block_table[request.clamp(max=count - 1)], windows)
-
-
-def attend_windows(new: Tokens, windows: LayerWindows, singles: Singles, options: AttentionOptions) -> torch.Tensor:
-    """Store the N new tokens, then attend to the windows: `[N, Hq, D]`."""
-    query, key, value = new
-    windows.write(*singles.written, key, value)
+def attend_windows(
+    new: Tokens, windows: LayerWindows, past: torch.Tensor, block_table: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Store the N new tokens, then attend to the windows: `[N, Hq, D]`. `past` and `block_table` are those of a
+    `WindowStep`."""
+    (query, key, value), exists = new, past >= 0
+    page, row = windows.places(block_table, past.clamp(min=0)[:, None])
+    windows.write(torch.where(exists, page[:, 0], windows.trash), row[:, 0], key, value)
+    slots = torch.arange(windows.window, device=past.device)
+    held = slots <= past[:, None]  # [N, window], the new token included
+    page, row = windows.places(block_table, slots.expand_as(held))
+    page = torch.where(held, page, 0)
     count, heads = query.shape[:2]
     # Count the gathered rows twice: torch makes as much again of them.
     each = 2 * windows.window * (key[0].nbytes + value[0].nbytes)
     step, parts = max(1, WINDOW_BYTES // each), []
     # A padding token reads zeros: it must attend to something.
-    mask = (singles.held | ~singles.exists[:, None])[:, None, None]
+    mask = (held | ~exists[:, None])[:, None, None]
     for start in range(0, count, step):
         part = slice(start, start + step)
-        keys, values = (x.transpose(1, 2) for x in windows.read(*(where[part] for where in singles.read)))
+        keys, values = (x.transpose(1, 2) for x in windows.read(page[part], row[part]))
         if supports_sdpa(options):
             # Queries of a KV head as rows of one: sdpa's fast kernels take no mask beside groups of heads.
             rows = query[part].unflatten(1, (keys.shape[1], -1))
@@ -78,18 +69,24 @@ def attend_windows(new: Tokens, windows: LayerWindows, singles: Singles, options
         else:
             parts.append(attend_dense(query[part, :, None], (keys, values), mask[part], options)[:, 0])
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out.masked_fill(~singles.exists[:, None, None], 0)
+    return out.masked_fill(~exists[:, None, None], 0)
 
 
-def attend_prompt(new: Tokens, windows: LayerWindows, prompt: Prompt, options: AttentionOptions) -> torch.Tensor:
-    """Attend to the window and to the n new tokens: `[n, Hq, D]`."""
+def attend_prompt(
+    new: Tokens, windows: LayerWindows, past: int, block_table: torch.Tensor, options: AttentionOptions, store: bool
+) -> torch.Tensor:
+    """Attend from the n new tokens of a request after `past` others to the window before each: `[n, Hq, D]`. Then
+    `store` the newest."""
     (query, key, value), window = new, windows.window
-    held = min(prompt.past, window - 1)
+    position = torch.arange(max(0, past - window + 1), past + len(query), device=query.device)
+    held = min(past, window - 1)
+    keys, values = key, value
     if held:
-        before = windows.read(*_place(windows, prompt, prompt.past - held, prompt.past))
+        before = windows.read(*windows.places(block_table, position[:held]))
         keys, values = (torch.cat(states) for states in zip(before, (key, value), strict=True))
-    else:
-        keys, values = key, value
+    if store:
+        newest = position[-min(len(key), window) :]
+        windows.write(*windows.places(block_table, newest), key[-window:], value[-window:])
     queries, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
     parts = []
     for start in range(0, len(query), TILE_QUERIES):
@@ -98,29 +95,11 @@ def attend_prompt(new: Tokens, windows: LayerWindows, prompt: Prompt, options: A
         seen, shown = keys[:, :, first:end], values[:, :, first:end]
         rows = queries[:, :, start:stop]
         mask = None
-        if end - first > window or not supports_sdpa(options):
-            position = torch.arange(first, end, device=query.device)
-            own = position[start - stop :, None]
-            mask = ((position <= own) & (position > own - window))[None, None]
-        if not supports_sdpa(options):
-            assert mask is not None
-            parts.append(attend_dense(rows, (seen, shown), mask, options)[0])
-            continue
-        if mask is not None:
-            groups = rows.shape[1] // seen.shape[1]
-            seen, shown = (x.repeat_interleave(groups, 1) for x in (seen, shown))
-        parts.append(attend_buffer(rows, (seen, shown), mask, options)[0])
+        if end - first > window:
+            own = position[held + start : end, None]
+            mask = ((position[first:end] <= own) & (position[first:end] > own - window))[None, None]
+        if supports_sdpa(options) and mask is not None:  # sdpa's fast kernels take no mask beside groups of heads
+            seen, shown = (x.repeat_interleave(rows.shape[1] // x.shape[1], 1) for x in (seen, shown))
+        attend = attend_buffer if supports_sdpa(options) else attend_dense
+        parts.append(attend(rows, (seen, shown), mask, options)[0])
     return torch.cat(parts)
-
-
-def store_prompt(new: Tokens, windows: LayerWindows, prompt: Prompt) -> None:
-    """Store the newest of the n new tokens."""
-    _, key, value = new
-    stored, end = min(len(key), windows.window), prompt.past + len(key)
-    windows.write(*_place(windows, prompt, end - stored, end), key[len(key) - stored :], value[len(key) - stored :])
-
-
-def _place(windows: LayerWindows, prompt: Prompt, start: int, stop: int) -> Place:
-    """Pages and rows of a request's tokens at positions `start` to `stop`, a window at most."""
-    row = torch.arange(start, stop, device=windows.rows.device) % windows.window
-    return prompt.block_table[row // windows.rows_per_page], row % windows.rows_per_page

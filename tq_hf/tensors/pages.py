@@ -29,7 +29,6 @@ page `r // rows_per_page` of the request's table. Its pages are as large as one 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -42,8 +41,6 @@ from ..config import TurboQuantConfig
 
 LEAST_ROWS = 32
 """Least number of rows of a sliding layer's page, if its window has as many."""
-Place = tuple[torch.Tensor, torch.Tensor]
-"""Pages and rows in them, int64."""
 
 
 def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:
@@ -207,10 +204,11 @@ class LayerWindows:
         """Number of tokens of a page."""
         return self.rows.shape[2]
 
-    @property
-    def pages(self) -> int:
-        """Number of pages of a request with a full window."""
-        return -(-self.window // self.rows_per_page)
+    def places(self, block_table: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages and rows in them, `[.., n]` int64, of tokens at `position` `[.., n]` of requests with these tables
+        `[.., >= pages in use]`."""
+        row = position.long() % self.window
+        return block_table.long().take_along_dim(row // self.rows_per_page, -1), row % self.rows_per_page
 
     def read(self, page: torch.Tensor, row: torch.Tensor) -> KeyValue:
         """A copy of the keys and values `[.., n, Hkv, D]` in rows `row` of pages `page`, `[.., n]` int64 each."""
@@ -222,64 +220,18 @@ class LayerWindows:
         self.rows[page, :, row] = torch.stack([keys, values], 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Singles:
-    """The requests of a step that have one new token, N of them.
+class WindowStep(NamedTuple):
+    """The requests of a step, N of them with one new token.
 
     Args:
-        tokens: Indices of their tokens in the step, `[N]` int64; `None` for all tokens.
+        tokens: Indices of these tokens in the step, `[N]` int64; `None` for all tokens.
         past: Number of tokens held before, `[N]` int32; -1 for a padding token.
         block_table: Their pages, `[N, >= pages in use]` int32, contiguous.
-        windows: Windows of any sliding layer.
+        prompts: Slice of the new tokens among all, number of tokens before them, and pages `[>= pages in use]`: for
+            each request with several new tokens.
     """
 
     tokens: torch.Tensor | None
     past: torch.Tensor
     block_table: torch.Tensor
-    windows: LayerWindows
-
-    @cached_property
-    def exists(self) -> torch.Tensor:
-        """True for tokens that are not padding, `[N]`."""
-        return self.past >= 0
-
-    @cached_property
-    def held(self) -> torch.Tensor:
-        """True for rows that hold a token, the new one included, `[N, window]`."""
-        return torch.arange(self.windows.window, device=self.past.device) <= self.past[:, None]
-
-    @cached_property
-    def written(self) -> Place:
-        """Page and row `[N]` of each new token; padding tokens go to the trash page."""
-        rows = self.windows.rows_per_page
-        new = self.past.clamp(min=0).long() % self.windows.window
-        page = self.block_table.long().gather(1, new[:, None] // rows)[:, 0]
-        return torch.where(self.exists, page, self.windows.trash), new % rows
-
-    @cached_property
-    def read(self) -> Place:
-        """Pages and rows `[N, window]` of the tokens held; rows of zeros where there is none."""
-        row, rows = torch.arange(self.windows.window, device=self.past.device), self.windows.rows_per_page
-        page = torch.where(self.held, self.block_table.long()[:, row // rows], 0)
-        return page, (row % rows).expand_as(page)
-
-
-class Prompt(NamedTuple):
-    """A request with several new tokens.
-
-    Args:
-        tokens: Slice of its new tokens among all.
-        past: Number of tokens before them.
-        block_table: Its pages, `[>= pages in use]` int64.
-    """
-
-    tokens: slice
-    past: int
-    block_table: torch.Tensor
-
-
-class WindowStep(NamedTuple):
-    """A step's requests."""
-
-    singles: Singles | None
-    prompts: list[Prompt]
+    prompts: list[tuple[slice, int, torch.Tensor]]
