@@ -102,6 +102,8 @@ class Codes(NamedTuple):
         own_scales: Whether every part has a scale for each token. Else one scale, and a constant for each part.
         pairs: Whether RMS are those of rotary pairs of channels i and i + D / 2.
         sampled: Tokens whose queries and keys decide.
+        decided: RMS of keys and queries by layer, which the first text leaves for later ones, and the index of this
+            layer; `None` if each text decides for itself.
     """
 
     key_bits: int | None = 2
@@ -118,6 +120,7 @@ class Codes(NamedTuple):
     own_scales: bool = True
     pairs: bool = True
     sampled: tuple[int, int] = (CHUNK, 2 * CHUNK)
+    decided: tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int] | None = None
 
 
 Variant = Callable[[int, int], Codes]
@@ -127,6 +130,12 @@ Variant = Callable[[int, int], Codes]
 def alike(**options: Any) -> Variant:
     """The same codes in all layers."""
     return lambda layer, layers: Codes(**options)
+
+
+def by_first_text(**options: Any) -> Variant:
+    """The same codes in all layers. The first text that is read decides for all."""
+    decided: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    return lambda layer, layers: Codes(**options, decided=(decided, layer))
 
 
 def more(chosen: Callable[[float], bool], **options: Any) -> Variant:
@@ -154,6 +163,10 @@ VARIANTS: dict[str, Variant] = {
     "keys alone": alike(value_bits=None),
     "values alone": alike(key_bits=None),
     **{f"parts: {name}": alike(value_bits=None, **options) for name, options in PARTS.items()},
+    **{
+        f"parts: {bits} bits, 4 loud of the first text": by_first_text(key_bits=bits, value_bits=None, loud=4)
+        for bits in (2, 3)
+    },
     **{f"presets: {bits}bit_nc": alike(key_bits=bits, value_bits=bits) for bits in (2, 3, 4)},
     **{
         f"presets: {bits}bit_nc, {loud} loud": alike(key_bits=bits, value_bits=bits, loud=loud)
@@ -218,6 +231,8 @@ def keys_in_parts(codes: Codes, queries: torch.Tensor, keys: torch.Tensor, block
     if codes.pairs:
         of_keys, of_queries = (x.unflatten(1, (2, -1)).mean(1).repeat(1, 2) for x in (of_keys, of_queries))
     of_keys, of_queries = (x.sqrt().maximum(0.01 * x.sqrt().mean(1, keepdim=True)) for x in (of_keys, of_queries))
+    if codes.decided is not None:
+        of_keys, of_queries = codes.decided[0].setdefault(codes.decided[1], (of_keys, of_queries))
     divisor = (of_keys / of_queries) ** (codes.power / 2)
     mean = blocks.mean(3, keepdim=True).half().float()
     z, weight, out = (blocks - mean) / divisor[:, None, None], of_keys * of_queries, torch.zeros_like(blocks)
