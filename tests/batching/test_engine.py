@@ -340,7 +340,7 @@ def test_a_session_begins_when_inputs_are_reset(monkeypatch: pytest.MonkeyPatch)
     assert events == ["reset", "wait"]
     assert manager._create_batch_processor() is manager.batch_processor
     assert events == ["reset", "wait"] * 2
-    manager.batch_processor.fail_step(RuntimeError("a bit fell over"), False)
+    manager.batch_processor.fail_step(RuntimeError("a bit fell over"))
     assert events == ["reset", "wait"] * 3
     manager.destroy()
 

@@ -42,7 +42,7 @@ from .allocators import (
     paged_layers,
 )
 from .geometry import StateStep, sequences_of, states_of
-from .options import INSTEAD, check_positions
+from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
 
@@ -303,11 +303,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Maximum number of tokens of a request that uses the whole pool."""
         return bisect_right(range(self.max_tokens_read + BLOCK_TOKENS), self.num_sectors, key=self._sectors_of) - 1
 
-    def check_room(self, state: RequestState) -> None:
-        """Raise `ValueError` if a request has no tokens, or is longer than the model's positions or the pool."""
+    def check_room(self, state: RequestState) -> int | None:
+        """Maximum number of new tokens of a request, if limited. Raise `ValueError` if the request has no tokens, or is
+        longer than the model's positions or the pool."""
         if not state.initial_tokens:
             raise ValueError("A request of no tokens has no answer. Pass at least one token (`bos_token_id`).")
-        check_positions(len(state.initial_tokens), self.config)
+        limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.config)
         new = state.max_new_tokens or 0
         # The last token is returned but not stored.
         if len(state.initial_tokens) + max(0, new - 1) > self.max_request_tokens:
@@ -316,6 +317,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 f"cache, which has room for {self.max_request_tokens:,}. Ask for fewer, or make the cache larger "
                 "(`num_blocks`, `max_memory_percent` of the ContinuousBatchingConfig)."
             )
+        return limit
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Share the blocks of other requests that match the prompt. Returns the number of their tokens."""

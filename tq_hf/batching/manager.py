@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -101,7 +101,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
         self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
-        self._computing, self._keeps_pages = False, False
+        self._keeps_pages = False
         self._graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
@@ -126,7 +126,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.default_options, self.num_return_sequences = default, default.num_return_sequences
         self.output_router = AnswerRouter()
         self.grammars = Grammars(tokenizer, self.vocabulary, self.distributed_helper.tp_size)
-        self._wake_up_loop = WakeUp(self._work_ahead)
+        # The loop waits between its steps, with a processor.
+        self._wake_up_loop = WakeUp(lambda: cast(Any, self._processor).work_ahead(self.model))
         resolved = self.continuous_batching_config
         resolved.decode_compile_config = requested.decode_compile_config or compile_config_of(
             requested.default_compile_level
@@ -332,10 +333,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         prompt takes many seconds, and all other requests would wait for its end."""
         if self.background_thread_status.local_status == BackgroundThreadStatus.HARD_STOP:
             raise StepAbandoned
-        if self._cancelled and isinstance(self.batch_processor, TurboQuantBatchProcessor):
-            computed = self.batch_processor.computed
-            if computed and computed <= self._cancelled:
-                raise StepAbandoned
+        computed = self._processor.computed if self._cancelled and self._processor is not None else set()
+        if computed and computed <= self._cancelled:
+            raise StepAbandoned
 
     def metrics(self) -> str:
         """Return requests, tokens, pages and times in the text format of Prometheus."""
@@ -396,10 +396,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 while runner.missing:
                     runner.warm_up(self.model)
             self.warmed_up = True
-
-    def _work_ahead(self) -> bool:
-        processor = self.batch_processor  # `None` once stopped
-        return isinstance(processor, TurboQuantBatchProcessor) and processor.work_ahead(self.model)
 
     @property
     def to_be_done(self) -> str | None:
@@ -559,10 +555,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         )
 
     def _generation_step(self) -> None:
-        self._computing = True
         assert self._processor is not None
         self._processor._generation_step(self.model)
-        self._computing = False
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
         """Run a step. If the step fails, its requests fail, and the loop continues with the others."""
@@ -576,7 +570,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             return super()._generation_loop_body(batch_processor, bootstrapping)
         except StepAbandoned:
             batch_processor.forget_step(batch_processor.computed)
-            self._computing = False
             return True
         except Exception as error:
             # The loop must end if other ranks wait for this rank, or if the device is broken.
@@ -588,8 +581,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 ) from error
             if isinstance(error, torch.AcceleratorError):
                 raise
-            batch_processor.fail_step(error, self._computing)
-            self._computing = False
+            batch_processor.fail_step(error)
             return True
 
     def _handle_critical_error(self, error: Any, batch_processor: ContinuousBatchProcessor | None) -> None:

@@ -358,9 +358,16 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if pairs is not None:
             pairs.current_pair = pair
         tokens = requests or prompt or cache.max_batch_tokens
-        self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
+        self._positions = number_of_positions(model.config.get_text_config())
+        try:
+            self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
+        finally:
+            self._positions = None
+        # transformers overwrites the inputs of a warm-up that may still run: kernels would read outside of the pool.
+        if (stream := io.compute_stream) is not None:
+            stream.synchronize()
         # The next update of this pair must not find requests of a warm-up.
-        host, _ = self._buffers()
+        host, _ = self.buffers()
         host.requests_in_batch = []
         self.steps.pop(id(host), None)
         cache.pool.try_to_free_sectors()
@@ -369,21 +376,6 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
 
     _positions: int | None = None
     """Number of positions of the model during a warm-up; `None` outside of a warm-up or without a limit."""
-
-    def run_one_warmup(self, model: Any, *args: Any, **kwargs: Any) -> float:
-        """Run a warm-up and wait until it ends.
-
-        transformers overwrites the inputs of a warm-up that may still run. Our kernels would then read pages outside of
-        the pool.
-        """
-        self._positions = number_of_positions(model.config.get_text_config())
-        try:
-            seconds = super().run_one_warmup(model, *args, **kwargs)
-        finally:
-            self._positions = None
-        if (stream := self.inputs_and_outputs.compute_stream) is not None:
-            stream.synchronize()
-        return seconds
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         """Compute a step, and copy log-probabilities that requests ask for to the host.
@@ -397,7 +389,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
         batch_data.pop("is_causal", None)
-        host, device = self._buffers()
+        host, device = self.buffers()
         # Kernels of single tokens beside prompts are compiled, too.
         lengths = tuple(future.query_length for future in host.requests_in_batch)
         self.cache.lengths = lengths + (1,) * self.only_compiles
@@ -439,7 +431,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]
             processor.choose(processor.logits[: len(tokens)], tokens, self.features, io.get_cb_kwargs()[-1])
 
-    def _buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
+    def buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
         """Buffers of the step on the host and on the device: one pair, or the same ones."""
         io = self.inputs_and_outputs
         if isinstance(io, ContinuousBatchingIOs):
