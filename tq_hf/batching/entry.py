@@ -200,9 +200,7 @@ class TurboQuantBatching(ContinuousMixin):
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
-            same = manager.config == self.config and manager.prefix_cache is self.prefix_cache
-            same = same and manager.generates_as(generation_config)
-            if same and manager.holds(workload_hints) and manager.model_is_unchanged():
+            if manager.suits((self.config, self.prefix_cache), generation_config, workload_hints):
                 if manager.batch_processor is None:
                     check_model(self.model, self.config)  # an adapter may have come while the manager slept
                 manager.generation_config = generation_config  # with another `max_new_tokens`

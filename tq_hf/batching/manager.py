@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 import threading
@@ -34,7 +35,7 @@ from .grammars import Grammars
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .prefixes import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
-from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
+from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
 from .runner import compile_config_of
 
 logger = logging.get_logger(__name__)
@@ -134,19 +135,19 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         )
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
-            resolved.max_blocks_per_request = self._table_width(workload_hints)
+            # Size tables for the longest request, by the hints and the model's limit.
+            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNKNOWN_LENGTH
+            hinted = workload_hints.max_prompt_length + workload_hints.max_generated_length if workload_hints else 0
+            shape = TableShape.of(config, self._layout, model.dtype)
+            resolved.max_blocks_per_request = shape.width(min(longest, hinted or longest))
 
-    def generates_as(self, generation_config: GenerationConfig) -> bool:
-        """Whether this manager has the same generation config. `max_new_tokens` is set per request and may differ."""
-        own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, generation_config))
-        return own == other
-
-    def holds(self, hints: WorkloadHints | None) -> bool:
-        """Whether the pool is large enough for the lengths and the number of requests in `hints`."""
-        if self.requests is None:
-            return True
-        own, other = vars(self.requests), vars(hints or WorkloadHints())
-        return all(0 < number <= own[name] for name, number in other.items())
+    def suits(self, options: tuple[Any, ...], config: GenerationConfig, hints: WorkloadHints | None) -> bool:
+        """Whether the manager has the same encoding and folder of prefixes (`options`) and generation config, the model
+        is unchanged, and the pool has room for `hints`. `max_new_tokens` is set per request and may differ."""
+        own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, config))
+        same, asked = ((self.config, self.prefix_cache), own) == (options, other), vars(hints or WorkloadHints())
+        fits = self.requests is None or all(0 < number <= getattr(self.requests, name) for name, number in asked.items())
+        return same and fits and self.model_is_unchanged()
 
     def _identity(self) -> tuple[Any, ...]:
         """State of the model that pages and graphs depend on. A fingerprint samples weights: edits are counted."""
@@ -161,14 +162,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 return False
             self._last_model = None  # check once per session
         return True
-
-    def _table_width(self, hints: WorkloadHints | None) -> int:
-        """Number of columns of a block table for the longest request, by the hints and the model's limit."""
-        decoder = self.model.config.get_text_config()
-        longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
-        hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
-        longest = min(longest, hinted or longest)
-        return TableShape.of(self.config, self._layout, self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the model's attention to `turboquant_paged`, and join projections."""
@@ -299,9 +292,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._fail_all_remaining_requests(self._refusal(), None)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Register a function that the running event loop calls with the outputs of an answer. An exception of it drops
-        its own output only."""
-        super().register_result_handler(request_id, guarded(request_id, callback))
+        """Register a function that the running event loop calls with the outputs of an answer. An exception of it is
+        handed to that loop, and drops its own output only."""
+        loop = asyncio.get_running_loop()
+
+        def guarded(output: Any) -> None:
+            try:
+                callback(output)
+            except Exception as error:
+                message = f"The result handler of request {request_id} failed, and its output is lost."
+                loop.call_exception_handler({"message": message, "exception": error})
+
+        super().register_result_handler(request_id, guarded)
 
     def fitting_requests(self, tokens: int) -> int:
         """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once.

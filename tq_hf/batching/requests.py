@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -320,20 +319,6 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
                 self.cache.prefixes.begin(state.request_id, state.remaining_prefill_tokens)
 
     return CheckedScheduler
-
-
-def guarded(request_id: str, callback: Callable[[GenerationOutput], None]) -> Callable[[GenerationOutput], None]:
-    """Hand exceptions of a result handler to the running event loop, which then calls the handlers of others."""
-    loop = asyncio.get_running_loop()
-
-    def call(output: GenerationOutput) -> None:
-        try:
-            callback(output)
-        except Exception as error:
-            message = f"The result handler of request {request_id} failed, and its output is lost."
-            loop.call_exception_handler({"message": message, "exception": error})
-
-    return call
 
 
 class AnswerRouter(OutputRouter):

@@ -38,35 +38,27 @@ logger = logging.get_logger(__name__)
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
 SHORT_TURN = 1e-4
-"""Seconds of `ShortTurns`. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
+"""Seconds of a short turn. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
 5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""
 
 
-class ShortTurns:
+compiling = threading.Lock()
+"""Held while a thread takes short turns: the interval is of the process."""
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
     """Context in which Python's threads take turns of `SHORT_TURN`, for the time of compiling behind answers.
 
-    A step lets other threads run at each of its operators. It then waits until the threads that compile end their
-    turns. Contexts of several threads may overlap: the last one restores the duration.
+    A step lets other threads run at each of its operators. It then waits until the thread that compiles ends its turn.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._number, self._usual = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._number == 0:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, SHORT_TURN))
-            self._number += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._number -= 1
-            if self._number == 0:
-                sys.setswitchinterval(self._usual)
-
-
-short_turns = ShortTurns()
+    with compiling:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, SHORT_TURN))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(usual)
 
 
 def copied(arguments: Any) -> Any:
@@ -149,14 +141,9 @@ class CompiledLayers:
 class BackgroundCompile(threading.Thread):
     """Thread that compiles layers, while an engine runs them uncompiled.
 
-    Layers run on copies of the inputs of earlier steps, and touch no page (`running`). Copies have the sizes and
-    views of the originals, so that the engine's own inputs compile nothing again.
-
-    Args:
-        layers: The layers.
-        device: Their device.
-        calls: Arguments of `layers`. The thread empties the list.
-        then: Function that is called at the end.
+    Layers run on copies of the inputs of earlier steps (`calls`, which is emptied), and touch no page (`running`).
+    Copies have the sizes and views of the originals, so that the engine's own inputs compile nothing again. `then` is
+    called at the end.
     """
 
     error: Exception | None = None
@@ -174,7 +161,7 @@ class BackgroundCompile(threading.Thread):
         assert then is not None
         stream = compiling_stream(self.device) if self.device.type == "cuda" else None
         try:
-            with short_turns, torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
+            with short_turns(), torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
                 while self.calls:
                     self.layers(*self.calls.pop(0))
             if stream is not None:
@@ -248,12 +235,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
 
     def warm_up_behind(self, wake_up: Callable[[], None]) -> None:
         """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
-
-        Call before the first step.
-
-        Args:
-            wake_up: Function that is called when steps or kernels are compiled.
-        """
+        Call before the first step."""
         self.ahead, self.wake_up = True, wake_up
         if not self.use_cuda_graph_varlen:  # a request would wait for the longest prompt, and no graph comes of it
             self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
@@ -321,7 +303,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
                     self._run_warm_up(model, 0, None, 2)  # few queries to few heads are split, which other kernels do
 
         def finish() -> None:
-            with short_turns:
+            with short_turns():
                 wait()
             if behind:
                 self.kernels = None
@@ -351,7 +333,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         self._run_warm_up(model, *self.missing.pop(0))
 
     @torch.no_grad()
-    def _run_warm_up(self, model: torch.nn.Module, requests: int, pair: int | None, prompt: int | None = None) -> None:
+    def _run_warm_up(self, model: Any, requests: int, pair: int | None, prompt: int | None = None) -> None:
         io, cache, pair = self.inputs_and_outputs, self.cache, pair or 0
         pairs: Any = None if isinstance(io, ContinuousBatchingIOs) else io
         current = pair if pairs is None else pairs.current_pair
