@@ -336,8 +336,12 @@ class TurboQuantAllocator(_PoolAllocator):
         if identical is not None:
             self.ledger.acquire(identical)
             table[place] = identical
-            if self.ledger.release(page):
-                self.pool.free_blocks(self.index, [page])
+            self.release(page)
+
+    def release(self, page: int) -> None:
+        """Let go of a page, which is free if no other request has it."""
+        if self.ledger.release(page):
+            self.pool.free_blocks(self.index, [page])
 
     def _table(self, request_id: str, length: int) -> list[int]:
         """Block table of a request of `length` tokens."""
@@ -380,8 +384,7 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
 
 class StateAllocator(_PoolAllocator):
     """Allocator of the states of all linear layers: one page per request, from its first token to its last, as large as
-    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size` and
-    `layer_indices`.
+    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size`.
 
     Page 0 is zero and never written. New requests read their states from it.
     """
@@ -390,7 +393,7 @@ class StateAllocator(_PoolAllocator):
 
     def __init__(self, unit: int, sizes: StateSizes, **options: Any) -> None:
         shapes = sizes.shapes
-        super().__init__(page_size=1, layer_indices=sorted(shapes), **options)
+        super().__init__(page_size=1, **(options | {"layer_indices": sorted(shapes)}))
         self.shapes, size = shapes, 0
         self._places: dict[tuple[int, StateName], slice] = {}
         for layer, states in shapes.items():

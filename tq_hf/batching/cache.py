@@ -107,14 +107,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
     Full-attention and sliding layers may differ in the width and the number of their heads.
 
     Args:
-        tq_config: Encoding of blocks.
-        channel_scales: Channel scales `[1, Hkv, D]` by layer.
-        config: Config of the text decoder.
-        continuous_batching_config: Options of the engine, with a `page_size` of 128.
-        requests: Lengths and number of all requests, if known. They limit the number of pages.
-        probe: A `tq_hf.batching.checks.StepProbe` of the model.
+        tq_config, channel_scales: Encoding of blocks, and channel scales `[1, Hkv, D]` by layer.
+        config, continuous_batching_config, distributed_helper, model_supports_logits_to_keep: Arguments of
+            transformers' cache. `page_size` is 128.
         like: A tensor with the dtype and the device of the model.
-        distributed_helper, model_supports_logits_to_keep: Arguments of transformers' cache.
+        probe: A `tq_hf.batching.checks.StepProbe` of the model.
+        requests: Lengths and number of all requests, if known. They limit the number of pages.
     """
 
     # Copied from transformers, because the original names its classes. Differs in allocator, block size and memory
@@ -206,9 +204,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
         self.states: StateAllocator | None = None
         if probe.linear.sizes.shapes:
-            of_full = {name: full[name] for name in ("num_key_value_heads", "cache_dtype", "config")}
-            of_states = dict(index=1, allow_block_sharing=False, **of_full)
-            self.states = StateAllocator(self.bytes_per_sector, probe.linear.sizes, **of_states)
+            self.states = StateAllocator(self.bytes_per_sector, probe.linear.sizes, index=1, **full)
             self.cache_allocators[SECOND] = self.states
             self.bytes_per_sector = self.states.bytes_per_block
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}

@@ -8,13 +8,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
-from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.initialization import (
+    resolve_compile_configs,
+    update_cb_config_after_cache_creation,
+)
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
@@ -36,7 +40,6 @@ from .options import RequestOptions, number, options_of, prompt_ids, shown, with
 from .prefixes import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
-from .runner import compile_config_of
 
 logger = logging.get_logger(__name__)
 
@@ -64,10 +67,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
             tables for decode steps are on by default, if the device supports them.
         workload_hints: Lengths and number of requests, if known.
-        config: Encoding of pages (see `tq_hf.batching.checks.pages_config`).
-        balance: Channel scales. Without them, channels are not balanced.
-        tokenizer: Tokenizer of the model, for stop strings.
-        prefix_cache: Folder for pages of prefixes.
+        config, balance, tokenizer, prefix_cache: Attributes of a `TurboQuantBatching`.
 
     Raises:
         ValueError: Packed pages do not support the model, an option or the generation config.
@@ -129,10 +129,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.grammars = Grammars(tokenizer, self.vocabulary, self.distributed_helper.tp_size)
         # The loop waits between its steps, with a processor.
         self._wake_up_loop = WakeUp(lambda: cast(Any, self._processor).work_ahead(self.model))
-        resolved = self.continuous_batching_config
-        resolved.decode_compile_config = requested.decode_compile_config or compile_config_of(
-            requested.default_compile_level
-        )
+        resolved, compiled = self.continuous_batching_config, copy(requested)
+        resolve_compile_configs(compiled, None, is_flash_attn=True, decode_fast_path_available=True)
+        resolved.decode_compile_config = compiled.decode_compile_config
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             # Size tables for the longest request, by the hints and the model's limit.
@@ -146,7 +145,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         is unchanged, and the pool has room for `hints`. `max_new_tokens` is set per request and may differ."""
         own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, config))
         same, asked = ((self.config, self.prefix_cache), own) == (options, other), vars(hints or WorkloadHints())
-        fits = self.requests is None or all(0 < number <= getattr(self.requests, name) for name, number in asked.items())
+        fits = self.requests is None or all(0 < x <= getattr(self.requests, name) for name, x in asked.items())
         return same and fits and self.model_is_unchanged()
 
     def _identity(self) -> tuple[Any, ...]:

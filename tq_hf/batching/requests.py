@@ -40,11 +40,7 @@ class StepAbandoned(Exception):
 
 class WakeUp(threading.Event):
     """Event that wakes the loop for a request, a cancellation, a pause or a stop. transformers' own loop polls ten
-    times a second.
-
-    Args:
-        work_ahead: Function that does a piece of work, and returns whether there may be more.
-    """
+    times a second. `work_ahead` does a piece of work, and returns whether there may be more."""
 
     idle = False
     """Whether the loop has no requests."""
@@ -144,11 +140,8 @@ def all_fit(cache: Any, prompts: list[RequestState]) -> bool:
 
 
 class Detokenizer:
-    """Text of tokens, to find stop strings. Requests hold it, and forks of a request do not copy it.
-
-    Args:
-        tokenizer: A tokenizer of transformers, or a processor with a `tokenizer`.
-    """
+    """Text of tokens, to find stop strings, by a tokenizer of transformers or a processor with a `tokenizer`. Requests
+    hold it, and forks of a request do not copy it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.decode: Callable[[list[int]], str] = getattr(tokenizer, "tokenizer", tokenizer).decode

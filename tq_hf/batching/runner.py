@@ -74,14 +74,6 @@ def copied(arguments: Any) -> Any:
     return replaced(arguments, torch.Tensor, copy_of)
 
 
-def compile_config_of(level: int) -> CompileConfig | None:
-    """Compile options of layers, equal to transformers' of decode steps for a `default_compile_level`."""
-    if level == 0:
-        return None
-    mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"
-    return CompileConfig(mode=mode, fullgraph=False, dynamic=level <= 2)
-
-
 @functools.cache
 def compiling_stream(device: torch.device) -> torch.cuda.Stream:
     """Stream of steps that are compiled in the background: one, as torch keeps a workspace of cuBLAS for each."""
@@ -90,11 +82,7 @@ def compiling_stream(device: torch.device) -> torch.cuda.Stream:
 
 class CompiledLayers:
     """Decoder layers of a model, compiled by `torch.compile`: layers that are alike once, for any number of tokens.
-
-    Args:
-        model: The model. Layers whose `forward` something else has replaced stay as they are.
-        config: Options of `torch.compile`.
-    """
+    Layers whose `forward` something else has replaced stay as they are."""
 
     def __init__(self, model: Any, config: CompileConfig) -> None:
         layers = (each for each in model.get_decoder().modules() if isinstance(each, GradientCheckpointingLayer))
