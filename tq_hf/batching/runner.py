@@ -98,10 +98,6 @@ class CompiledLayers:
         kinds: set[Any] = {type(each) for each in self.layers}
         self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
 
-    def __call__(self, layer: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call a layer."""
-        return self.forward[type(layer)](layer, *arguments, **options)
-
     def within(self, function: Callable) -> Callable:
         """`function`, in which the model calls the compiled layers."""
 
@@ -140,23 +136,22 @@ class BackgroundCompile(threading.Thread):
     def __init__(
         self, layers: CompiledLayers, device: torch.device, calls: list[Any], then: Callable[[], None]
     ) -> None:
-        super().__init__(name="tq_hf compiles", daemon=True)
+        # A thread lets go of these arguments at its end: `then` holds the engine.
+        super().__init__(name="tq_hf compiles", daemon=True, target=self._compile, args=(then,))
         self.layers, self.device, self.calls, self.inference = layers, device, calls, torch.is_inference_mode_enabled()
-        self.then: Callable[[], None] | None = then
 
-    def run(self) -> None:
-        then = self.then
-        assert then is not None
+    def _compile(self, then: Callable[[], None]) -> None:
         stream = compiling_stream(self.device) if self.device.type == "cuda" else None
         try:
             with short_turns(), torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
                 while self.calls:
-                    self.layers(*self.calls.pop(0))
+                    layer, arguments, options = self.calls.pop(0)
+                    self.layers.forward[type(layer)](layer, *arguments, **options)
             if stream is not None:
                 stream.synchronize()
         except Exception as error:
             self.error = error
-        self.done, self.then = True, None  # which holds the engine
+        self.done = True
         then()
 
     def cancel(self, timeout: float | None = None) -> None:
