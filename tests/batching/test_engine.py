@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig
+from transformers import LlamaConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
@@ -31,6 +31,7 @@ from tests.support.batching_cases import (
     mixed,
     model_of,
     options,
+    outputs_of,
     prompts,
     take_scratch,
 )
@@ -97,28 +98,6 @@ def test_log_probabilities_are_those_of_the_logits(batching: TurboQuantBatching)
             at = end
     batching.model.set_attn_implementation("sdpa")
     assert result.logprobs == pytest.approx(found, abs=1e-4)
-
-
-def test_processors_take_the_options_of_each_request(batching: TurboQuantBatching) -> None:
-    """With `top_k=1` a request is greedy, whatever the temperature; with many, at a high one, it is not."""
-    (prompt,) = prompts([40])
-    generation = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=5.0, top_k=100, eos_token_id=-1)
-    config = options(per_request_processors=True, seed=1)
-    with batching.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
-        names = [manager.add_request(prompt, top_k=1), manager.add_request(prompt, top_k=100, temperature=9.0)]
-        found = {}
-        while len(found) < 2:
-            result = manager.get_result()
-            found[result.request_id] = result.generated_tokens
-    assert found[names[0]] == expected(batching, prompt, 8) != found[names[1]]
-
-
-def test_an_answer_ends_with_its_token(batching: TurboQuantBatching) -> None:
-    (prompt,) = prompts([50])
-    answer = expected(batching, prompt, 10)
-    generation = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=answer[4])
-    results = batching.generate_batch([prompt], generation, options())
-    assert answers(results) == [answer[: answer.index(answer[4]) + 1]]
 
 
 def test_a_cancelled_request_gives_its_pages_back(batching: TurboQuantBatching) -> None:
@@ -395,15 +374,10 @@ def test_two_requests_of_one_id_are_both_answered(batching: TurboQuantBatching) 
     with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
         ids = [manager.add_request([7] * tokens, "a", max_new_tokens=5) for tokens in (30, 40, 50)]
         assert ids == ["a", "a#2", "a#3"]
-        found = {}
-        while len(found) < 3:
-            result = manager.get_result()
-            assert result is not None and result.error is None
-            found[result.request_id] = result.generated_tokens
-        assert {name: len(tokens) for name, tokens in found.items()} == {"a": 5, "a#2": 5, "a#3": 5}
+        found = outputs_of(manager, 3)
+        assert {name: len(each.generated_tokens) for name, each in found.items()} == {"a": 5, "a#2": 5, "a#3": 5}
         assert manager.add_request([7] * 30, "a", max_new_tokens=5) == "a", "an id that was answered is free again"
-        result = manager.get_result()
-        assert result is not None and result.generated_tokens == found["a"]
+        assert outputs_of(manager, 1)["a"].generated_tokens == found["a"].generated_tokens
 
 
 def test_an_idle_loop_waits_without_looking_again(

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_options import collected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
-from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import grammars
@@ -122,7 +121,7 @@ def ask(batching: TurboQuantBatching, asked: list[tuple[Tokens, dict[str, Any]]]
     config = greedy(NEW)
     with batching.continuous_batching_context_manager(config, continuous_batching_config=options(**changes)) as manager:
         names = [manager.add_request(prompt, **fields) for prompt, fields in asked]
-        found = collected(manager, names)
+        found = outputs_of(manager, len(names))
     return [found[name].generated_tokens for name in names]
 
 
@@ -203,7 +202,7 @@ def test_preempted_requests_go_on_in_their_form(way: str, request: pytest.Fixtur
         manager, waited = session.manager, session.recorded_waiting()
         manager.start()
         names = [manager.add_request(prompt[:100], max_new_tokens=60, **form) for prompt in prompts([100] * 6, seed=3)]
-        found = collected(manager, names)
+        found = outputs_of(manager, len(names))
         manager.stop(keep_for_next_session=True)
     assert len(waited) > len(names), "some were preempted"
     for each in found.values():

@@ -17,7 +17,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 from transformers.generation.continuous_batching import model_runner
 
-from tests.support.batching_cases import Oracle, Session, agreement, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, Session, agreement, greedy, model_of, options, outputs_of, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import runner
 from tq_hf.batching.manager import TurboQuantBatchingManager
@@ -74,12 +74,8 @@ def started(
 
 def ask(manager: Any, inputs: list[list[int]]) -> list[list[int]]:
     names = [manager.add_request(prompt) for prompt in inputs]
-    found = {}
-    while len(found) < len(names):
-        result = manager.get_result(timeout=60)
-        assert result.error is None
-        found[result.request_id] = result.generated_tokens
-    return [found[name] for name in names]
+    found = outputs_of(manager, len(names))
+    return [found[name].generated_tokens for name in names]
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])

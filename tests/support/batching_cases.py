@@ -82,6 +82,16 @@ def answers(results: dict[str, Any]) -> list[Tokens]:
     return [result.generated_tokens for result in results.values()]
 
 
+def outputs_of(manager: TurboQuantBatchingManager, number: int) -> dict[str, Any]:
+    """Last outputs of a number of answers, by their ids."""
+    found: dict[str, Any] = {}
+    while len(found) < number:
+        output = manager.get_result(timeout=60)
+        assert output is not None
+        found |= {output.request_id: output} if output.is_finished() else {}
+    return found
+
+
 def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     """Steps in torch take no scratch: let them take a kilobyte a token, and sessions reserve so many bytes."""
     real = paged_cache.paged_step
