@@ -176,12 +176,12 @@ class RequestOptions:
         return self.temperature, self.top_p, self.min_p, *penalties
 
 
-def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> GenerationConfig:
+def with_defaults(config: GenerationConfig | None, defaults: GenerationConfig) -> GenerationConfig:
     """Copy a generation config, with unset fields from `defaults`, as `generate()` has them from the model. Raise
     `ValueError` for a config of another type."""
-    if not isinstance(config, GenerationConfig):
+    if not isinstance(config, GenerationConfig | None):
         raise ValueError(f"`generation_config` is {shown(config)}; it must be a `GenerationConfig`.")
-    merged = deepcopy(config)
+    merged = deepcopy(defaults if config is None else config)
     for name, value in vars(defaults).items():
         # transformers counts the answers that it waits for before they are merged.
         if name != "num_return_sequences" and getattr(merged, name, None) is None:

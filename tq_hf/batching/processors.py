@@ -94,11 +94,6 @@ class Rows(NamedTuple):
     presence: torch.Tensor
     frequency: torch.Tensor
 
-    @classmethod
-    def view(cls, packed: torch.Tensor) -> Rows:
-        """Rows of a packed int32 tensor `[len(Rows._fields), N]`."""
-        return cls(*packed[:5], *packed[5:].view(torch.float32))
-
 
 def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Apply penalties of repetition, presence and frequency to `scores` `[N, vocabulary]` float32, by `History.counts`
@@ -345,7 +340,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             output: Chosen tokens, `[1, ...]` int32; a second row for their log-probabilities (float32 bits).
         """
         number = len(logits)
-        rows = Rows.view(self.packed[:, :number])
+        packed = self.packed[:, :number]
+        rows = Rows(*packed[:5], *packed[5:].view(torch.float32))
         scores = logits.to(torch.float32, copy=features.history)
         if features.history:
             assert self.history is not None
