@@ -92,13 +92,13 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     ) -> None:
         check_choice()
         dense, self._probe = check_model(model, config)
-        self._layout = packed_layout(config, model.config.get_text_config(), self._probe.specs)
-        self.model = model
+        decoder = model.config.get_text_config()
+        layout = packed_layout(config, decoder, self._probe.specs)
+        self.model, self.vocabulary = model, decoder.vocab_size
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self.vocabulary = model.config.get_text_config().vocab_size
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
-        options = engine_options(model, self._layout, requested, dense, default.do_sample or default.has_history)
+        options = engine_options(model, layout, requested, dense, default.do_sample or default.has_history)
         self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
         self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
@@ -129,16 +129,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.grammars = Grammars(tokenizer, self.vocabulary, self.distributed_helper.tp_size)
         # The loop waits between its steps, with a processor.
         self._wake_up_loop = WakeUp(lambda: cast(Any, self._processor).work_ahead(self.model))
-        resolved, compiled = self.continuous_batching_config, copy(requested)
-        resolve_compile_configs(compiled, None, is_flash_attn=True, decode_fast_path_available=True)
-        resolved.decode_compile_config = compiled.decode_compile_config
+        resolved, cb_config = self.continuous_batching_config, copy(requested)
+        resolve_compile_configs(cb_config, None, is_flash_attn=True, decode_fast_path_available=True)
+        resolved.decode_compile_config = cb_config.decode_compile_config
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             # Size tables for the longest request, by the hints and the model's limit.
-            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNKNOWN_LENGTH
-            hinted = workload_hints.max_prompt_length + workload_hints.max_generated_length if workload_hints else 0
-            shape = TableShape.of(config, self._layout, model.dtype)
-            resolved.max_blocks_per_request = shape.width(min(longest, hinted or longest))
+            longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
+            longest = min(longest, (hints.max_prompt_length + hints.max_generated_length) or longest)
+            resolved.max_blocks_per_request = TableShape.of(config, layout, model.dtype).width(longest)
 
     def suits(self, options: tuple[Any, ...], config: GenerationConfig, hints: WorkloadHints | None) -> bool:
         """Whether the manager has the same encoding and folder of prefixes (`options`) and generation config, the model
