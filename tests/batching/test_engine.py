@@ -33,6 +33,7 @@ from tests.support.batching_cases import (
     options,
     outputs_of,
     prompts,
+    serve,
     take_scratch,
 )
 from tests.support.helpers import slow
@@ -55,7 +56,7 @@ def expected(batching: TurboQuantBatching, prompt: Tokens, new: int) -> Tokens:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_streamed_answers_come_token_by_token(batching: TurboQuantBatching, streaming: bool) -> None:
     (prompt,) = prompts([126])
-    with batching.continuous_batching_context_manager(greedy(4), continuous_batching_config=options()) as manager:
+    with serve(batching, 4) as manager:
         name = manager.add_request(prompt, streaming=streaming)
         chunks = [output.generated_tokens for output in manager.request_id_iter(name)]
     answer = expected(batching, prompt, 4)
@@ -79,7 +80,7 @@ def test_a_result_handler_gets_every_token(batching: TurboQuantBatching) -> None
         assert await done is None
         return counts
 
-    with batching.continuous_batching_context_manager(greedy(3), continuous_batching_config=options()) as manager:
+    with serve(batching, 3) as manager:
         assert asyncio.run(collect()) == [1, 2, 3]
         assert manager.output_router.output_queue.empty()
 
@@ -160,7 +161,7 @@ def test_forks_of_a_prompt_of_which_one_token_is_left(batching: TurboQuantBatchi
 
 def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
     (prompt,) = prompts([100])
-    with batching.continuous_batching_context_manager(greedy(40), continuous_batching_config=options()) as manager:
+    with serve(batching, 40) as manager:
         name = manager.add_request(prompt, streaming=True)
         outputs = manager.request_id_iter(name)
         next(outputs)
@@ -207,9 +208,7 @@ def test_a_long_prompt_is_not_starved_by_shorter_ones(
     monkeypatch.setattr(requests, "PATIENCE", 1e-9)  # the order of arrival
     shorter, (long,) = prompts([60] * 45, seed=4), prompts([700])
     changes = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False)
-    with batching.continuous_batching_context_manager(
-        greedy(4), continuous_batching_config=options(scheduler_type=scheduler, **changes)
-    ) as manager:
+    with serve(batching, 4, scheduler_type=scheduler, **changes) as manager:
         with manager.pause():
             for i, prompt in enumerate(shorter[:5]):
                 manager.add_request(prompt, max_new_tokens=5 + 2 * i)
@@ -259,9 +258,7 @@ def test_a_prompt_that_is_partly_read_is_overtaken_if_there_is_room_until_its_ti
     monkeypatch.setattr(requests, "PATIENCE", patience)
     long, short = prompts([600, 100])
     changes = dict(num_blocks=pages, max_batch_tokens=128, allow_block_sharing=False, safety_margin=0.0)
-    with batching.continuous_batching_context_manager(
-        greedy(4), continuous_batching_config=options(scheduler_type="shortest_first", **changes)
-    ) as manager:
+    with serve(batching, 4, scheduler_type="shortest_first", **changes) as manager:
         steps_of(monkeypatch, {2: lambda: manager.add_request(short, "short")})
         manager.add_request(long, "long")
         order = [manager.get_result(timeout=60) for _ in range(2)]
@@ -371,7 +368,7 @@ def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypat
 
 def test_two_requests_of_one_id_are_both_answered(batching: TurboQuantBatching) -> None:
     """transformers keeps requests by id: two of one would share pages, tokens and answer."""
-    with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
+    with serve(batching, 5) as manager:
         ids = [manager.add_request([7] * tokens, "a", max_new_tokens=5) for tokens in (30, 40, 50)]
         assert ids == ["a", "a#2", "a#3"]
         found = outputs_of(manager, 3)
@@ -394,7 +391,7 @@ def test_an_idle_loop_waits_without_looking_again(
         return wait(event, timeout)
 
     monkeypatch.setattr(threading.Event, "wait", noted)
-    with batching.continuous_batching_context_manager(greedy(4), continuous_batching_config=options()) as manager:
+    with serve(batching, 4) as manager:
         for _ in range(2):
             manager.add_request([7] * 20)
             assert manager.get_result() is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from tests.support.batching_cases import Oracle, Session, greedy, model_of, options, outputs_of, prompts
+from tests.support.batching_cases import Oracle, Session, greedy, model_of, options, outputs_of, prompts, serve
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching import manager as managers
@@ -66,7 +66,7 @@ def test_a_request_whose_own_check_raises_fails_alone(
 
     monkeypatch.setattr(History, "load", load)
     first, second = prompts([30, 40])
-    with batching.continuous_batching_context_manager(greedy(8), continuous_batching_config=options()) as manager:
+    with serve(batching, 8) as manager:
         for streaming in (False, True):
             names = manager.add_request(first, streaming=streaming, **fields), manager.add_request(second)
             found = outputs_of(manager, 2)
@@ -132,7 +132,7 @@ def test_a_result_handler_that_raises_drops_its_own_output_only(batching: TurboQ
         def fails(output: Any) -> None:
             raise KeyError(output.request_id)
 
-        with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
+        with serve(batching, 5) as manager:
             with manager.pause():  # so that both are delivered together
                 for name, prompt, handler in (("bad", first, fails), ("good", second, got.put_nowait)):
                     manager.register_result_handler(name, handler)
@@ -180,7 +180,7 @@ def test_an_interrupt_ends_the_engine_after_its_step_with_a_word(
 
     with pytest.raises(KeyboardInterrupt):
         if way == "with":
-            session = batching.continuous_batching_context_manager(greedy(7000), continuous_batching_config=options())
+            session = serve(batching, 7000)
             with session as manager:
                 manager.add_request([1, 2, 3])
                 interrupted(manager)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
-from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts
+from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts, serve
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import grammars
@@ -172,9 +172,7 @@ def test_several_answers_have_places_of_their_own(
     """Stop strings and log-probabilities are those of requests without a form."""
     fields = FORMS["regex"] | ENDS | {"do_sample": True, "seed": 3, "num_return_sequences": 4, "top_logprobs": 2}
     changes = request.getfixturevalue(way) if way == "asynchronous" else {}
-    with batching.continuous_batching_context_manager(
-        greedy(NEW), continuous_batching_config=options(**changes)
-    ) as manager:
+    with serve(batching, NEW, **changes) as manager:
         name = manager.add_request(INPUTS[0], temperature=3.0, streaming=True, **fields)
         stopped = manager.add_request(INPUTS[1], stop_strings=["-"], **(FORMS["regex"] | ENDS))
         found: dict[str, Any] = {}
@@ -302,7 +300,7 @@ def test_a_request_that_cannot_go_on_fails_alone(
         monkeypatch.setattr(grammars, "MASK_SECONDS", -1.0)
     else:
         form = {"structured_outputs": {"regex": "aa\u00e9"}}  # no token of this model
-    with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
+    with serve(batching, 5) as manager:
         names = [manager.add_request(INPUTS[0], **(form | ENDS)), manager.add_request(INPUTS[1])]
         found = {each.request_id: each for each in (manager.get_result(timeout=30) for _ in names)}
     assert {"slow": "ambiguous", "unwritable": "no token"}[fault] in found[names[0]].error

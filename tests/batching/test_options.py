@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts
+from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts, serve
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.options import (
@@ -231,9 +231,7 @@ def batching() -> TurboQuantBatching:
 
 def ask(batching: TurboQuantBatching, asked: list[tuple[Tokens, dict[str, Any]]], **changes: Any) -> list[Tokens]:
     """Answers of one batch of requests, each with its own options."""
-    with batching.continuous_batching_context_manager(
-        greedy(NEW), continuous_batching_config=options(**changes)
-    ) as manager:
+    with serve(batching, NEW, **changes) as manager:
         names = [manager.add_request(prompt, **fields) for prompt, fields in asked]
         found = outputs_of(manager, len(names))
     return [found[name].generated_tokens for name in names]
@@ -333,7 +331,7 @@ def test_requests_whose_pages_waited_on_the_cpu_keep_their_options(
 def test_forks_have_the_options_of_their_request(batching: TurboQuantBatching, length: int) -> None:
     (prompt,) = prompts([length])
     fields = {"repetition_penalty": 1.7, "frequency_penalty": 0.5}
-    with batching.continuous_batching_context_manager(greedy(NEW), continuous_batching_config=options()) as manager:
+    with serve(batching, NEW) as manager:
         name = manager.add_request(prompt, num_return_sequences=3, **fields)
         single = manager.add_request(prompt)
         found = outputs_of(manager, 4)
@@ -371,9 +369,7 @@ def test_a_stop_string_may_end_in_a_character_of_several_tokens() -> None:
 
 def test_a_cancelled_request_leaves_no_trace_in_its_slot(batching: TurboQuantBatching) -> None:
     first, second = prompts([60, 50])
-    with batching.continuous_batching_context_manager(
-        greedy(NEW), continuous_batching_config=options(max_requests_per_batch=1)
-    ) as manager:
+    with serve(batching, NEW, max_requests_per_batch=1) as manager:
         name = manager.add_request(first, max_new_tokens=500, streaming=True, repetition_penalty=1.7)
         for i, _ in enumerate(manager.request_id_iter(name)):
             if i == 3:
@@ -404,7 +400,7 @@ def test_a_sampled_answer_is_that_of_generate_with_the_same_seed(
     fields = {"do_sample": True, "top_k": 0} | fields
     torch.manual_seed(5)
     expected = alone(model, prompt, fields)
-    with batching.continuous_batching_context_manager(greedy(NEW), continuous_batching_config=options()) as manager:
+    with serve(batching, NEW) as manager:
         torch.manual_seed(5)
         manager.add_request(prompt, **fields)
         found = outputs_of(manager, 1)
@@ -469,7 +465,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(batching: TurboQuantBatchi
 def test_a_request_with_an_option_that_is_not_applied_is_refused_at_once(
     fields: dict[str, Any], words: str, batching: TurboQuantBatching
 ) -> None:
-    with batching.continuous_batching_context_manager(greedy(3), continuous_batching_config=options()) as manager:
+    with serve(batching, 3) as manager:
         with pytest.raises(ValueError, match=words):
             manager.add_request([1, 2, 3], **fields)
         name = manager.add_request([1, 2, 3])

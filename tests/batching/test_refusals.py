@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, T5Config, T5F
 
 import tq_hf
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.batching_cases import Session, greedy, model_of, options, outputs_of, prompts
+from tests.support.batching_cases import Session, greedy, model_of, options, outputs_of, prompts, serve
 from tests.support.tiny_models import build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
 from tq_hf.batching import batch_processor, checks, entry
@@ -101,7 +101,7 @@ def test_encoder_decoders_are_refused() -> None:
 
 def test_a_model_that_is_served_is_not_probed_again(batching: TurboQuantBatching) -> None:
     """A probe switches the attention of the model, which the engine's thread runs."""
-    with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
+    with serve(batching, 2):
         before = checks.probes[batching.model]
         TurboQuantBatching(batching.model, balance=False)
         assert checks.probes[batching.model] is before
@@ -192,7 +192,7 @@ def test_balance_of_another_model_is_refused() -> None:
 def test_an_ordinary_call_of_a_held_model_is_refused(batching: TurboQuantBatching) -> None:
     model, ids = batching.model, torch.tensor(prompts([5]))
     before = model(ids).logits
-    with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
+    with serve(batching, 2):
         with pytest.raises(ValueError, match="serves a continuous batching manager.*Stop the manager"):
             model(ids)
     assert torch.equal(model(ids).logits, before)

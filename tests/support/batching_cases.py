@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,11 @@ def answers(results: dict[str, Any]) -> list[Tokens]:
     for result in results.values():
         assert result.error is None, result.error
     return [result.generated_tokens for result in results.values()]
+
+
+def serve(batching: TurboQuantBatching, new: int, **changes: Any) -> AbstractContextManager[Any]:
+    """A session of answers of `new` tokens. The context gives its manager."""
+    return batching.continuous_batching_context_manager(greedy(new), continuous_batching_config=options(**changes))
 
 
 def outputs_of(manager: TurboQuantBatchingManager, number: int) -> dict[str, Any]:

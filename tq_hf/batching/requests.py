@@ -354,19 +354,16 @@ class AnswerRouter(OutputRouter):
         if left > 0:
             self._open[asked] = left
 
-    def _is_awaited(self, output: GenerationOutput) -> bool:
-        """Whether an output can be delivered: not after its event loop has closed (a server that shuts down)."""
-        handler = self.result_handlers.get(output.request_id)
-        return handler is None or not handler[1].is_closed()
-
     def deliver(self, output: GenerationOutput) -> None:
         self.deliver_batch([output])
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         by_loop: dict[Any, list[GenerationOutput]] = {}  # transformers would call all handlers in the loop of the last
         with self._ids:
-            for output in filter(self._is_awaited, outputs):
-                by_loop.setdefault(self.result_handlers.get(output.request_id, (None, None))[1], []).append(output)
+            for output in outputs:
+                _, loop = self.result_handlers.get(output.request_id, (None, None))
+                if loop is None or not loop.is_closed():  # as that of a server that shuts down
+                    by_loop.setdefault(loop, []).append(output)
             for group in by_loop.values():
                 super().deliver_batch(group)
             for output in outputs:
