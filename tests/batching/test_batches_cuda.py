@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, agreement, greedy, mixed, model_of, options, prompts
+from tests.support.batching_cases import Session, agreement, greedy, mixed, model_of, options, prompts, serve
 from tq_hf import TurboQuantBatching
 
 pytestmark = pytest.mark.cuda
@@ -111,9 +111,7 @@ def test_options_by_request_hold_in_captured_and_compiled_steps() -> None:
     model, (prompt,) = made("llama", torch.float32), prompts([300])
     batching, found = TurboQuantBatching(model), []
     for way in ({"use_cuda_graph": False, "use_async_batching": False}, {}, {"default_compile_level": 1}):
-        with batching.continuous_batching_context_manager(
-            greedy(NEW), continuous_batching_config=options(allow_block_sharing=False, **way)
-        ) as manager:
+        with serve(batching, NEW, allow_block_sharing=False, **way) as manager:
             names = [manager.add_request(prompt, **fields) for fields in BY_REQUEST * 2]
             answers = {}
             for _ in names:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig
+from transformers import LlamaConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
@@ -31,7 +31,9 @@ from tests.support.batching_cases import (
     mixed,
     model_of,
     options,
+    outputs_of,
     prompts,
+    serve,
     take_scratch,
 )
 from tests.support.helpers import slow
@@ -54,7 +56,7 @@ def expected(batching: TurboQuantBatching, prompt: Tokens, new: int) -> Tokens:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_streamed_answers_come_token_by_token(batching: TurboQuantBatching, streaming: bool) -> None:
     (prompt,) = prompts([126])
-    with batching.continuous_batching_context_manager(greedy(4), continuous_batching_config=options()) as manager:
+    with serve(batching, 4) as manager:
         name = manager.add_request(prompt, streaming=streaming)
         chunks = [output.generated_tokens for output in manager.request_id_iter(name)]
     answer = expected(batching, prompt, 4)
@@ -78,7 +80,7 @@ def test_a_result_handler_gets_every_token(batching: TurboQuantBatching) -> None
         assert await done is None
         return counts
 
-    with batching.continuous_batching_context_manager(greedy(3), continuous_batching_config=options()) as manager:
+    with serve(batching, 3) as manager:
         assert asyncio.run(collect()) == [1, 2, 3]
         assert manager.output_router.output_queue.empty()
 
@@ -97,28 +99,6 @@ def test_log_probabilities_are_those_of_the_logits(batching: TurboQuantBatching)
             at = end
     batching.model.set_attn_implementation("sdpa")
     assert result.logprobs == pytest.approx(found, abs=1e-4)
-
-
-def test_processors_take_the_options_of_each_request(batching: TurboQuantBatching) -> None:
-    """With `top_k=1` a request is greedy, whatever the temperature; with many, at a high one, it is not."""
-    (prompt,) = prompts([40])
-    generation = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=5.0, top_k=100, eos_token_id=-1)
-    config = options(per_request_processors=True, seed=1)
-    with batching.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
-        names = [manager.add_request(prompt, top_k=1), manager.add_request(prompt, top_k=100, temperature=9.0)]
-        found = {}
-        while len(found) < 2:
-            result = manager.get_result()
-            found[result.request_id] = result.generated_tokens
-    assert found[names[0]] == expected(batching, prompt, 8) != found[names[1]]
-
-
-def test_an_answer_ends_with_its_token(batching: TurboQuantBatching) -> None:
-    (prompt,) = prompts([50])
-    answer = expected(batching, prompt, 10)
-    generation = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=answer[4])
-    results = batching.generate_batch([prompt], generation, options())
-    assert answers(results) == [answer[: answer.index(answer[4]) + 1]]
 
 
 def test_a_cancelled_request_gives_its_pages_back(batching: TurboQuantBatching) -> None:
@@ -181,7 +161,7 @@ def test_forks_of_a_prompt_of_which_one_token_is_left(batching: TurboQuantBatchi
 
 def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
     (prompt,) = prompts([100])
-    with batching.continuous_batching_context_manager(greedy(40), continuous_batching_config=options()) as manager:
+    with serve(batching, 40) as manager:
         name = manager.add_request(prompt, streaming=True)
         outputs = manager.request_id_iter(name)
         next(outputs)
@@ -228,9 +208,7 @@ def test_a_long_prompt_is_not_starved_by_shorter_ones(
     monkeypatch.setattr(requests, "PATIENCE", 1e-9)  # the order of arrival
     shorter, (long,) = prompts([60] * 45, seed=4), prompts([700])
     changes = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False)
-    with batching.continuous_batching_context_manager(
-        greedy(4), continuous_batching_config=options(scheduler_type=scheduler, **changes)
-    ) as manager:
+    with serve(batching, 4, scheduler_type=scheduler, **changes) as manager:
         with manager.pause():
             for i, prompt in enumerate(shorter[:5]):
                 manager.add_request(prompt, max_new_tokens=5 + 2 * i)
@@ -280,9 +258,7 @@ def test_a_prompt_that_is_partly_read_is_overtaken_if_there_is_room_until_its_ti
     monkeypatch.setattr(requests, "PATIENCE", patience)
     long, short = prompts([600, 100])
     changes = dict(num_blocks=pages, max_batch_tokens=128, allow_block_sharing=False, safety_margin=0.0)
-    with batching.continuous_batching_context_manager(
-        greedy(4), continuous_batching_config=options(scheduler_type="shortest_first", **changes)
-    ) as manager:
+    with serve(batching, 4, scheduler_type="shortest_first", **changes) as manager:
         steps_of(monkeypatch, {2: lambda: manager.add_request(short, "short")})
         manager.add_request(long, "long")
         order = [manager.get_result(timeout=60) for _ in range(2)]
@@ -340,7 +316,7 @@ def test_a_session_begins_when_inputs_are_reset(monkeypatch: pytest.MonkeyPatch)
     assert events == ["reset", "wait"]
     assert manager._create_batch_processor() is manager.batch_processor
     assert events == ["reset", "wait"] * 2
-    manager.batch_processor.fail_step(RuntimeError("a bit fell over"), False)
+    manager.batch_processor.fail_step(RuntimeError("a bit fell over"))
     assert events == ["reset", "wait"] * 3
     manager.destroy()
 
@@ -392,18 +368,13 @@ def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypat
 
 def test_two_requests_of_one_id_are_both_answered(batching: TurboQuantBatching) -> None:
     """transformers keeps requests by id: two of one would share pages, tokens and answer."""
-    with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
+    with serve(batching, 5) as manager:
         ids = [manager.add_request([7] * tokens, "a", max_new_tokens=5) for tokens in (30, 40, 50)]
         assert ids == ["a", "a#2", "a#3"]
-        found = {}
-        while len(found) < 3:
-            result = manager.get_result()
-            assert result is not None and result.error is None
-            found[result.request_id] = result.generated_tokens
-        assert {name: len(tokens) for name, tokens in found.items()} == {"a": 5, "a#2": 5, "a#3": 5}
+        found = outputs_of(manager, 3)
+        assert {name: len(each.generated_tokens) for name, each in found.items()} == {"a": 5, "a#2": 5, "a#3": 5}
         assert manager.add_request([7] * 30, "a", max_new_tokens=5) == "a", "an id that was answered is free again"
-        result = manager.get_result()
-        assert result is not None and result.generated_tokens == found["a"]
+        assert outputs_of(manager, 1)["a"].generated_tokens == found["a"].generated_tokens
 
 
 def test_an_idle_loop_waits_without_looking_again(
@@ -420,7 +391,7 @@ def test_an_idle_loop_waits_without_looking_again(
         return wait(event, timeout)
 
     monkeypatch.setattr(threading.Event, "wait", noted)
-    with batching.continuous_batching_context_manager(greedy(4), continuous_batching_config=options()) as manager:
+    with serve(batching, 4) as manager:
         for _ in range(2):
             manager.add_request([7] * 20)
             assert manager.get_result() is not None

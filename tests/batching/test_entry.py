@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GenerationConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tests.support.batching_cases import Oracle, Session, answers, greedy, model_of, options, prompts
@@ -109,7 +109,10 @@ def test_a_kept_manager_is_used_again_only_if_it_generates_as_asked_for() -> Non
         session.run(inputs, greedy(4))
         first = session.manager
         assert [len(out) for out in session.run(inputs, greedy(6))] == [6, 6]
-        assert session.manager is first
+        unlimited = GenerationConfig(do_sample=False, eos_token_id=-1)
+        again = session.batching.init_continuous_batching(unlimited, session.options)
+        assert again is first and again.generation_config.max_new_tokens is None
+        again.restore_attention()
         twice = greedy(4)
         twice.num_return_sequences = 2
         assert len(session.run(inputs, twice)) == 4

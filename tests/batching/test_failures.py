@@ -10,10 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from tests.support.batching_cases import Oracle, Session, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, Session, greedy, model_of, options, outputs_of, prompts, serve
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching import manager as managers
@@ -58,11 +57,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return Steps(monkeypatch)
 
 
-def results(manager: Any, number: int) -> dict[str, Any]:
-    found = [manager.get_result(timeout=60) for _ in range(number)]
-    return {each.request_id: each for each in found}
-
-
 @pytest.mark.parametrize("fields", [{"stop_strings": "x"}, {"repetition_penalty": 1.3}], ids=["stop", "penalty"])
 def test_a_request_whose_own_check_raises_fails_alone(
     fields: dict[str, Any], batching: TurboQuantBatching, monkeypatch: pytest.MonkeyPatch
@@ -72,10 +66,10 @@ def test_a_request_whose_own_check_raises_fails_alone(
 
     monkeypatch.setattr(History, "load", load)
     first, second = prompts([30, 40])
-    with batching.continuous_batching_context_manager(greedy(8), continuous_batching_config=options()) as manager:
+    with serve(batching, 8) as manager:
         for streaming in (False, True):
             names = manager.add_request(first, streaming=streaming, **fields), manager.add_request(second)
-            found = results(manager, 2)
+            found = outputs_of(manager, 2)
             assert (found[names[0]].error, found[names[0]].status) == ("AssertionError", RequestStatus.FAILED)
             assert found[names[1]].generated_tokens == Oracle(batching.model).generate(second, 8)
         cache = manager.batch_processor.cache
@@ -104,11 +98,11 @@ def test_requests_of_an_engine_that_died_fail_and_later_ones_too(
     manager.add_request(prompt, "unread", num_return_sequences=2)
     steps.go_on.set()
     open_ = answer_ids("computed", 2) + answer_ids("unread", 2)
-    found = results(manager, 4)
+    found = outputs_of(manager, 4)
     assert found.keys() == set(open_) and {each.error for each in found.values()} == {str(error) or "KeyboardInterrupt"}
     assert manager._ended.wait(60) and not manager.is_running() and manager.error in found["unread"].error
     assert manager.add_request(prompt, "late", num_return_sequences=2) == "late"
-    late = results(manager, 2)
+    late = outputs_of(manager, 2)
     assert late.keys() == set(answer_ids("late", 2)) and not manager.output_router._open
     assert all(each.error.startswith("The engine has ended with an error") for each in late.values())
     manager.stop()
@@ -123,7 +117,7 @@ def test_a_request_that_comes_while_the_thread_ends_fails(batching: TurboQuantBa
     put = manager.input_queue.put
     manager.input_queue.put = lambda *args, **more: (manager.stop(), put(*args, **more))  # type: ignore[method-assign]
     manager.add_request([1, 2, 3], "late", num_return_sequences=2)
-    found = results(manager, 2)
+    found = outputs_of(manager, 2)
     assert found.keys() == set(answer_ids("late", 2)) and not manager.output_router._open
     assert all(each.error.startswith("The engine stops") for each in found.values())
 
@@ -138,7 +132,7 @@ def test_a_result_handler_that_raises_drops_its_own_output_only(batching: TurboQ
         def fails(output: Any) -> None:
             raise KeyError(output.request_id)
 
-        with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
+        with serve(batching, 5) as manager:
             with manager.pause():  # so that both are delivered together
                 for name, prompt, handler in (("bad", first, fails), ("good", second, got.put_nowait)):
                     manager.register_result_handler(name, handler)
@@ -186,7 +180,7 @@ def test_an_interrupt_ends_the_engine_after_its_step_with_a_word(
 
     with pytest.raises(KeyboardInterrupt):
         if way == "with":
-            session = batching.continuous_batching_context_manager(greedy(7000), continuous_batching_config=options())
+            session = serve(batching, 7000)
             with session as manager:
                 manager.add_request([1, 2, 3])
                 interrupted(manager)
@@ -261,13 +255,3 @@ def test_pages_are_not_shared_over_an_edit_of_a_few_weights(change: Callable[[An
             first.start()
         assert session.run([prompt], greedy(4)) == [session.oracle.generate(prompt, 4)]
         assert session.manager is not first
-
-
-def test_a_kept_manager_takes_the_number_of_tokens_of_the_next_session() -> None:
-    with Session(model_of()) as session:
-        session.run([[1, 2]], greedy(5))
-        first = session.manager
-        unlimited = GenerationConfig(do_sample=False, eos_token_id=-1)
-        manager = session.batching.init_continuous_batching(unlimited, session.options)
-        assert manager is first and manager.generation_config.max_new_tokens is None
-        manager.restore_attention()

@@ -45,10 +45,11 @@ def test_a_shared_prefix_is_read_from_the_pages_of_another_request(monkeypatch: 
     shared = [first[:260] + tail for tail in tails]
     with Session(model_of()) as session:
         assert session.run([first], greedy(6)) == [session.oracle.generate(first, 6)]
+        assert len(session.cache.allocator.ledger.cached_blocks) == 2 + 1, "blocks and sinks"
         steps = Steps(monkeypatch)
         assert session.run(shared, greedy(6)) == [session.oracle.after_prefix(prompt, 6, 260) for prompt in shared]
         assert all(past >= 260 for _, held, _ in steps.seen for past in held)
-        assert session.pages_in_use() == 0
+        assert session.pages_in_use() == 0 and not session.cache.allocator.prefix_blocks
     with Session(model_of(), allow_block_sharing=False) as session:
         session.run([first], greedy(2))
         assert session.run(shared, greedy(6)) == [session.oracle.generate(prompt, 6) for prompt in shared]

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_options import collected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
-from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts, serve
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import grammars
@@ -122,7 +121,7 @@ def ask(batching: TurboQuantBatching, asked: list[tuple[Tokens, dict[str, Any]]]
     config = greedy(NEW)
     with batching.continuous_batching_context_manager(config, continuous_batching_config=options(**changes)) as manager:
         names = [manager.add_request(prompt, **fields) for prompt, fields in asked]
-        found = collected(manager, names)
+        found = outputs_of(manager, len(names))
     return [found[name].generated_tokens for name in names]
 
 
@@ -173,9 +172,7 @@ def test_several_answers_have_places_of_their_own(
     """Stop strings and log-probabilities are those of requests without a form."""
     fields = FORMS["regex"] | ENDS | {"do_sample": True, "seed": 3, "num_return_sequences": 4, "top_logprobs": 2}
     changes = request.getfixturevalue(way) if way == "asynchronous" else {}
-    with batching.continuous_batching_context_manager(
-        greedy(NEW), continuous_batching_config=options(**changes)
-    ) as manager:
+    with serve(batching, NEW, **changes) as manager:
         name = manager.add_request(INPUTS[0], temperature=3.0, streaming=True, **fields)
         stopped = manager.add_request(INPUTS[1], stop_strings=["-"], **(FORMS["regex"] | ENDS))
         found: dict[str, Any] = {}
@@ -203,7 +200,7 @@ def test_preempted_requests_go_on_in_their_form(way: str, request: pytest.Fixtur
         manager, waited = session.manager, session.recorded_waiting()
         manager.start()
         names = [manager.add_request(prompt[:100], max_new_tokens=60, **form) for prompt in prompts([100] * 6, seed=3)]
-        found = collected(manager, names)
+        found = outputs_of(manager, len(names))
         manager.stop(keep_for_next_session=True)
     assert len(waited) > len(names), "some were preempted"
     for each in found.values():
@@ -303,7 +300,7 @@ def test_a_request_that_cannot_go_on_fails_alone(
         monkeypatch.setattr(grammars, "MASK_SECONDS", -1.0)
     else:
         form = {"structured_outputs": {"regex": "aa\u00e9"}}  # no token of this model
-    with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
+    with serve(batching, 5) as manager:
         names = [manager.add_request(INPUTS[0], **(form | ENDS)), manager.add_request(INPUTS[1])]
         found = {each.request_id: each for each in (manager.get_result(timeout=30) for _ in names)}
     assert {"slow": "ambiguous", "unwritable": "no token"}[fault] in found[names[0]].error

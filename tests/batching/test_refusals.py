@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, T5Config, T5F
 
 import tq_hf
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.batching_cases import Session, greedy, model_of, options, prompts
+from tests.support.batching_cases import Session, greedy, model_of, options, outputs_of, prompts, serve
 from tests.support.tiny_models import build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
 from tq_hf.batching import batch_processor, checks, entry
@@ -101,7 +101,7 @@ def test_encoder_decoders_are_refused() -> None:
 
 def test_a_model_that_is_served_is_not_probed_again(batching: TurboQuantBatching) -> None:
     """A probe switches the attention of the model, which the engine's thread runs."""
-    with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
+    with serve(batching, 2):
         before = checks.probes[batching.model]
         TurboQuantBatching(batching.model, balance=False)
         assert checks.probes[batching.model] is before
@@ -169,11 +169,6 @@ def test_pages_have_the_configuration_of_a_cache() -> None:
     assert TurboQuantBatching(model_of(), "k8v4").config == TurboQuantConfig.from_preset("k8v4")
 
 
-def test_beams_are_refused(batching: TurboQuantBatching) -> None:
-    with pytest.raises(ValueError, match="`num_beams` is 2"):
-        batching.generate_batch(prompts([5]), generation_config=greedy(3, num_beams=2))
-
-
 def test_another_page_size_is_refused_and_the_stock_one_rescaled(batching: TurboQuantBatching) -> None:
     with pytest.raises(ValueError, match="`page_size` is 64"):
         batching.init_continuous_batching(greedy(3), ContinuousBatchingConfig(page_size=64))
@@ -197,7 +192,7 @@ def test_balance_of_another_model_is_refused() -> None:
 def test_an_ordinary_call_of_a_held_model_is_refused(batching: TurboQuantBatching) -> None:
     model, ids = batching.model, torch.tensor(prompts([5]))
     before = model(ids).logits
-    with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
+    with serve(batching, 2):
         with pytest.raises(ValueError, match="serves a continuous batching manager.*Stop the manager"):
             model(ids)
     assert torch.equal(model(ids).logits, before)
@@ -229,23 +224,12 @@ def test_a_request_without_a_limit_that_outgrows_the_pool_fails_and_others_go_on
         session.manager.generation_config.max_new_tokens = None
         session.manager.start()
         first, second = session.manager.add_request(growing), session.manager.add_request(short, max_new_tokens=5)
-        found = finished(session, 2)
+        found = outputs_of(session.manager, 2)
         assert "No requests can be scheduled" in found[first].error
         assert len(found[first].generated_tokens) == 44
         assert [found[second].generated_tokens] == expected
         assert session.pages_in_use() == 0
         session.manager.stop(keep_for_next_session=True)
-
-
-def finished(session: Session, count: int) -> dict[str, Any]:
-    """So many finished requests."""
-    found: dict[str, Any] = {}
-    while len(found) < count:
-        result = session.manager.get_result()
-        assert result is not None
-        if result.is_finished():
-            found[result.request_id] = result
-    return found
 
 
 class Broken:

@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.batching_cases import Oracle, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, greedy, model_of, options, prompts, serve
 from tq_hf import TurboQuantBatching
-
-
-def session_of(batching: TurboQuantBatching, new: int, **changes: Any) -> Any:
-    """A session of answers of `new` tokens."""
-    return batching.continuous_batching_context_manager(
-        generation_config=greedy(new), continuous_batching_config=options(**changes)
-    )
 
 
 @pytest.mark.parametrize("way", [{"block": False}, {"timeout": 0.01}], ids=["at once", "timeout"])
@@ -42,7 +35,7 @@ def test_a_stop_that_does_not_wait_leaves_the_attention_to_the_last_answer(way: 
 def test_a_model_serves_one_manager_at_a_time() -> None:
     model, (prompt,) = model_of(), prompts([300])
     batching = TurboQuantBatching(model)
-    with session_of(batching, 60) as manager:
+    with serve(batching, 60) as manager:
         name = manager.add_request(prompt)
         with pytest.raises(ValueError, match="Another manager serves this model"):
             batching.generate_batch(prompts([5]), greedy(1), options())
@@ -74,7 +67,7 @@ def test_a_manager_that_is_refused_leaves_the_one_that_serves() -> None:
 def test_answers_that_begin_in_a_pause_share_no_pages_of_earlier_weights() -> None:
     """The prompt was read in parts before and after the pause, and forked after it. The fork completes a block."""
     model, (prompt,) = model_of(), prompts([250])
-    session = session_of(TurboQuantBatching(model, balance=False), 20, max_batch_tokens=64)
+    session = serve(TurboQuantBatching(model, balance=False), 20, max_batch_tokens=64)
     reads, paused = threading.Event(), threading.Event()
 
     def wait(module: Any, args: Any, inputs: dict[str, Any]) -> None:
@@ -105,7 +98,7 @@ def test_prefixes_of_earlier_weights_are_not_shared() -> None:
         name = manager.add_request(prompt)
         return manager.get_result(name, timeout=60).generated_tokens
 
-    with session_of(batching, 10) as manager:
+    with serve(batching, 10) as manager:
         ask(manager, prompt)
         with manager.pause():
             pass
@@ -124,7 +117,7 @@ def test_prefixes_of_earlier_weights_are_not_shared() -> None:
 def test_ids_of_requests_are_texts_and_not_those_of_further_answers() -> None:
     first, second = prompts([300, 200])
     batching = TurboQuantBatching(model_of())
-    with session_of(batching, 20) as manager:
+    with serve(batching, 20) as manager:
         with pytest.raises(ValueError, match="`request_id` is 7; it must be a text"):
             manager.add_request(first, 7)
         names = manager.add_request(first, "a", num_return_sequences=2), manager.add_request(second, "a__child#0")
@@ -145,7 +138,7 @@ def test_penalties_do_not_count_tokens_of_other_requests(penalty: dict[str, floa
     given = dict(zip("axcb", prompts([20, 20, 20, 1500]), strict=True))
 
     def answer_beside(lengths: dict[str, int]) -> list[int]:
-        with session_of(batching, 60, max_batch_tokens=64, allow_block_sharing=False) as manager:
+        with serve(batching, 60, max_batch_tokens=64, allow_block_sharing=False) as manager:
             for name, new in lengths.items():
                 manager.add_request(given[name], name, max_new_tokens=new, **({} if name == "b" else penalty))
             results = [manager.get_result(timeout=60) for _ in lengths]

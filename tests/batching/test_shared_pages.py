@@ -35,16 +35,6 @@ def test_a_long_answer_packs_its_own_blocks_as_generate_does(model: PreTrainedMo
         assert session.run([prompt], greedy(700)) == [session.oracle.generate(prompt, 700)]
 
 
-def test_a_shared_prefix_comes_with_its_sinks(model: PreTrainedModel) -> None:
-    first, *tails = prompts([300, 1, 60, 110])
-    shared = [first[:PREFIX] + tail for tail in tails]
-    with Session(model) as session:
-        session.run([first], greedy(6))
-        assert len(session.cache.allocator.ledger.cached_blocks) == 2 + 1
-        assert session.run(shared, greedy(6)) == [session.oracle.after_prefix(prompt, 6, PREFIX) for prompt in shared]
-        assert session.pages_in_use() == 0 and not session.cache.allocator.prefix_blocks
-
-
 def test_a_block_is_known_by_all_tokens_before_it(model: PreTrainedModel) -> None:
     """Other sinks, or another token in the block before: nothing of the prompt is shared."""
     (first,) = prompts([400])

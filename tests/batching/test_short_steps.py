@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from tests.support.batching_cases import Log, Oracle, Session, answers, greedy, model_of, options, prompts
+from tests.support.batching_cases import Log, Oracle, Session, answers, greedy, model_of, options, prompts, serve
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import requests
 from tq_hf.batching.processors import answer_ids
@@ -28,8 +28,7 @@ def batching() -> TurboQuantBatching:
 
 def served(batching: TurboQuantBatching, new: int, **changes: Any) -> Any:
     """A session of requests that may come at any time."""
-    config = options(**(dict(max_batch_tokens=None, allow_block_sharing=False) | changes))
-    return batching.continuous_batching_context_manager(greedy(new), continuous_batching_config=config)
+    return serve(batching, new, **(dict(max_batch_tokens=None, allow_block_sharing=False) | changes))
 
 
 @pytest.mark.parametrize("scheduler", ["fifo", "shortest_first"])

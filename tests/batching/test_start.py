@@ -17,7 +17,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 from transformers.generation.continuous_batching import model_runner
 
-from tests.support.batching_cases import Oracle, Session, agreement, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, Session, agreement, greedy, model_of, options, outputs_of, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import runner
 from tq_hf.batching.manager import TurboQuantBatchingManager
@@ -74,12 +74,8 @@ def started(
 
 def ask(manager: Any, inputs: list[list[int]]) -> list[list[int]]:
     names = [manager.add_request(prompt) for prompt in inputs]
-    found = {}
-    while len(found) < len(names):
-        result = manager.get_result(timeout=60)
-        assert result.error is None
-        found[result.request_id] = result.generated_tokens
-    return [found[name] for name in names]
+    found = outputs_of(manager, len(names))
+    return [found[name].generated_tokens for name in names]
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -453,18 +449,15 @@ def test_a_request_does_not_wait_for_kernels_of_other_steps(events: Events, monk
         assert found == Oracle(manager.model).generate(prompt, NEW)
 
 
-def test_turns_are_short_until_the_last_thread_that_compiles_ends() -> None:
-    usual, turns = sys.getswitchinterval(), runner.ShortTurns()
-    with turns:
-        with turns:
-            assert sys.getswitchinterval() == pytest.approx(runner.SHORT_TURN, abs=3e-6)
-        assert sys.getswitchinterval() == pytest.approx(runner.SHORT_TURN, abs=3e-6)
-    assert sys.getswitchinterval() == usual
-    sys.setswitchinterval(runner.SHORT_TURN / 2)
+@pytest.mark.parametrize("factor", [50, 0.5])
+def test_turns_are_short_while_a_thread_compiles_and_as_before_then(factor: float) -> None:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(factor * runner.SHORT_TURN)
     try:
-        with turns, pytest.raises(RuntimeError), turns:
+        with pytest.raises(RuntimeError), runner.short_turns():
+            assert sys.getswitchinterval() == pytest.approx(min(factor, 1) * runner.SHORT_TURN, abs=3e-6)
             raise RuntimeError
-        assert sys.getswitchinterval() == pytest.approx(runner.SHORT_TURN / 2, abs=3e-6), "longer than before"
+        assert sys.getswitchinterval() == pytest.approx(factor * runner.SHORT_TURN, abs=3e-6)
     finally:
         sys.setswitchinterval(usual)
 

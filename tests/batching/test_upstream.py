@@ -114,7 +114,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "__init__": ("a9d4b9ef2f00", "relied upon: compiles the step that batching/runner.py compiles again"),
         "_capture_graph": ("cb51ab2309b2", "wrapped: batching/runner.py"),
         "compute_batch": ("7d4ae3f3ba63", "wrapped: batching/runner.py"),
-        "run_one_warmup": ("8dc178e45660 10d2388427eb", "wrapped: batching/runner.py"),
+        "run_one_warmup": ("8dc178e45660 10d2388427eb", "relied upon: batching/runner.py"),
         "_forward_process_and_sample": ("e326cff07072", "copied: batching/runner.py"),
         "_get_forward_fn": ("abc0848e4c59", "wrapped: batching/runner.py"),
         "_sample": ("e366edcd1b7c", "relied upon: BatchOptions.choose writes the same rows"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,21 @@ def answers(results: dict[str, Any]) -> list[Tokens]:
     for result in results.values():
         assert result.error is None, result.error
     return [result.generated_tokens for result in results.values()]
+
+
+def serve(batching: TurboQuantBatching, new: int, **changes: Any) -> AbstractContextManager[Any]:
+    """A session of answers of `new` tokens. The context gives its manager."""
+    return batching.continuous_batching_context_manager(greedy(new), continuous_batching_config=options(**changes))
+
+
+def outputs_of(manager: TurboQuantBatchingManager, number: int) -> dict[str, Any]:
+    """Last outputs of a number of answers, by their ids."""
+    found: dict[str, Any] = {}
+    while len(found) < number:
+        output = manager.get_result(timeout=60)
+        assert output is not None
+        found |= {output.request_id: output} if output.is_finished() else {}
+    return found
 
 
 def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:

@@ -129,7 +129,7 @@ def answers_on_latents(folder: Path, name: str) -> dict[str, Any]:
         rows.clear()
         with Session(model, overrides=OPTIONS) as session:
             tokens = session.run(prompts(REQUESTS), greedy(NEW_TOKENS))
-            heads, expanded = session.cache.allocator.num_key_value_heads, session.cache.memory.expanded_bytes
+            heads, expanded = session.cache.allocator.num_key_value_heads, session.cache.memory.token_bytes
         return {"tokens": tokens, "rows": list(rows), "heads": heads, "expanded": expanded}
 
     with pytest.MonkeyPatch.context() as patch:

@@ -125,6 +125,11 @@ class _PoolAllocator(FullAttentionCacheAllocator):
     shape: TableShape
     """Columns of a block table."""
 
+    def _set_block(self, size: int, tokens: int) -> None:
+        """Set the bytes and tokens of a page in all layers. transformers takes a block to be a page of one layer."""
+        self.bytes_per_block = self.bytes_per_page = size
+        self.tokens_per_block, self.pages_per_block = tokens, 1
+
     def pages_of(self, length: int) -> int:
         """Number of pages that a request of `length` tokens has."""
         return self._compute_blocks_needed(0, length, 0)
@@ -192,11 +197,9 @@ class TurboQuantAllocator(_PoolAllocator):
         """Bytes of the rows of one block in a layer that is not compressed."""
         # Kernels measure the distance between pages in packed blocks.
         unit = self.layout.block_bytes
-        rows = -(-self.row_bytes // unit) * unit
-        self.layer_bytes = [rows if layer in self.dense else self.bytes_per_page for layer in self.layer_indices]
-        # transformers takes a block to be a page of one layer.
-        self.bytes_per_block = self.bytes_per_page = sum(self.layer_bytes)
-        self.pages_per_block, self.tokens_per_block = 1, self.tokens_per_page
+        rows, packed = -(-self.row_bytes // unit) * unit, self.num_key_value_heads * unit
+        self.layer_bytes = [rows if layer in self.dense else packed for layer in self.layer_indices]
+        self._set_block(sum(self.layer_bytes), BLOCK_TOKENS)
         self.shape = TableShape.of(tq_config, self.layout, self.cache_dtype)
         self.prefix_blocks: dict[str, int] = {}
         """Number of shared blocks that a request began with, by request id."""
@@ -207,12 +210,6 @@ class TurboQuantAllocator(_PoolAllocator):
         self._sinks_of_match: list[int] = []
         self.pages: dict[int, LayerPages] = {}
         """Views of the pool by layer."""
-
-    def get_bytes_per_page(  # type: ignore[override]
-        self, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int
-    ) -> int:
-        """Bytes of one packed block in all heads of a layer."""
-        return num_key_value_heads * self.layout.block_bytes
 
     def register_cache_tensor(self, *arguments: Any) -> None:
         """View the bytes of the cache as packed pages of each layer."""
@@ -339,8 +336,12 @@ class TurboQuantAllocator(_PoolAllocator):
         if identical is not None:
             self.ledger.acquire(identical)
             table[place] = identical
-            if self.ledger.release(page):
-                self.pool.free_blocks(self.index, [page])
+            self.release(page)
+
+    def release(self, page: int) -> None:
+        """Let go of a page, which is free if no other request has it."""
+        if self.ledger.release(page):
+            self.pool.free_blocks(self.index, [page])
 
     def _table(self, request_id: str, length: int) -> list[int]:
         """Block table of a request of `length` tokens."""
@@ -358,10 +359,8 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         heads, dtype = options["num_key_value_heads"], options["cache_dtype"]
         super().__init__(page_size=1, **options)
         row = self.get_bytes_per_page(heads, self.head_dim, dtype, 1) * len(self.layer_indices)
-        self.bytes_per_block, self.tokens_per_page = window_page(unit, row, self.sliding_window)
-        # transformers takes a block to be a page of one layer. Some bytes of a page may be unused.
-        self.bytes_per_page, self.pages_per_block = self.bytes_per_block, 1
-        self.tokens_per_block = self.tokens_per_page
+        size, self.tokens_per_page = window_page(unit, row, self.sliding_window)  # some bytes may be unused
+        self._set_block(size, self.tokens_per_page)
         self.shape = TableShape(0, 0, self.pages_of(self.sliding_window), self.tokens_per_page, has_blocks=False)
         self.windows: dict[int, LayerWindows] = {}
         """Views of the pool by layer."""
@@ -385,8 +384,7 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
 
 class StateAllocator(_PoolAllocator):
     """Allocator of the states of all linear layers: one page per request, from its first token to its last, as large as
-    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size` and
-    `layer_indices`.
+    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size`.
 
     Page 0 is zero and never written. New requests read their states from it.
     """
@@ -395,16 +393,14 @@ class StateAllocator(_PoolAllocator):
 
     def __init__(self, unit: int, sizes: StateSizes, **options: Any) -> None:
         shapes = sizes.shapes
-        super().__init__(page_size=1, layer_indices=sorted(shapes), **options)
+        super().__init__(page_size=1, **(options | {"layer_indices": sorted(shapes)}))
         self.shapes, size = shapes, 0
         self._places: dict[tuple[int, StateName], slice] = {}
         for layer, states in shapes.items():
             for name, (shape, dtype) in states.items():
                 self._places[layer, name] = slice(size, size + shape.numel() * dtype.itemsize)
                 size += -(-shape.numel() * dtype.itemsize // 128) * 128
-        # transformers takes a block to be a page of one layer.
-        self.bytes_per_block = self.bytes_per_page = -(-size // unit) * unit
-        self.pages_per_block = self.tokens_per_block = 1
+        self._set_block(-(-size // unit) * unit, 1)
         self.shape = TableShape(0, 0, 1, 1, has_blocks=False)
         self.states: dict[int, dict[StateName, torch.Tensor]] = {}
         """Views `[pages, ...]` of the pool by layer and name."""

@@ -30,12 +30,15 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """
 
     cache: TurboQuantPagedCache
+    model_runner: TurboQuantModelRunner
+    computing = False
+    """Whether a step runs."""
 
     def __init__(self, *args: Any, model: Any, graphs_are_requested: bool, streams: Any, **kwargs: Any) -> None:
         prefixes = kwargs.pop("prefixes")
         super().__init__(*args, **kwargs)
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
-        cast(TurboQuantModelRunner, self.model_runner).take_over(model, graphs_are_requested)
+        self.model_runner.take_over(model, graphs_are_requested)
         if self.cache.states is not None:
             self.offloading_manager = StateOffloading.like(self.offloading_manager)
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
@@ -52,11 +55,10 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         """Capture a graph or begin to compile if there is no request. Returns whether there may be more to do."""
         if self.cache.prefixes is not None and self.cache.prefixes.pump():
             return True
-        runner: Any = self.model_runner
-        if not runner.ahead or self.has_pending_requests():
+        if not self.model_runner.ahead or self.has_pending_requests():
             return False
         self._wait_for_device()  # asynchronous batches end with a step for requests that have ended
-        return runner.work_ahead(model)
+        return self.model_runner.work_ahead(model)
 
     def _wait_for_device(self) -> None:
         """Wait for the current stream, which resets inputs and zeroes the pool.
@@ -69,8 +71,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     @property
     def _inputs(self) -> ContinuousBatchingIOs:
         """Input buffers of the next step."""
-        io = self.inputs_and_outputs
-        return io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
+        return self.model_runner.buffers()[0]
 
     # A request to be forked with one token left is first scheduled in a step without tokens. transformers would keep
     # the indices of the previous step there, and call the model with no tokens.
@@ -83,14 +84,16 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         return super().prepare_next_batch()
 
     def _generation_step(self, model: torch.nn.Module) -> None:
+        self.computing = True
         if self._inputs.num_q_tokens:
             super()._generation_step(model)
         else:
             self.inputs_and_outputs.retrieve_device_outputs()
+        self.computing = False
 
     def update_batch(self) -> None:
         """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
-        runner: Any = self.model_runner
+        runner = self.model_runner
         for future in self._inputs.requests_in_batch:
             # transformers forgets the blocks of an answer that ends, and of a part whose next one is scheduled.
             if future.state.status not in (RequestStatus.FINISHED, RequestStatus.PENDING):
@@ -136,15 +139,15 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
             logger.error(f"Request {state.request_id} is refused: {error}")
         super()._handle_request_error(error, state)
 
-    def fail_step(self, error: Exception, in_step: bool) -> None:
-        """Fail the requests of a step that raised `error`, and reset its inputs. `in_step`: whether the step ran then.
+    def fail_step(self, error: Exception) -> None:
+        """Fail the requests of a step that raised `error`, and reset its inputs.
 
         All active requests fail if the error came from outside of the step, or if another step is running; and if there
         are none, those that wait.
         """
         scheduler, io = cast(Any, self.scheduler), self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
-        if in_step and isinstance(io, ContinuousBatchingIOs):
+        if self.computing and isinstance(io, ContinuousBatchingIOs):
             failed = {name: state for name, state in failed.items() if name in self.computed}
         elif not failed:  # the error came while waiting requests were scheduled, and would come again
             failed = scheduler.drop_waiting()
@@ -166,6 +169,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         """Reset the inputs of a step without a result, and do not fork the requests `names` of that step."""
         scheduler = self.scheduler
         scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in names]
-        scheduler.block_new_requests = False
+        scheduler.block_new_requests = self.computing = False
         self.inputs_and_outputs.reset()
         self._wait_for_device()

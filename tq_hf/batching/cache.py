@@ -34,7 +34,6 @@ from .allocators import (
     SECOND,
     LayerSpec,
     StateAllocator,
-    StateSizes,
     TurboQuantAllocator,
     WindowAllocator,
     packed_layout,
@@ -42,7 +41,7 @@ from .allocators import (
     paged_layers,
 )
 from .geometry import StateStep, sequences_of, states_of
-from .options import INSTEAD, check_positions
+from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
 
@@ -56,9 +55,8 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # heads of the attention output
         self.scratch_bytes = 0
         """Bytes of scratch, whatever number of tokens a step has."""
-        self.expanded_bytes = 0
-        """Bytes of queries, and of keys and values expanded from latents, of a new token."""
-        self.state_sizes = StateSizes({})
+        self.token_bytes = self.request_bytes = 0
+        """Bytes that linear layers and expanded latents add, per new token and per request of a step."""
         self.state_sectors = 0
         """Number of sectors for states, in addition to the `num_blocks` of the user."""
 
@@ -90,12 +88,12 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
     @property
     def bytes_per_batch_token(self) -> int:
         """Bytes of a new token outside of its page. Linear layers are added: theirs may be the largest activations."""
-        return super().bytes_per_batch_token + self.state_sizes.token_bytes + self.expanded_bytes
+        return super().bytes_per_batch_token + self.token_bytes
 
     @property
     def bytes_per_cache_sector(self) -> int:
         """Bytes of a sector, and of the step of a request that has its states there."""
-        return super().bytes_per_cache_sector + self.state_sizes.request_bytes
+        return super().bytes_per_cache_sector + self.request_bytes
 
     @property
     def bytes_per_cache_token(self) -> int:
@@ -109,14 +107,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
     Full-attention and sliding layers may differ in the width and the number of their heads.
 
     Args:
-        tq_config: Encoding of blocks.
-        channel_scales: Channel scales `[1, Hkv, D]` by layer.
-        config: Config of the text decoder.
-        continuous_batching_config: Options of the engine, with a `page_size` of 128.
-        requests: Lengths and number of all requests, if known. They limit the number of pages.
-        probe: A `tq_hf.batching.checks.StepProbe` of the model.
+        tq_config, channel_scales: Encoding of blocks, and channel scales `[1, Hkv, D]` by layer.
+        config, continuous_batching_config, distributed_helper, model_supports_logits_to_keep: Arguments of
+            transformers' cache. `page_size` is 128.
         like: A tensor with the dtype and the device of the model.
-        distributed_helper, model_supports_logits_to_keep: Arguments of transformers' cache.
+        probe: A `tq_hf.batching.checks.StepProbe` of the model.
+        requests: Lengths and number of all requests, if known. They limit the number of pages.
     """
 
     # Copied from transformers, because the original names its classes. Differs in allocator, block size and memory
@@ -142,8 +138,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.owners = page_owners(config)
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
-        self._make_allocators(tq_config, channel_scales, probe.specs, probe.linear.sizes)
-        reserved = self._make_memory(continuous_batching_config, probe.specs, model_supports_logits_to_keep, requests)
+        self._make_allocators(tq_config, channel_scales, probe)
+        reserved = self._make_memory(continuous_batching_config, probe, model_supports_logits_to_keep, requests)
         self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
         if self.num_sectors < (least := self._sectors_of(1)):
             raise ValueError(
@@ -177,13 +173,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Function called before each layer of a step. An exception of it fails the step."""
 
     def _make_allocators(
-        self,
-        tq_config: TurboQuantConfig,
-        channel_scales: dict[int, ChannelScales],
-        specs: dict[int, LayerSpec],
-        state_sizes: StateSizes,
+        self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], probe: Any
     ) -> None:
         """Make the allocator of full-attention layers, and that of sliding or linear layers if there are any."""
+        specs: dict[int, LayerSpec] = probe.specs
         kinds: dict[str, dict[str, Any]] = {}
         for kind, layers in paged_layers(self.config).items():
             of_layer = layer_config(self.config, layers[0])
@@ -210,12 +203,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             if self.max_blocks_per_request:
                 self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
         self.states: StateAllocator | None = None
-        self.state_sizes = state_sizes
-        if state_sizes.shapes:
-            of_full = {name: full[name] for name in ("num_key_value_heads", "cache_dtype", "config")}
-            self.states = StateAllocator(
-                self.bytes_per_sector, state_sizes, index=1, allow_block_sharing=False, **of_full
-            )
+        if probe.linear.sizes.shapes:
+            self.states = StateAllocator(self.bytes_per_sector, probe.linear.sizes, index=1, **full)
             self.cache_allocators[SECOND] = self.states
             self.bytes_per_sector = self.states.bytes_per_block
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
@@ -224,13 +213,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def _make_memory(
         self,
         options: ContinuousBatchingConfig,
-        specs: dict[int, LayerSpec],
+        probe: Any,
         model_supports_logits_to_keep: bool,
         requests: WorkloadHints | None,
     ) -> int:
         """Make the calculation of what fits into memory. Returns the bytes of scratch of the largest step."""
         allocator = self.allocator
-        of_full, query_heads = self.kind_configs[FULL_ATTENTION], specs[allocator.layer_indices[0]].query_heads
+        of_full, query_heads = self.kind_configs[FULL_ATTENTION], probe.specs[allocator.layer_indices[0]].query_heads
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
         self.memory = TurboQuantMemory(
             # Take the config of the widest heads: their activations are the largest.
@@ -250,25 +239,23 @@ class TurboQuantPagedCache(PagedAttentionCache):
         recipe: Any = (allocator.tq_config, allocator.layout, like)
         pages: Any = ((query_heads, allocator.num_key_value_heads), *recipe)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
-        if self.holds_latents:
-            reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
-        else:
-            reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
         blocks = options.num_blocks
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
         lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
         longest = min(filter(None, lengths), default=0)
+        _, self.memory.token_bytes, self.memory.request_bytes = probe.linear.sizes
         if self.holds_latents:
+            reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
             states = like.new_empty(0, allocator.layout.key_dim), like.new_empty(0, allocator.layout.value_dim)
             # A graph's scratch is its own.
             self.memory.scratch_bytes = latent_pages.scratch_bytes(longest, states) + 2 * reserved
             # Queries, keys (and their parts) and values of all heads.
             widths = 3 * (of_full.qk_nope_head_dim + of_full.qk_rope_head_dim) + 2 * of_full.v_head_dim
-            self.memory.expanded_bytes = self.dtype.itemsize * query_heads * widths
+            self.memory.token_bytes += self.dtype.itemsize * query_heads * widths
         else:
+            reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
             fixed = decode_scratch_bytes(most, *pages) + prompt_buffer_bytes(longest, *pages)
             self.memory.scratch_bytes = fixed + reserved
-        self.memory.state_sizes = self.state_sizes
         if self.states is not None and blocks is not None:
             self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))
         if self.windows is not None:
@@ -303,11 +290,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Maximum number of tokens of a request that uses the whole pool."""
         return bisect_right(range(self.max_tokens_read + BLOCK_TOKENS), self.num_sectors, key=self._sectors_of) - 1
 
-    def check_room(self, state: RequestState) -> None:
-        """Raise `ValueError` if a request has no tokens, or is longer than the model's positions or the pool."""
+    def check_room(self, state: RequestState) -> int | None:
+        """Maximum number of new tokens of a request, if limited. Raise `ValueError` if the request has no tokens, or is
+        longer than the model's positions or the pool."""
         if not state.initial_tokens:
             raise ValueError("A request of no tokens has no answer. Pass at least one token (`bos_token_id`).")
-        check_positions(len(state.initial_tokens), self.config)
+        limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.config)
         new = state.max_new_tokens or 0
         # The last token is returned but not stored.
         if len(state.initial_tokens) + max(0, new - 1) > self.max_request_tokens:
@@ -316,6 +304,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 f"cache, which has room for {self.max_request_tokens:,}. Ask for fewer, or make the cache larger "
                 "(`num_blocks`, `max_memory_percent` of the ContinuousBatchingConfig)."
             )
+        return limit
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Share the blocks of other requests that match the prompt. Returns the number of their tokens."""

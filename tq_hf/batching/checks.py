@@ -33,7 +33,6 @@ from .requests import one_line
 logger = logging.get_logger(__name__)
 
 GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
-DEFAULT_PAGE_SIZE = ContinuousBatchingConfig.page_size
 TOKENS = 8
 """Number of tokens of a probe."""
 probing = threading.Lock()
@@ -249,7 +248,7 @@ def engine_options(
             f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and {what} read lengths on the host, so they cannot be "
             f"captured in graphs. Leave it out{instead}."
         )
-    if requested.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
+    if requested.page_size not in (BLOCK_TOKENS, ContinuousBatchingConfig.page_size):
         raise ValueError(
             f"`page_size` is {requested.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -27,20 +27,6 @@ logger = logging.get_logger(__name__)
 
 CACHED_MANAGER = "_cached_continuous_batching_manager"
 """Attribute of a model under which transformers keeps a manager for the next session."""
-
-
-@contextmanager
-def objects_passed_over() -> Iterator[None]:
-    """Context in which garbage collection passes over the objects that there are: transformers collects at the end of a
-    session, and to look at all objects takes longer than an answer of few tokens."""
-    frozen = gc.get_freeze_count()
-    if not frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
 
 
 class TurboQuantBatching(ContinuousMixin):
@@ -118,10 +104,6 @@ class TurboQuantBatching(ContinuousMixin):
             self._balance = Balance.of(self.model)
         return self._balance
 
-    def _with_defaults(self, config: GenerationConfig | None) -> GenerationConfig:
-        """Copy a generation config, with unset fields from the model's, as `generate()` does."""
-        return with_defaults(self.generation_config if config is None else config, self.generation_config)
-
     def generate_batch(
         self, inputs: list[list[int]], generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
@@ -148,14 +130,19 @@ class TurboQuantBatching(ContinuousMixin):
                 f"`generate_batch` takes no {', '.join(unknown)}. Say how to decode in `generation_config`: greedily, "
                 "or by sampling."
             )
-        generation_config = self._with_defaults(generation_config)
+        generation_config = with_defaults(generation_config, self.generation_config)
         if (limit := kwargs.pop("max_new_tokens", None)) is not None:
             generation_config.max_new_tokens = limit
         # transformers logs what a request is refused for, and returns no answers.
         vocabulary = self.model.config.get_text_config().vocab_size
         inputs = [prompt_ids(prompt, vocabulary) for prompt in inputs]
         options_of(generation_config, prompt=max(map(len, inputs), default=0), vocabulary=vocabulary)
-        with objects_passed_over():
+        with ExitStack() as at_end:
+            # transformers collects garbage at the end of a session. To look at all objects that there are before takes
+            # longer than an answer of few tokens.
+            if not gc.get_freeze_count():
+                gc.freeze()
+                at_end.callback(gc.unfreeze)
             outputs = super().generate_batch(inputs, generation_config, *args, **kwargs)
         reasons: dict[str, list[str]] = {}
         for name, output in outputs.items():
@@ -194,15 +181,13 @@ class TurboQuantBatching(ContinuousMixin):
         ):
             if not isinstance(value, kind | None):
                 raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
-        generation_config = self._with_defaults(generation_config)
+        generation_config = with_defaults(generation_config, self.generation_config)
         check_refused(vars(generation_config))
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
-            same = manager.config == self.config and manager.prefix_cache is self.prefix_cache
-            same = same and manager.generates_as(generation_config)
-            if same and manager.holds(workload_hints) and manager.model_is_unchanged():
+            if manager.suits((self.config, self.prefix_cache), generation_config, workload_hints):
                 if manager.batch_processor is None:
                     check_model(self.model, self.config)  # an adapter may have come while the manager slept
                 manager.generation_config = generation_config  # with another `max_new_tokens`

@@ -96,7 +96,8 @@ def sequences_of(
             ring, after = listed(cu_seqlens_q.diff()[:, None], shape)
             read, start = write, cu_seqlens_q[:-1, None]
         place = start + torch.where(in_ring, column, ring + entry)
-        table = _picked(read, place, torch.where(in_ring, column < ring, entry < after))
+        has_entry = torch.where(in_ring, column < ring, entry < after)
+        table = torch.where(has_entry, read[place.clamp(0, len(read) - 1)], -1).int()
     if not shape.has_blocks:
         return Sequences(cu_seqlens_q, cu_seqlens_k, table[:, : shape.ring_pages], None, max_q)
     past = cu_seqlens_k.diff() - cu_seqlens_q.diff()
@@ -135,8 +136,3 @@ def states_of(kwargs: dict[str, Any], shape: TableShape, index: int, trash: int)
             rows.append((torch.tensor(requests, device=pages.device), places))
     is_new = sequences.cu_seqlens_k.diff() == cu_seqlens_q.diff()
     return StateStep(torch.where(is_new, 0, pages), pages, rows)
-
-
-def _picked(numbers: torch.Tensor, place: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
-    """Return `numbers[place]` where `listed`, else -1."""
-    return torch.where(listed, numbers[place.clamp(0, len(numbers) - 1)], -1).int()

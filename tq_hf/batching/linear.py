@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
@@ -26,14 +26,6 @@ from .attention import LAYER, pages_of_step, running
 from .cache import TurboQuantPagedCache
 
 States = dict[StateName, torch.Tensor]
-
-
-class LinearModule(NamedTuple):
-    """A linear module of a model, with the index of its layer, and the name of the cache among its parameters."""
-
-    layer: int
-    module: Any
-    parameter: str
 
 
 class RequestStates:
@@ -101,8 +93,9 @@ class LinearLayers:
         for module in model.get_decoder().modules() if layers else ():
             layer, parameters = getattr(module, "layer_idx", None), signature(type(module).forward).parameters
             if layer in layers and (name := next(iter({"cache", "cache_params"} & parameters.keys()), None)):
-                found[layer] = LinearModule(layer, module, name)  # the innermost module comes last
-        self.modules = [found[layer] for layer in sorted(found)]
+                found[layer] = layer, module, name  # the innermost module comes last
+        self.modules: list[tuple[int, Any, str]] = [found[layer] for layer in sorted(found)]
+        """Index of a layer, its module, and the name of the cache among the module's parameters."""
         self.like = torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
         self.sizes = StateSizes({})
         """Filled by a probe."""
@@ -112,16 +105,16 @@ class LinearLayers:
     def switch(self) -> None:
         """Replace `forward` of each module."""
         if self._own is None:
-            self._own = [vars(each.module).get("forward") for each in self.modules]
-            for each in self.modules:
-                each.module.forward = _forward_of_rows(each, self._zeros(each.layer, 0))
+            self._own = [vars(module).get("forward") for _, module, _ in self.modules]
+            for layer, module, parameter in self.modules:
+                module.forward = _forward_of_rows(layer, module, parameter, self._zeros(layer, 0))
 
     def restore(self) -> None:
         """Undo `switch`."""
-        for each, own in zip(self.modules, self._own or (), strict=False):
-            del each.module.forward
+        for (_, module, _), own in zip(self.modules, self._own or (), strict=False):
+            del module.forward
             if own is not None:
-                each.module.forward = own
+                module.forward = own
         self._own = None
 
     @outside_inference_mode
@@ -143,9 +136,8 @@ class LinearLayers:
         return {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
 
 
-def _forward_of_rows(linear: LinearModule, like: States) -> Callable:
+def _forward_of_rows(layer: int, module: Any, parameter: str, like: States) -> Callable:
     """`forward` of a linear module for the row of a step. `like` has an empty tensor `[0, ...]` per state."""
-    layer, module, parameter = linear
     own = module.forward
 
     def run(hidden_states: torch.Tensor, states: States) -> torch.Tensor:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from copy import copy
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
-from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.initialization import (
+    resolve_compile_configs,
+    update_cb_config_after_cache_creation,
+)
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
@@ -34,8 +39,7 @@ from .grammars import Grammars
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .prefixes import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
-from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, guarded, one_line, scheduler_class
-from .runner import compile_config_of
+from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
 
 logger = logging.get_logger(__name__)
 
@@ -63,10 +67,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
             tables for decode steps are on by default, if the device supports them.
         workload_hints: Lengths and number of requests, if known.
-        config: Encoding of pages (see `tq_hf.batching.checks.pages_config`).
-        balance: Channel scales. Without them, channels are not balanced.
-        tokenizer: Tokenizer of the model, for stop strings.
-        prefix_cache: Folder for pages of prefixes.
+        config, balance, tokenizer, prefix_cache: Attributes of a `TurboQuantBatching`.
 
     Raises:
         ValueError: Packed pages do not support the model, an option or the generation config.
@@ -91,17 +92,17 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     ) -> None:
         check_choice()
         dense, self._probe = check_model(model, config)
-        self._layout = packed_layout(config, model.config.get_text_config(), self._probe.specs)
-        self.model = model
+        decoder = model.config.get_text_config()
+        layout = packed_layout(config, decoder, self._probe.specs)
+        self.model, self.vocabulary = model, decoder.vocab_size
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self.vocabulary = model.config.get_text_config().vocab_size
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
-        options = engine_options(model, self._layout, requested, dense, default.do_sample or default.has_history)
+        options = engine_options(model, layout, requested, dense, default.do_sample or default.has_history)
         self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
         self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
-        self._computing, self._keeps_pages = False, False
+        self._keeps_pages = False
         self._graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
@@ -126,26 +127,25 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.default_options, self.num_return_sequences = default, default.num_return_sequences
         self.output_router = AnswerRouter()
         self.grammars = Grammars(tokenizer, self.vocabulary, self.distributed_helper.tp_size)
-        self._wake_up_loop = WakeUp(self._work_ahead)
-        resolved = self.continuous_batching_config
-        resolved.decode_compile_config = requested.decode_compile_config or compile_config_of(
-            requested.default_compile_level
-        )
+        # The loop waits between its steps, with a processor.
+        self._wake_up_loop = WakeUp(lambda: cast(Any, self._processor).work_ahead(self.model))
+        resolved, cb_config = self.continuous_batching_config, copy(requested)
+        resolve_compile_configs(cb_config, None, is_flash_attn=True, decode_fast_path_available=True)
+        resolved.decode_compile_config = cb_config.decode_compile_config
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
-            resolved.max_blocks_per_request = self._table_width(workload_hints)
+            # Size tables for the longest request, by the hints and the model's limit.
+            longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
+            longest = min(longest, (hints.max_prompt_length + hints.max_generated_length) or longest)
+            resolved.max_blocks_per_request = TableShape.of(config, layout, model.dtype).width(longest)
 
-    def generates_as(self, generation_config: GenerationConfig) -> bool:
-        """Whether this manager has the same generation config. `max_new_tokens` is set per request and may differ."""
-        own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, generation_config))
-        return own == other
-
-    def holds(self, hints: WorkloadHints | None) -> bool:
-        """Whether the pool is large enough for the lengths and the number of requests in `hints`."""
-        if self.requests is None:
-            return True
-        own, other = vars(self.requests), vars(hints or WorkloadHints())
-        return all(0 < number <= own[name] for name, number in other.items())
+    def suits(self, options: tuple[Any, ...], config: GenerationConfig, hints: WorkloadHints | None) -> bool:
+        """Whether the manager has the same encoding and folder of prefixes (`options`) and generation config, the model
+        is unchanged, and the pool has room for `hints`. `max_new_tokens` is set per request and may differ."""
+        own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, config))
+        same, asked = ((self.config, self.prefix_cache), own) == (options, other), vars(hints or WorkloadHints())
+        fits = self.requests is None or all(0 < x <= getattr(self.requests, name) for name, x in asked.items())
+        return same and fits and self.model_is_unchanged()
 
     def _identity(self) -> tuple[Any, ...]:
         """State of the model that pages and graphs depend on. A fingerprint samples weights: edits are counted."""
@@ -160,14 +160,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 return False
             self._last_model = None  # check once per session
         return True
-
-    def _table_width(self, hints: WorkloadHints | None) -> int:
-        """Number of columns of a block table for the longest request, by the hints and the model's limit."""
-        decoder = self.model.config.get_text_config()
-        longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
-        hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
-        longest = min(longest, hinted or longest)
-        return TableShape.of(self.config, self._layout, self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the model's attention to `turboquant_paged`, and join projections."""
@@ -298,9 +290,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._fail_all_remaining_requests(self._refusal(), None)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Register a function that the running event loop calls with the outputs of an answer. An exception of it drops
-        its own output only."""
-        super().register_result_handler(request_id, guarded(request_id, callback))
+        """Register a function that the running event loop calls with the outputs of an answer. An exception of it is
+        handed to that loop, and drops its own output only."""
+        loop = asyncio.get_running_loop()
+
+        def guarded(output: Any) -> None:
+            try:
+                callback(output)
+            except Exception as error:
+                message = f"The result handler of request {request_id} failed, and its output is lost."
+                loop.call_exception_handler({"message": message, "exception": error})
+
+        super().register_result_handler(request_id, guarded)
 
     def fitting_requests(self, tokens: int) -> int:
         """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once.
@@ -332,10 +333,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         prompt takes many seconds, and all other requests would wait for its end."""
         if self.background_thread_status.local_status == BackgroundThreadStatus.HARD_STOP:
             raise StepAbandoned
-        if self._cancelled and isinstance(self.batch_processor, TurboQuantBatchProcessor):
-            computed = self.batch_processor.computed
-            if computed and computed <= self._cancelled:
-                raise StepAbandoned
+        computed = self._processor.computed if self._cancelled and self._processor is not None else set()
+        if computed and computed <= self._cancelled:
+            raise StepAbandoned
 
     def metrics(self) -> str:
         """Return requests, tokens, pages and times in the text format of Prometheus."""
@@ -396,10 +396,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 while runner.missing:
                     runner.warm_up(self.model)
             self.warmed_up = True
-
-    def _work_ahead(self) -> bool:
-        processor = self.batch_processor  # `None` once stopped
-        return isinstance(processor, TurboQuantBatchProcessor) and processor.work_ahead(self.model)
 
     @property
     def to_be_done(self) -> str | None:
@@ -559,10 +555,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         )
 
     def _generation_step(self) -> None:
-        self._computing = True
         assert self._processor is not None
         self._processor._generation_step(self.model)
-        self._computing = False
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
         """Run a step. If the step fails, its requests fail, and the loop continues with the others."""
@@ -576,7 +570,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             return super()._generation_loop_body(batch_processor, bootstrapping)
         except StepAbandoned:
             batch_processor.forget_step(batch_processor.computed)
-            self._computing = False
             return True
         except Exception as error:
             # The loop must end if other ranks wait for this rank, or if the device is broken.
@@ -588,8 +581,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 ) from error
             if isinstance(error, torch.AcceleratorError):
                 raise
-            batch_processor.fail_step(error, self._computing)
-            self._computing = False
+            batch_processor.fail_step(error)
             return True
 
     def _handle_critical_error(self, error: Any, batch_processor: ContinuousBatchProcessor | None) -> None:

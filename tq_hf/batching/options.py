@@ -28,8 +28,6 @@ MOST = 2**31 - 1
 """Largest whole number of an option without a limit of its own."""
 MOST_PREFIX = 7
 """Tokens before the last one of a sequence with a bias."""
-ALWAYS = 2**31 - 1
-"""`Bias.until` of a bias for the whole answer."""
 
 
 APPLIED = {
@@ -60,8 +58,8 @@ NEUTRAL = frozenset(
     "prompt_lookup_num_tokens max_matching_ngram_size _from_model_config transformers_version".split()
 )
 """Fields of `GenerationConfig` that change no answer here. All others are refused."""
-OF_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-"""Refused fields that change sampled answers only."""
+OF_SAMPLING = frozenset("temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h".split())
+"""Fields that change sampled answers only."""
 UNCHANGED = dict.fromkeys(
     "num_beams num_beam_groups guidance_scale encoder_repetition_penalty typical_p".split(), 1
 ) | dict.fromkeys(
@@ -71,8 +69,6 @@ UNCHANGED = dict.fromkeys(
     0,
 )
 """Value of a refused field that changes no answer, besides `None`."""
-SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p"))
-"""Applied fields that change sampled answers only."""
 LIMITS: dict[str, tuple[Any, Any]] = {
     "temperature": (1e-6, 1e6),
     **dict.fromkeys(("top_p", "min_p"), (0.0, 1.0)),
@@ -105,7 +101,7 @@ class Bias(NamedTuple):
 
     tokens: tuple[int, ...]
     value: float
-    until: int = ALWAYS
+    until: int = MOST
     """Number of generated tokens from which the bias no longer applies."""
 
 
@@ -180,12 +176,12 @@ class RequestOptions:
         return self.temperature, self.top_p, self.min_p, *penalties
 
 
-def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> GenerationConfig:
+def with_defaults(config: GenerationConfig | None, defaults: GenerationConfig) -> GenerationConfig:
     """Copy a generation config, with unset fields from `defaults`, as `generate()` has them from the model. Raise
     `ValueError` for a config of another type."""
-    if not isinstance(config, GenerationConfig):
+    if not isinstance(config, GenerationConfig | None):
         raise ValueError(f"`generation_config` is {shown(config)}; it must be a `GenerationConfig`.")
-    merged = deepcopy(config)
+    merged = deepcopy(defaults if config is None else config)
     for name, value in vars(defaults).items():
         # transformers counts the answers that it waits for before they are merged.
         if name != "num_return_sequences" and getattr(merged, name, None) is None:
@@ -293,7 +289,7 @@ def _biases(given: dict[str, Any], eos: tuple[int, ...], least: int, vocabulary:
         raise ValueError(f"`bad_words_ids` is {shown(words)}; it must be a list of lists of token ids.")
     banned_words = [listed("bad_words_ids", ids) for ids in words]
     found += [Bias(ids, -math.inf) for ids in banned_words if ids not in {(token,) for token in eos}]
-    for name, until in (("suppress_tokens", ALWAYS), ("begin_suppress_tokens", 1)):
+    for name, until in (("suppress_tokens", MOST), ("begin_suppress_tokens", 1)):
         found += banned(token_ids(name, given.get(name), vocabulary), until)
     found += banned(eos, least) if least > 0 else []
     if len(found) > MOST_BIASES:
@@ -336,10 +332,8 @@ def options_of(
     given = {name: value for name, value in fields.items() if value is not None}
     if not isinstance(samples := given.get("do_sample", False), bool):
         raise ValueError(f"`do_sample` is {shown(samples)}; it must be true or false.")
-    applied = (
-        LIMITS.keys() - ({"max_length"} if "max_new_tokens" in given else set()) - (set() if samples else SAMPLING)
-    )
-    numbers = {name: number(name, given[name], *LIMITS[name]) for name in LIMITS if name in applied & given.keys()}
+    unused = ({"max_length"} if "max_new_tokens" in given else set()) | (set() if samples else OF_SAMPLING)
+    numbers = {name: number(name, given[name], *LIMITS[name]) for name in LIMITS if name in given.keys() - unused}
     if (most := numbers.pop("max_length", None)) is not None:
         if most <= prompt:
             raise ValueError(
@@ -359,10 +353,13 @@ def options_of(
     )
 
 
-def check_positions(prompt: int, config: Any) -> None:
-    """Raise `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
+def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
+    """Maximum number of new tokens after a prompt of `prompt` tokens: `most`, or fewer if the model's positions end
+    before. Raise `ValueError` if the prompt is longer than the positions."""
     positions = number_of_positions(config)
-    if positions is not None and prompt > positions:
+    if positions is None:
+        return most
+    if prompt > positions:
         follows = any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config))
         raise ValueError(
             f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model"
@@ -372,12 +369,5 @@ def check_positions(prompt: int, config: Any) -> None:
                 else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
             )
         )
-
-
-def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
-    """Maximum number of new tokens after a prompt of `prompt` tokens: `most`, or fewer if positions end before."""
-    positions = number_of_positions(config)
-    if positions is None:
-        return most
-    left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
+    left = positions + 1 - prompt  # the last token of an answer needs no position
     return left if most is None else min(most, left)

@@ -258,7 +258,7 @@ class PrefixStore:
         self.wait()
         if (loading := self.loading.pop(request_id, None)) is not None:
             for page in loading.pages:
-                self._release(page)
+                self.allocator.release(page)
 
     def yield_pages(self) -> None:
         """Hold no pages: there is no room for requests."""
@@ -343,10 +343,6 @@ class PrefixStore:
             self.ledger.hash_to_block.pop(self.ledger.block_to_hash.pop(page))
         return page
 
-    def _release(self, page: int) -> None:
-        if self.ledger.release(page):
-            self.pool.free_blocks(0, [page])
-
     def _load(self, loading: Loading, budget: int, busy: bool, margin: float) -> None:
         """Go on with a request: read files, and copy pages to the pool while there are less than `budget` copies."""
         # More would push out of the slots what is not in the pool yet.
@@ -411,6 +407,6 @@ class PrefixStore:
         while self.flights and (self.copies is None or self.flights[0][0].query()):
             for name, page, slot in self.flights.popleft()[1]:
                 if page is not None:
-                    self._release(page)
+                    self.allocator.release(page)
                     self.host[name] = slot
                     self._write(name)

@@ -94,11 +94,6 @@ class Rows(NamedTuple):
     presence: torch.Tensor
     frequency: torch.Tensor
 
-    @classmethod
-    def view(cls, packed: torch.Tensor) -> Rows:
-        """Rows of a packed int32 tensor `[len(Rows._fields), N]`."""
-        return cls(*packed[:5], *packed[5:].view(torch.float32))
-
 
 def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Apply penalties of repetition, presence and frequency to `scores` `[N, vocabulary]` float32, by `History.counts`
@@ -233,8 +228,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         """By the id of a request's state: the state, its slot, and the number of its tokens that the slot knows. The
         request that was not in a step for longest comes first."""
         neutral = torch.tensor([requests, 0, 0, GREEDY, 0], dtype=torch.int32)
-        floats = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
-        self._neutral = torch.cat((neutral, floats.view(torch.int32)))[:, None].repeat(1, requests)
+        floats = torch.tensor(RequestOptions().numbers).view(torch.int32)
+        self._neutral = torch.cat((neutral, floats))[:, None].repeat(1, requests)
         self.packed = self._neutral.to(device, copy=True)
         """Rows of the running step, `[len(Rows._fields), requests]`: one address, for graphs."""
         self.logits = torch.empty(0)
@@ -345,7 +340,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             output: Chosen tokens, `[1, ...]` int32; a second row for their log-probabilities (float32 bits).
         """
         number = len(logits)
-        rows = Rows.view(self.packed[:, :number])
+        packed = self.packed[:, :number]
+        rows = Rows(*packed[:5], *packed[5:].view(torch.float32))
         scores = logits.to(torch.float32, copy=features.history)
         if features.history:
             assert self.history is not None
@@ -385,10 +381,9 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             step.details.copy_(rows, non_blocking=True)
         return step
 
-    def details_of(self, step: PreparedStep) -> list[tuple[RequestState, TokenLogprobs]]:
+    def details_of(self, step: PreparedStep) -> list[tuple[Any, TokenLogprobs]]:
         """Log-probabilities by request of a step that is over."""
-        if step.details is None:
-            return []
+        assert step.details is not None
         floats, found = step.details.view(torch.float32), []
         for i, (state, options) in enumerate(zip(step.requests, step.options, strict=True)):
             if options.top_logprobs is not None:

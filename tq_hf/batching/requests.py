@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -16,7 +15,7 @@ from transformers.utils import logging
 from ..layers.base import Substitute
 from .grammars import Matching
 from .metrics import Metrics
-from .options import RequestOptions, new_tokens
+from .options import LONGEST_STOP, RequestOptions
 from .processors import OPTIONS, TokenLogprobs, answer_ids, split_answer_id
 
 logger = logging.get_logger(__name__)
@@ -41,11 +40,7 @@ class StepAbandoned(Exception):
 
 class WakeUp(threading.Event):
     """Event that wakes the loop for a request, a cancellation, a pause or a stop. transformers' own loop polls ten
-    times a second.
-
-    Args:
-        work_ahead: Function that does a piece of work, and returns whether there may be more.
-    """
+    times a second. `work_ahead` does a piece of work, and returns whether there may be more."""
 
     idle = False
     """Whether the loop has no requests."""
@@ -145,11 +140,8 @@ def all_fit(cache: Any, prompts: list[RequestState]) -> bool:
 
 
 class Detokenizer:
-    """Text of tokens, to find stop strings. Requests hold it, and forks of a request do not copy it.
-
-    Args:
-        tokenizer: A tokenizer of transformers, or a processor with a `tokenizer`.
-    """
+    """Text of tokens, to find stop strings, by a tokenizer of transformers or a processor with a `tokenizer`. Requests
+    hold it, and forks of a request do not copy it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.decode: Callable[[list[int]], str] = getattr(tokenizer, "tokenizer", tokenizer).decode
@@ -157,13 +149,9 @@ class Detokenizer:
     def __deepcopy__(self, memo: Any) -> Detokenizer:
         return self
 
-    @staticmethod
-    def number_of_tokens(strings: tuple[str, ...]) -> int:
-        """Number of last tokens in which one of `strings` may lie: a token has a byte or more, and one comes before."""
-        return 1 + max(len(each.encode()) for each in strings)
-
     def completes(self, tokens: list[int], strings: tuple[str, ...]) -> bool:
         """Whether the last of `tokens` completes one of `strings`, as in `generate()`."""
+        tokens = tokens[-1 - max(len(each.encode()) for each in strings) :]  # a token has a byte or more
         # A token may be a part of a character, which decodes to U+FFFD.
         before, text = len(self.decode(tokens[:-1]).rstrip("\ufffd")), self.decode(tokens)
         return any(text.find(each, max(0, before - len(each) + 1)) >= 0 for each in strings)
@@ -213,8 +201,7 @@ class TurboQuantRequest(Substitute, RequestState):
         if not (self.options and self.options.stop_strings):
             return False
         assert self.detokenizer is not None
-        size = self.detokenizer.number_of_tokens(self.options.stop_strings)
-        last = (self.initial_tokens[-size:] + self.generated_tokens[-size:])[-size:]
+        last = self.initial_tokens[-LONGEST_STOP - 1 :] + self.generated_tokens[-LONGEST_STOP - 1 :]
         return self.detokenizer.completes(last, self.options.stop_strings)
 
     def read_answer(self, newest: int | None) -> bool:
@@ -316,9 +303,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 
         def add_waiting_request(self, state: RequestState) -> None:
             state = TurboQuantRequest.of(state, self.detokenizer)
-            self.cache.check_room(state)
-            limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.cache.config)
-            if limit is not None:
+            if (limit := self.cache.check_room(state)) is not None:
                 state._new_tokens_limit = limit
             if state.max_new_tokens is not None:  # forks copy it; a request without a limit may outgrow the pool
                 state.max_new_tokens = limit
@@ -327,20 +312,6 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
                 self.cache.prefixes.begin(state.request_id, state.remaining_prefill_tokens)
 
     return CheckedScheduler
-
-
-def guarded(request_id: str, callback: Callable[[GenerationOutput], None]) -> Callable[[GenerationOutput], None]:
-    """Hand exceptions of a result handler to the running event loop, which then calls the handlers of others."""
-    loop = asyncio.get_running_loop()
-
-    def call(output: GenerationOutput) -> None:
-        try:
-            callback(output)
-        except Exception as error:
-            message = f"The result handler of request {request_id} failed, and its output is lost."
-            loop.call_exception_handler({"message": message, "exception": error})
-
-    return call
 
 
 class AnswerRouter(OutputRouter):
@@ -383,31 +354,22 @@ class AnswerRouter(OutputRouter):
         if left > 0:
             self._open[asked] = left
 
-    def _count_finished(self, *outputs: GenerationOutput) -> None:
-        for output in outputs:
-            if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
-                self._count(output.request_id, 1)
-                self.metrics.observe(output)
-
-    def _is_awaited(self, output: GenerationOutput) -> bool:
-        """Whether an output can be delivered: not after its event loop has closed (a server that shuts down)."""
-        handler = self.result_handlers.get(output.request_id)
-        return handler is None or not handler[1].is_closed()
-
     def deliver(self, output: GenerationOutput) -> None:
-        with self._ids:
-            if self._is_awaited(output):
-                super().deliver(output)
-            self._count_finished(output)
+        self.deliver_batch([output])
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         by_loop: dict[Any, list[GenerationOutput]] = {}  # transformers would call all handlers in the loop of the last
         with self._ids:
-            for output in filter(self._is_awaited, outputs):
-                by_loop.setdefault(self.result_handlers.get(output.request_id, (None, None))[1], []).append(output)
+            for output in outputs:
+                _, loop = self.result_handlers.get(output.request_id, (None, None))
+                if loop is None or not loop.is_closed():  # as that of a server that shuts down
+                    by_loop.setdefault(loop, []).append(output)
             for group in by_loop.values():
                 super().deliver_batch(group)
-            self._count_finished(*outputs)
+            for output in outputs:
+                if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
+                    self._count(output.request_id, 1)
+                    self.metrics.observe(output)
 
     def fail_and_deliver(self, state: RequestState, error: Exception) -> None:
         """Fail a request, and its further answers that do not exist yet: callers wait for them, too."""

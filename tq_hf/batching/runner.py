@@ -38,35 +38,27 @@ logger = logging.get_logger(__name__)
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
 SHORT_TURN = 1e-4
-"""Seconds of `ShortTurns`. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
+"""Seconds of a short turn. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
 5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""
 
 
-class ShortTurns:
+compiling = threading.Lock()
+"""Held while a thread takes short turns: the interval is of the process."""
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
     """Context in which Python's threads take turns of `SHORT_TURN`, for the time of compiling behind answers.
 
-    A step lets other threads run at each of its operators. It then waits until the threads that compile end their
-    turns. Contexts of several threads may overlap: the last one restores the duration.
+    A step lets other threads run at each of its operators. It then waits until the thread that compiles ends its turn.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._number, self._usual = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._number == 0:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, SHORT_TURN))
-            self._number += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._number -= 1
-            if self._number == 0:
-                sys.setswitchinterval(self._usual)
-
-
-short_turns = ShortTurns()
+    with compiling:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, SHORT_TURN))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(usual)
 
 
 def copied(arguments: Any) -> Any:
@@ -82,14 +74,6 @@ def copied(arguments: Any) -> Any:
     return replaced(arguments, torch.Tensor, copy_of)
 
 
-def compile_config_of(level: int) -> CompileConfig | None:
-    """Compile options of layers, equal to transformers' of decode steps for a `default_compile_level`."""
-    if level == 0:
-        return None
-    mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"
-    return CompileConfig(mode=mode, fullgraph=False, dynamic=level <= 2)
-
-
 @functools.cache
 def compiling_stream(device: torch.device) -> torch.cuda.Stream:
     """Stream of steps that are compiled in the background: one, as torch keeps a workspace of cuBLAS for each."""
@@ -98,11 +82,7 @@ def compiling_stream(device: torch.device) -> torch.cuda.Stream:
 
 class CompiledLayers:
     """Decoder layers of a model, compiled by `torch.compile`: layers that are alike once, for any number of tokens.
-
-    Args:
-        model: The model. Layers whose `forward` something else has replaced stay as they are.
-        config: Options of `torch.compile`.
-    """
+    Layers whose `forward` something else has replaced stay as they are."""
 
     def __init__(self, model: Any, config: CompileConfig) -> None:
         layers = (each for each in model.get_decoder().modules() if isinstance(each, GradientCheckpointingLayer))
@@ -117,10 +97,6 @@ class CompiledLayers:
         self.takes_prompts = config.dynamic is not False  # else each length would be compiled
         kinds: set[Any] = {type(each) for each in self.layers}
         self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
-
-    def __call__(self, layer: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call a layer."""
-        return self.forward[type(layer)](layer, *arguments, **options)
 
     def within(self, function: Callable) -> Callable:
         """`function`, in which the model calls the compiled layers."""
@@ -149,14 +125,9 @@ class CompiledLayers:
 class BackgroundCompile(threading.Thread):
     """Thread that compiles layers, while an engine runs them uncompiled.
 
-    Layers run on copies of the inputs of earlier steps, and touch no page (`running`). Copies have the sizes and
-    views of the originals, so that the engine's own inputs compile nothing again.
-
-    Args:
-        layers: The layers.
-        device: Their device.
-        calls: Arguments of `layers`. The thread empties the list.
-        then: Function that is called at the end.
+    Layers run on copies of the inputs of earlier steps (`calls`, which is emptied), and touch no page (`running`).
+    Copies have the sizes and views of the originals, so that the engine's own inputs compile nothing again. `then` is
+    called at the end.
     """
 
     error: Exception | None = None
@@ -165,23 +136,22 @@ class BackgroundCompile(threading.Thread):
     def __init__(
         self, layers: CompiledLayers, device: torch.device, calls: list[Any], then: Callable[[], None]
     ) -> None:
-        super().__init__(name="tq_hf compiles", daemon=True)
+        # A thread lets go of these arguments at its end: `then` holds the engine.
+        super().__init__(name="tq_hf compiles", daemon=True, target=self._compile, args=(then,))
         self.layers, self.device, self.calls, self.inference = layers, device, calls, torch.is_inference_mode_enabled()
-        self.then: Callable[[], None] | None = then
 
-    def run(self) -> None:
-        then = self.then
-        assert then is not None
+    def _compile(self, then: Callable[[], None]) -> None:
         stream = compiling_stream(self.device) if self.device.type == "cuda" else None
         try:
-            with short_turns, torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
+            with short_turns(), torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
                 while self.calls:
-                    self.layers(*self.calls.pop(0))
+                    layer, arguments, options = self.calls.pop(0)
+                    self.layers.forward[type(layer)](layer, *arguments, **options)
             if stream is not None:
                 stream.synchronize()
         except Exception as error:
             self.error = error
-        self.done, self.then = True, None  # which holds the engine
+        self.done = True
         then()
 
     def cancel(self, timeout: float | None = None) -> None:
@@ -248,12 +218,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
 
     def warm_up_behind(self, wake_up: Callable[[], None]) -> None:
         """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
-
-        Call before the first step.
-
-        Args:
-            wake_up: Function that is called when steps or kernels are compiled.
-        """
+        Call before the first step."""
         self.ahead, self.wake_up = True, wake_up
         if not self.use_cuda_graph_varlen:  # a request would wait for the longest prompt, and no graph comes of it
             self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
@@ -321,7 +286,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
                     self._run_warm_up(model, 0, None, 2)  # few queries to few heads are split, which other kernels do
 
         def finish() -> None:
-            with short_turns:
+            with short_turns():
                 wait()
             if behind:
                 self.kernels = None
@@ -351,16 +316,23 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         self._run_warm_up(model, *self.missing.pop(0))
 
     @torch.no_grad()
-    def _run_warm_up(self, model: torch.nn.Module, requests: int, pair: int | None, prompt: int | None = None) -> None:
+    def _run_warm_up(self, model: Any, requests: int, pair: int | None, prompt: int | None = None) -> None:
         io, cache, pair = self.inputs_and_outputs, self.cache, pair or 0
         pairs: Any = None if isinstance(io, ContinuousBatchingIOs) else io
         current = pair if pairs is None else pairs.current_pair
         if pairs is not None:
             pairs.current_pair = pair
         tokens = requests or prompt or cache.max_batch_tokens
-        self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
+        self._positions = number_of_positions(model.config.get_text_config())
+        try:
+            self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
+        finally:
+            self._positions = None
+        # transformers overwrites the inputs of a warm-up that may still run: kernels would read outside of the pool.
+        if (stream := io.compute_stream) is not None:
+            stream.synchronize()
         # The next update of this pair must not find requests of a warm-up.
-        host, _ = self._buffers()
+        host, _ = self.buffers()
         host.requests_in_batch = []
         self.steps.pop(id(host), None)
         cache.pool.try_to_free_sectors()
@@ -369,21 +341,6 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
 
     _positions: int | None = None
     """Number of positions of the model during a warm-up; `None` outside of a warm-up or without a limit."""
-
-    def run_one_warmup(self, model: Any, *args: Any, **kwargs: Any) -> float:
-        """Run a warm-up and wait until it ends.
-
-        transformers overwrites the inputs of a warm-up that may still run. Our kernels would then read pages outside of
-        the pool.
-        """
-        self._positions = number_of_positions(model.config.get_text_config())
-        try:
-            seconds = super().run_one_warmup(model, *args, **kwargs)
-        finally:
-            self._positions = None
-        if (stream := self.inputs_and_outputs.compute_stream) is not None:
-            stream.synchronize()
-        return seconds
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         """Compute a step, and copy log-probabilities that requests ask for to the host.
@@ -397,7 +354,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
         batch_data.pop("is_causal", None)
-        host, device = self._buffers()
+        host, device = self.buffers()
         # Kernels of single tokens beside prompts are compiled, too.
         lengths = tuple(future.query_length for future in host.requests_in_batch)
         self.cache.lengths = lengths + (1,) * self.only_compiles
@@ -439,7 +396,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]
             processor.choose(processor.logits[: len(tokens)], tokens, self.features, io.get_cb_kwargs()[-1])
 
-    def _buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
+    def buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
         """Buffers of the step on the host and on the device: one pair, or the same ones."""
         io = self.inputs_and_outputs
         if isinstance(io, ContinuousBatchingIOs):

@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.chat_parsing import ResponseParser
 
 from ..batching import TurboQuantBatchingManager
-from ..batching.options import new_tokens, prompt_ids
+from ..batching.options import prompt_ids
 from ..batching.processors import answer_ids
 from .fields import (
     DEFAULT_TOKENS,
@@ -318,13 +318,13 @@ class Engine:
                     room = self.cache.max_request_tokens + 1 - len(tokens)
                     options["max_new_tokens"] = max(1, min(self.default_tokens, room))
                 applied = self.manager.options_of(self.manager.generation_config, options, len(tokens))
-                self.cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens))
+                asked = RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens)
+                most = self.cache.check_room(asked)
                 stops = applied.stop_strings
                 if options.get("stop_strings") and (len(stops) > MOST_STOPS or max(map(len, stops)) > LONGEST_STOP):
                     raise ValueError(f"`stop_strings` must be up to {MOST_STOPS} texts of {LONGEST_STOP} characters.")
                 if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
                     raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")
-                most = new_tokens(len(tokens), applied.max_new_tokens, self.cache.config)
                 ends, in_form = frozenset(applied.eos_token_ids), applied.grammar is not None
                 prompts.append(prompt := PromptTokens(tokens, most, ends, in_form))
                 for _ in range(applied.num_return_sequences):
