@@ -267,8 +267,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.lazy_initialization(keys, values, prompt=several)
         assert self.store is not None
         try:
-            append = self.store.append_checked if several else self.store.append
-            return append(keys, values, self.needs_queries, padding)
+            return self.store.append(keys, values, self.needs_queries, padding)
         except BaseException:
             self.store, self.is_initialized = None, False
             raise

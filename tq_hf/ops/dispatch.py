@@ -307,18 +307,16 @@ def append_token(
     say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
     check_host_reads(tensors)
     config, capacity, tokens = tensors.config, tensors.ring_rows, keys.shape[2]
-    held = Counts(*counts.state.tolist()).without_encoded_rows()
-    (sinks, blocks, rows, _), length = held, held.tokens
-    check_room(tokens, length, max_cache_len)
-    to_sinks, first = min(tokens, config.sink_tokens - sinks) if length == sinks else 0, blocks * BLOCK_TOKENS
-    write_tokens(tensors.rows, capacity, (keys, values), (sinks, to_sinks), first + rows)
-    sinks, rows, first = sinks + to_sinks, rows + tokens - to_sinks, first % capacity
-    due = max(0, config.num_blocks(length + tokens) - blocks)
-    for block in range(due):
+    sinks, blocks, rows, _ = held = Counts(*counts.state.tolist()).without_encoded_rows()
+    check_room(tokens, held.tokens, max_cache_len)
+    after, first = held.after(tokens, config), blocks * BLOCK_TOKENS
+    write_tokens(tensors.rows, capacity, (keys, values), (sinks, after.sinks - sinks), first + rows)
+    for block in range(after.pending):
         start = (first + block * BLOCK_TOKENS) % capacity
         encode(config, tensors.states(slice(start, start + BLOCK_TOKENS)), tensors.blocks, blocks + block)
-    counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32, device="cpu")
-    reference.write_counts(counts, Counts(sinks, blocks, rows, due))
+    step = (*after[:3], first % capacity, after.pending, 0)
+    counts.step_counts[:, 0] = torch.tensor(step, dtype=torch.int32, device="cpu")
+    reference.write_counts(counts, after)
 
 
 def attend_token(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:

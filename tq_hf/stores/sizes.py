@@ -1,9 +1,8 @@
-"""Sizes of a store: its new tensors, and the places of the tokens of a call."""
+"""Sizes of the tensors of a store."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
@@ -11,7 +10,7 @@ from tq_kernels.types import PackedBlocks
 
 from ..compat import FakeTensor, outside_modes
 from ..config import TurboQuantConfig
-from ..tensors.layer import Counts, LayerTensors, check_room
+from ..tensors.layer import LayerTensors, check_room
 from ..tensors.residual import ring_capacity
 from .checks import Kind, check_states, kind_of
 
@@ -71,45 +70,3 @@ def new_tensors(
     dim = keys.shape[3] + values.shape[3]
     rows = keys.new_empty(*keys.shape[:2], ring_rows + config.sink_tokens, dim)
     return LayerTensors(config, PackedBlocks(none.layout, data, scales), rows)
-
-
-def count_sinks(config: TurboQuantConfig, tokens: int, sinks: int, past: int) -> int:
-    """Number of sinks among `tokens` new tokens, after `past` tokens with `sinks` sinks."""
-    return min(tokens, config.sink_tokens - sinks) if past == sinks else 0
-
-
-class Split(NamedTuple):
-    """Destinations of the tokens of a long call; see `LayerStore._append_long`.
-
-    Args:
-        to_sinks: Number of tokens that become sinks.
-        due: Number of blocks that become due.
-        begun: Number of these blocks that have rows in the old residual.
-        start, end: First token of the whole blocks, and first token after them.
-        completed: Rows of the residual in which a block begun is completed; 0 for none.
-        capacity: Rows of the residual after the call.
-    """
-
-    to_sinks: int
-    due: int
-    begun: int
-    start: int
-    end: int
-    completed: int
-    capacity: int
-
-
-@lru_cache(maxsize=1024)
-def split_call(config: TurboQuantConfig, tokens: int, counts: Counts, max_cache_len: int | None) -> Split:
-    """Split the tokens of a long call that follows the tokens of `counts`."""
-    first, blocks, held, _ = counts
-    past = counts.tokens
-    to_sinks = count_sinks(config, tokens, first, past)
-    due = max(0, config.num_blocks(past + tokens) - blocks)
-    rows = tokens - to_sinks
-    lead = min(rows, -held % BLOCK_TOKENS)
-    whole = max(0, due - (held + lead) // BLOCK_TOKENS)
-    start = to_sinks + lead
-    completed = ring_capacity(held + lead) if held else 0
-    capacity = residual_capacity(config, held + rows - due * BLOCK_TOKENS, max_cache_len)
-    return Split(to_sinks, due, due - whole, start, start + whole * BLOCK_TOKENS, completed, capacity)

@@ -24,7 +24,9 @@ eager step reads `length` once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -35,11 +37,11 @@ from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
-from ..tensors.residual import CutBlocks, PendingToken, write_tokens
+from ..tensors.residual import CutBlocks, PendingToken, ring_capacity, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits
-from .sizes import GROWTH, SHORT_CALL, count_sinks, new_tensors, residual_capacity, split_call
+from .sizes import GROWTH, SHORT_CALL, new_tensors, residual_capacity
 
 
 class LayerStore:
@@ -47,30 +49,23 @@ class LayerStore:
 
     Args:
         tensors: The tensors, which the store writes to.
-        counts: Numbers of sinks, blocks and rows in the tensors; `None` if only the device knows.
-        scales_are_fixed: Whether the channel scales were set, so that no prompt changes them.
         max_cache_len: Maximum number of tokens of a preallocated store; `None` to grow geometrically, without bound.
         device_counts: Counts of a preallocated store.
-        step_tokens: Most tokens of a decode step of a preallocated store.
     """
 
     def __init__(
-        self,
-        tensors: LayerTensors,
-        counts: Counts | None = NOTHING,
-        scales_are_fixed: bool = False,
-        max_cache_len: int | None = None,
-        device_counts: DeviceCounts | None = None,
-        step_tokens: int = 1,
+        self, tensors: LayerTensors, max_cache_len: int | None = None, device_counts: DeviceCounts | None = None
     ) -> None:
         self.tensors = tensors
-        self.counts = counts or NOTHING
+        self.counts = NOTHING
         """Counts on the host, without a deferred call; in a preallocated store good until its next step."""
-        self.scales_are_fixed = scales_are_fixed
+        self.scales_are_fixed = False
+        """Whether the channel scales were set, so that no prompt changes them."""
         self.max_cache_len = max_cache_len
         self.device_counts = device_counts
-        self.step_tokens = step_tokens
-        self.num_held: int | None = 0 if counts is NOTHING else None
+        self.step_tokens = 1
+        """Most tokens of a decode step of a preallocated store."""
+        self.num_held: int | None = 0
         """Number of tokens of a preallocated store; `None` after a compiled step, which does not count on the host."""
         self.config = tensors.config
         self.layout = tensors.layout
@@ -85,13 +80,9 @@ class LayerStore:
         self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
         """Least number of residual rows with which a block is due."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         self.settle(wait=False)
-        counts = self.counts if self.device_counts is None else None
-        return type(self), (self.tensors, counts, *self._options()), {"_cuts": self._cuts}
-
-    def _options(self) -> tuple[Any, ...]:
-        return self.scales_are_fixed, self.max_cache_len, self.device_counts, self.step_tokens
+        return vars(self)
 
     @classmethod
     @outside_inference_mode
@@ -122,7 +113,7 @@ class LayerStore:
         counts = DeviceCounts.allocate(torch.device("cpu") if keys.is_meta else keys.device, filled=not prompt)
         dispatch.prepare(config, tensors.layout, keys.dtype, keys.device)
         mark_static_addresses((*tensors.arguments(), *counts))
-        return cls(tensors, max_cache_len=max_cache_len, device_counts=counts)
+        return cls(tensors, max_cache_len, counts)
 
     @property
     def blocks(self) -> PackedBlocks:
@@ -177,12 +168,8 @@ class LayerStore:
         """
         if self._deferred is not None:
             states, order, real = self._deferred
-            before = self.tensors, self.counts, self._deferred
-            try:
+            with self._all_or_nothing():
                 self._append_long(states, order, attended if real is None else real, queries)
-            except BaseException:
-                self._undo(before)
-                raise
 
     def set_scales(self, channel_scales: ChannelScales) -> None:
         """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty. Raise `ValueError` for scales of heads
@@ -227,7 +214,33 @@ class LayerStore:
             check_fits(keys, values, row)
             if self.takes_step(keys.shape[2]):
                 return self._append_on_device(keys, values)
-        return self.append_checked(keys, values, defer, padding)
+        tokens, room, held = keys.shape[2], self.max_cache_len, self.settle().without_encoded_rows()
+        past = held.tokens
+        if room is None:
+            self.counts = held  # also if the call fails: it may have written to these rows
+        else:
+            check_room(tokens, past, room)
+        with self._all_or_nothing():
+            self.counts = held
+            if room is not None and held.residual:
+                # The returned view reads the old rows after the new ones are in place.
+                first = held.blocks * BLOCK_TOKENS
+                self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
+            if tokens > SHORT_CALL or (tokens > 1 and past == 0):
+                return self._append_prompt((keys, values), past, defer, padding)
+            return self._append_tokens((keys, values), past, padding)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Hold what is held now if a call fails, except for rows and blocks beyond the counts."""
+        before = self.tensors, self.counts, self._deferred
+        try:
+            yield
+        except BaseException:
+            self.tensors, self.counts, self._deferred = before
+            if self.device_counts is not None:
+                reference.write_counts(self.device_counts, self.counts)
+            raise
 
     def takes_step(self, tokens: int) -> bool:
         """Whether a call of this number of tokens is a decode step, if the store is preallocated."""
@@ -248,36 +261,6 @@ class LayerStore:
             self._fixed = self._fixed.with_ring(capacity, blocks * BLOCK_TOKENS, rows)
             mark_static_addresses([self._fixed.rows])
             self.tensors = self._fixed.with_order(self.tensors.order)
-
-    def append_checked(
-        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
-    ) -> View:
-        """`append` of several tokens whose states are known to fit the store."""
-        tokens, room, held = keys.shape[2], self.max_cache_len, self.settle().without_encoded_rows()
-        past = held.tokens
-        if room is None:
-            self.counts = held  # also if the call fails: it may have written to these rows
-        else:
-            check_room(tokens, past, room)
-        before = self.tensors, self.counts, self._deferred
-        try:
-            self.counts = held
-            if room is not None and held.residual:
-                # The returned view reads the old rows after the new ones are in place.
-                first = held.blocks * BLOCK_TOKENS
-                self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
-            if tokens > SHORT_CALL or (tokens > 1 and past == 0):
-                return self._append_prompt((keys, values), past, defer, padding)
-            return self._append_tokens((keys, values), past, padding)
-        except BaseException:
-            self._undo(before)
-            raise
-
-    def _undo(self, before: tuple[Any, Any, Any]) -> None:
-        """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
-        self.tensors, self.counts, self._deferred = before
-        if self.device_counts is not None:
-            reference.write_counts(self.device_counts, self.counts)
 
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
@@ -319,16 +302,14 @@ class LayerStore:
         if padding is not None:
             states, order, _ = self.tensors.exchanged(states, self.counts, padding)
             self.tensors = self.tensors.with_order(order)
-        to_sinks = count_sinks(self.config, tokens, sinks, past)
-        rows, first = held + tokens - to_sinks, blocks * BLOCK_TOKENS
-        if rows > self.tensors.ring_rows:
-            capacity = residual_capacity(self.config, rows, self.max_cache_len)
+        counts, first = self.counts.after(tokens, self.config), blocks * BLOCK_TOKENS
+        if counts.residual > self.tensors.ring_rows:
+            capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
             self.tensors = self.tensors.with_ring(capacity, first, held)
-        write_tokens(self.tensors.rows, self.tensors.ring_rows, states, (sinks, to_sinks), first + held)
-        self.counts = counts = Counts(sinks + to_sinks, blocks, rows)
+        write_tokens(self.tensors.rows, self.tensors.ring_rows, states, (sinks, counts.sinks - sinks), first + held)
+        self.counts = counts
         view = self._view(past, tokens, None if past else states)
-        if rows >= self._rows_of_due:
-            self.counts = self._encode_due(counts)
+        self._encode_rows(self.tensors, blocks, counts.pending)
         self._keep_in_place()
         return view
 
@@ -346,11 +327,11 @@ class LayerStore:
 
     @outside_inference_mode
     def _encode_due(self, counts: Counts) -> Counts:
-        """Encode the blocks that are due once the residual has the rows of `counts`, and count them as pending: their
-        rows stay until the next call."""
-        if due := max(0, self.config.num_blocks(counts.tokens) - counts.blocks):
-            self.tensors.write_token(self.pending)
-            self._encode_rows(self.tensors, counts.blocks, due)
+        """Encode the blocks that a pending token makes due, and count them as pending: their rows stay until the next
+        call."""
+        due = self.config.num_blocks(counts.tokens) - counts.blocks
+        self.tensors.write_token(self.pending)
+        self._encode_rows(self.tensors, counts.blocks, due)
         return counts._replace(pending=due)
 
     @outside_inference_mode
@@ -371,20 +352,22 @@ class LayerStore:
         from there. Whole blocks of new tokens are encoded from the model's tensors. Other tokens are kept in a new
         residual. The old ring is not written, because the view of this call reads it, unless it is empty and has room.
         """
-        tokens, counts, tensors = prompt[0].shape[2], self.counts, self.tensors
-        split = split_call(self.config, tokens, counts, self.max_cache_len)
-        (sinks, blocks, held, _), (to_sinks, due, begun, start, end, completed, capacity) = counts, split
-        first, sunk = blocks * BLOCK_TOKENS, (sinks, to_sinks)
-        kept = held + start - to_sinks - begun * BLOCK_TOKENS
+        (sinks, blocks, held, _), tensors, tokens = self.counts, self.tensors, prompt[0].shape[2]
+        after, first = self.counts.after(tokens, self.config), blocks * BLOCK_TOKENS
+        sunk, counts = (sinks, after.sinks - sinks), after.without_encoded_rows()
+        lead = min(tokens - sunk[1], -held % BLOCK_TOKENS)
+        begun = min(after.pending, (held + lead) // BLOCK_TOKENS)
+        start, kept = sunk[1] + lead, held + lead - begun * BLOCK_TOKENS
+        end = start + (after.pending - begun) * BLOCK_TOKENS
+        capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
         if held:
-            complete = tensors.with_ring(completed, first, held)
-            lead = prompt[0][:, :, :start], prompt[1][:, :, :start]
-            write_tokens(complete.rows, completed, lead, sunk, first + held)
+            complete = tensors.with_ring(ring_capacity(held + lead), first, held)
+            states = prompt[0][:, :, :start], prompt[1][:, :, :start]
+            write_tokens(complete.rows, complete.ring_rows, states, sunk, first + held)
             tensors = complete.with_ring(capacity, first + begun * BLOCK_TOKENS, kept)
         elif capacity > tensors.ring_rows:
             tensors = tensors.with_ring(capacity, 0, 0)
-        slot = ((blocks + due) * BLOCK_TOKENS + kept) % tensors.ring_rows
-        counts = Counts(sinks + to_sinks, blocks + due, kept + tokens - end)
+        slot = (counts.blocks * BLOCK_TOKENS + kept) % tensors.ring_rows
         scales = None if self.scales_are_fixed or blocks else self.tensors.blocks.channel_scales
         dense = DenseRows(tensors.rows, tensors.ring_rows, *sunk, end, slot, counts[:3], self.device_counts)
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
@@ -466,9 +449,9 @@ class LayerStore:
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
         """A store of the results of `function` on every tensor but counts (batch selection, device moves)."""
-        counts, tensors = self.settle(wait=False), self.tensors.map(function)
-        store = LayerStore(tensors, counts, *self._options())
-        store.num_held, store._cuts = self.num_held, self._cuts.map(function)
+        store = copy(self)  # which settles this one
+        store.tensors, store.pending, store._cuts = self.tensors.map(function), PendingToken(), self._cuts.map(function)
+        store._fixed = None if self._fixed is None else store.tensors
         return store
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
