@@ -249,7 +249,7 @@ def attend_absorbed(
         batch, _, queries, _ = query.shape
         counted = view
         if isinstance(view.counts, DeviceCounts):
-            counted = on_host(view.tensors, view.counts.step_counts, queries)
+            counted = on_host(view.tensors, view.counts.step_counts)
         by_batch = latent.unflatten(1, (batch, queries)).transpose(0, 1)
         means = cpu_attention.attend_latents(by_batch, rotary, counted, mask, options)
         return means.permute(2, 0, 1, 3).flatten(1, 2)
@@ -329,14 +329,14 @@ def attend_token(query: torch.Tensor, view: View, mask: Mask, options: Attention
     if pending is not None and pending.states is not None:
         keys, values = pending.states
         append_token(tensors, counts, keys, values, view.length)
-    return attend(query, on_host(tensors, counts.step_counts, query.shape[2]), mask, options)
+    return attend(query, on_host(tensors, counts.step_counts), mask, options)
 
 
-def on_host(tensors: LayerTensors, step_counts: torch.Tensor, tokens: int) -> View:
-    """Read the counts of a decode step of `tokens` tokens from the device, for its view."""
+def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
+    """Read the counts of a decode step from the device, for its view."""
     check_host_reads(tensors)
     counts = Counts(*step_counts[:3, 0].tolist())
-    return View(tensors, counts, counts.tokens, counts.tokens - tokens)
+    return View(tensors, counts, counts.tokens)
 
 
 def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:

@@ -57,7 +57,7 @@ def _view_of(
     if row and row[0].is_cpu:
         check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
     pending = PendingToken((row[0], row[1]) if row else None)
-    return View(LayerTensors.from_arguments(config, tensors), device_counts, max_cache_len, None, pending)
+    return View(LayerTensors.from_arguments(config, tensors), device_counts, max_cache_len, pending)
 
 
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))

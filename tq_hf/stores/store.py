@@ -24,8 +24,7 @@ eager step reads `length` once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -65,7 +64,7 @@ class LayerStore:
         self.device_counts = device_counts
         self.step_tokens = 1
         """Most tokens of a decode step of a preallocated store."""
-        self.num_held: int | None = 0
+        self.num_tokens: int | None = 0
         """Number of tokens of a preallocated store; `None` after a compiled step, which does not count on the host."""
         self.config = tensors.config
         self.layout = tensors.layout
@@ -134,7 +133,7 @@ class LayerStore:
     @property
     def lacks_sinks(self) -> bool:
         """Whether the padding of the next tokens matters: a row may have fewer exact sinks than `sink_tokens`."""
-        held = self.counts.tokens if self.device_counts is None else self.num_held
+        held = self.counts.tokens if self.device_counts is None else self.num_tokens
         return self.tensors.order is not None or (held is not None and held < self.config.sink_tokens)
 
     @property
@@ -155,7 +154,7 @@ class LayerStore:
                 self.tensors.write_token(self.pending)
             else:
                 graph_ops.append_pending_token(self._step_view(None))
-        if wait and self.device_counts is not None and self.num_held != 0:
+        if wait and self.device_counts is not None and self.num_tokens != 0:
             self.counts = Counts(*self.device_counts.state.tolist())
         return self.counts
 
@@ -168,8 +167,7 @@ class LayerStore:
         """
         if self._deferred is not None:
             states, order, real = self._deferred
-            with self._all_or_nothing():
-                self._append_long(states, order, attended if real is None else real, queries)
+            self._all_or_nothing(self._append_long, states, order, attended if real is None else real, queries)
 
     def set_scales(self, channel_scales: ChannelScales) -> None:
         """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty. Raise `ValueError` for scales of heads
@@ -214,39 +212,17 @@ class LayerStore:
             check_fits(keys, values, row)
             if self.takes_step(keys.shape[2]):
                 return self._append_on_device(keys, values)
-        tokens, room, held = keys.shape[2], self.max_cache_len, self.settle().without_encoded_rows()
-        past = held.tokens
-        if room is None:
+        held = self.settle().without_encoded_rows()
+        if self.max_cache_len is None:
             self.counts = held  # also if the call fails: it may have written to these rows
         else:
-            check_room(tokens, past, room)
-        with self._all_or_nothing():
-            self.counts = held
-            if room is not None and held.residual:
-                # The returned view reads the old rows after the new ones are in place.
-                first = held.blocks * BLOCK_TOKENS
-                self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
-            if tokens > SHORT_CALL or (tokens > 1 and past == 0):
-                return self._append_prompt((keys, values), past, defer, padding)
-            return self._append_tokens((keys, values), past, padding)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Hold what is held now if a call fails, except for rows and blocks beyond the counts."""
-        before = self.tensors, self.counts, self._deferred
-        try:
-            yield
-        except BaseException:
-            self.tensors, self.counts, self._deferred = before
-            if self.device_counts is not None:
-                reference.write_counts(self.device_counts, self.counts)
-            raise
+            check_room(keys.shape[2], held.tokens, self.max_cache_len)
+        return self._all_or_nothing(self._append_several, (keys, values), held, defer, padding)
 
     def takes_step(self, tokens: int) -> bool:
         """Whether a call of this number of tokens is a decode step, if the store is preallocated."""
-        is_held = torch.compiler.is_dynamo_compiling() or self.num_held != 0 or self.is_deferred
-        several = is_held and 1 < tokens <= self.step_tokens
-        return self.device_counts is not None and (tokens == 1 or several)
+        is_held = torch.compiler.is_dynamo_compiling() or self.num_tokens != 0
+        return self.device_counts is not None and (tokens == 1 or (is_held and 1 < tokens <= self.step_tokens))
 
     @outside_inference_mode
     def take_steps_of(self, tokens: int) -> None:
@@ -262,24 +238,46 @@ class LayerStore:
             mark_static_addresses([self._fixed.rows])
             self.tensors = self._fixed.with_order(self.tensors.order)
 
+    def _append_several(self, states: KeyValue, held: Counts, defer: bool, padding: Padding | None) -> View:
+        """Several tokens after those of `held`, or a first one."""
+        self.counts, past, tokens = held, held.tokens, states[0].shape[2]
+        if self.max_cache_len is not None and held.residual:
+            # The returned view reads the old rows after the new ones are in place.
+            first = held.blocks * BLOCK_TOKENS
+            self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
+        if tokens > SHORT_CALL or (tokens > 1 and past == 0):
+            return self._append_prompt(states, past, defer, padding)
+        return self._append_tokens(states, past, padding)
+
+    def _all_or_nothing(self, append: Callable[..., Any], *arguments: Any) -> Any:
+        """Call `append`. If it fails, hold what was held before, except for rows and blocks beyond the counts."""
+        before = self.tensors, self.counts, self._deferred
+        try:
+            return append(*arguments)
+        except BaseException:
+            self.tensors, self.counts, self._deferred = before
+            if self.device_counts is not None:
+                reference.write_counts(self.device_counts, self.counts)
+            raise
+
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
         if self.pending.states is not None or self._deferred is not None:
             self.settle(wait=False)
         past = None
-        if torch.compiler.is_dynamo_compiling() or (self.num_held is None and is_capturing()):
-            self.num_held = None
+        if torch.compiler.is_dynamo_compiling() or (self.num_tokens is None and is_capturing()):
+            self.num_tokens = None
         else:
-            past = int(self.length) if self.num_held is None else self.num_held
+            past = int(self.length) if self.num_tokens is None else self.num_tokens
             assert self.max_cache_len is not None
             check_room(keys.shape[2], past, self.max_cache_len)
-            self.num_held = past + keys.shape[2]
+            self.num_tokens = past + keys.shape[2]
         self.pending.states = keys, values
         return self._step_view(past)
 
     def _step_view(self, past: int | None) -> View:
         assert self.max_cache_len is not None
-        return View(self.tensors, self.device_counts, self.max_cache_len, past, self.pending)
+        return View(self.tensors, self.device_counts, self.max_cache_len, self.pending, past_length=past)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Nearly every decode step of a growing store: attention writes one token to the residual, which has room."""
@@ -289,11 +287,10 @@ class LayerStore:
         tensors, first = self.tensors, blocks * BLOCK_TOKENS
         if self.pending.states is not None:
             tensors.write_token(self.pending)
-        past = sinks + first + rows
         self.pending = pending = PendingToken((keys, values), (first + rows) % tensors.ring_rows)
         counts = Counts(sinks, blocks, rows + 1)
         self.counts = counts if rows + 1 < self._rows_of_due else self._encode_due(counts)
-        return View(tensors, counts, past + 1, past, pending)
+        return View(tensors, counts, sinks + first + rows + 1, pending)
 
     @outside_inference_mode
     def _append_tokens(self, states: KeyValue, past: int, padding: Padding | None) -> View:
@@ -308,19 +305,21 @@ class LayerStore:
             self.tensors = self.tensors.with_ring(capacity, first, held)
         write_tokens(self.tensors.rows, self.tensors.ring_rows, states, (sinks, counts.sinks - sinks), first + held)
         self.counts = counts
-        view = self._view(past, tokens, None if past else states)
-        self._encode_rows(self.tensors, blocks, counts.pending)
+        view = View(self.tensors, counts if past else None, past + tokens, new=None if past else states)
+        if counts.pending:
+            self._encode_rows(self.tensors, blocks, counts.pending)
         self._keep_in_place()
         return view
 
     def _append_prompt(self, states: KeyValue, past: int, defer: bool, padding: Padding | None) -> View:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them, or
         from copies in another order."""
-        view, order, real = self._view(past, states[0].shape[2], states), self.tensors.order, None
+        order, real = self.tensors.order, None
+        view = View(self.tensors, self.counts if past else None, past + states[0].shape[2], new=states)
         if padding is not None:
             states, order, real = self.tensors.exchanged(states, self.counts, padding)
         if defer and self.config.balance and not self.scales_are_fixed and not self.counts.blocks:
-            self._deferred = states, order, real
+            self._deferred, self.num_tokens = (states, order, real), view.length
         else:
             self._append_long(states, order, real)
         return view
@@ -411,18 +410,12 @@ class LayerStore:
             self.tensors = self._fixed.with_order(self.tensors.order)
         if not is_counted:
             reference.write_counts(self.device_counts, self.counts)
-        self.num_held = self.counts.tokens
-
-    def _view(self, past: int, tokens: int = 0, new: KeyValue | None = None) -> View:
-        """Make the view of `past` tokens and of `tokens` more, of `new` states or held; at first of these alone."""
-        if past == 0 and new is not None:
-            return View(self.tensors, None, tokens, 0, None, new)
-        return View(self.tensors, self.counts, past + tokens, past, None, new)
+        self.num_tokens = self.counts.tokens
 
     def view(self) -> View:
         """All tokens held, as a query that adds none would read them; good until the next change."""
         counts = self.settle().without_encoded_rows()
-        return View(self.tensors, counts, counts.tokens, counts.tokens)
+        return View(self.tensors, counts, counts.tokens)
 
     @outside_inference_mode
     def crop(self, tokens: int) -> None:

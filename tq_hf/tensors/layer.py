@@ -174,15 +174,8 @@ class LayerTensors:
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""
-        blocks, order = self.blocks, self._index()
+        blocks, order = self.blocks, [] if self.order is None else [self.order.index]
         return {"packed": [blocks.data], "metadata": [*blocks.channel_scales, *order], "residual": [self.rows]}
-
-    def _index(self) -> list[torch.Tensor]:
-        return [] if self.order is None else [self.order.index]
-
-    def all(self) -> list[torch.Tensor]:
-        """Every tensor in one list."""
-        return self.arguments() + self._index()
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
@@ -260,19 +253,20 @@ class View(NamedTuple):
             the device, and hold what the step attends to once the newest tokens are appended.
         length: Number of rows of this view's dense states. With counts on the host: past and new tokens. With counts on
             the device: the capacity.
-        past_length: Number of tokens cached before this call; `None` if the device alone knows.
         pending: The newest token (in a decode step of a preallocated store, up to 16), if it may not be in the
             residual's ring yet. The attention of this view writes it; all other readers write it first.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.
+        past_length: In a decode step with counts on the device, the number of tokens before it; `None` if the device
+            alone knows.
     """
 
     tensors: LayerTensors
     counts: Counts | DeviceCounts | None
     length: int
-    past_length: int | None
     pending: PendingToken | None = None
     new: KeyValue | None = None
+    past_length: int | None = None
 
     @property
     def host_counts(self) -> Counts:
