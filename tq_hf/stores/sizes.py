@@ -10,7 +10,7 @@ from tq_kernels.types import PackedBlocks
 
 from ..compat import FakeTensor, outside_modes
 from ..config import TurboQuantConfig
-from ..tensors.layer import LayerTensors, check_room
+from ..tensors.layer import LayerTensors
 from ..tensors.residual import ring_capacity
 from .checks import Kind, check_states, kind_of
 
@@ -41,11 +41,9 @@ def _room(
     config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None
 ) -> tuple[PackedBlocks, int, int]:
     """Tensors without blocks, number of blocks of a new store, and number of rows of its ring. Raises `ValueError` if
-    keys and values do not fit each other, or exceed `max_cache_len`."""
+    keys and values do not fit each other."""
     check_states(keys, values)
     (batch, heads, tokens, key_dim), _, device = keys
-    if max_cache_len is not None:
-        check_room(tokens, 0, max_cache_len)
     due = config.num_blocks(tokens)
     rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
     none = _no_blocks(config, (batch, heads, key_dim, values[0][3]), device)

@@ -103,7 +103,7 @@ class LayerStore:
                 device, which are not filled here then.
 
         Raises:
-            ValueError: The tensors do not fit each other, or exceed `max_cache_len`.
+            ValueError: The tensors do not fit each other.
         """
         tensors = new_tensors(config, keys, values, max_cache_len, prompt)
         if max_cache_len is None:
@@ -239,15 +239,25 @@ class LayerStore:
             self.tensors = self._fixed.with_order(self.tensors.order)
 
     def _append_several(self, states: KeyValue, held: Counts, defer: bool, padding: Padding | None) -> View:
-        """Several tokens after those of `held`, or a first one."""
+        """Several tokens after those of `held`, or a first one. A first prompt or a long call reads the model's own
+        tensors; its blocks are encoded from them, or from copies in another order."""
         self.counts, past, tokens = held, held.tokens, states[0].shape[2]
         if self.max_cache_len is not None and held.residual:
             # The returned view reads the old rows after the new ones are in place.
             first = held.blocks * BLOCK_TOKENS
             self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
-        if tokens > SHORT_CALL or (tokens > 1 and past == 0):
-            return self._append_prompt(states, past, defer, padding)
-        return self._append_tokens(states, past, padding)
+        view, order, real = View(self.tensors, held if past else None, past + tokens, new=states), None, None
+        if padding is None:
+            order = self.tensors.order
+        else:
+            states, order, real = self.tensors.exchanged(states, held, padding)
+        if tokens <= SHORT_CALL and (tokens == 1 or past):
+            return self._append_tokens(states, order)
+        if defer and self.config.balance and not self.scales_are_fixed and not held.blocks:
+            self._deferred, self.num_tokens = (states, order, real), view.length
+        else:
+            self._append_long(states, order, real)
+        return view
 
     def _all_or_nothing(self, append: Callable[..., Any], *arguments: Any) -> Any:
         """Call `append`. If it fails, hold what was held before, except for rows and blocks beyond the counts."""
@@ -293,36 +303,20 @@ class LayerStore:
         return View(tensors, counts, sinks + first + rows + 1, pending)
 
     @outside_inference_mode
-    def _append_tokens(self, states: KeyValue, past: int, padding: Padding | None) -> View:
-        """Several tokens after `past` others, or a first one: they are copied to the sinks and to the residual."""
-        (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
-        if padding is not None:
-            states, order, _ = self.tensors.exchanged(states, self.counts, padding)
-            self.tensors = self.tensors.with_order(order)
-        counts, first = self.counts.after(tokens, self.config), blocks * BLOCK_TOKENS
-        if counts.residual > self.tensors.ring_rows:
+    def _append_tokens(self, states: KeyValue, order: SinkOrder | None) -> View:
+        """Copy a few tokens to the sinks and to the residual."""
+        (sinks, blocks, held, _), past = self.counts, self.counts.tokens
+        counts, first = self.counts.after(states[0].shape[2], self.config), blocks * BLOCK_TOKENS
+        tensors = self.tensors.with_order(order)
+        if counts.residual > tensors.ring_rows:
             capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
-            self.tensors = self.tensors.with_ring(capacity, first, held)
-        write_tokens(self.tensors.rows, self.tensors.ring_rows, states, (sinks, counts.sinks - sinks), first + held)
-        self.counts = counts
-        view = View(self.tensors, counts if past else None, past + tokens, new=None if past else states)
+            tensors = tensors.with_ring(capacity, first, held)
+        write_tokens(tensors.rows, tensors.ring_rows, states, (sinks, counts.sinks - sinks), first + held)
+        self.tensors, self.counts = tensors, counts
         if counts.pending:
-            self._encode_rows(self.tensors, blocks, counts.pending)
+            self._encode_rows(tensors, blocks, counts.pending)
         self._keep_in_place()
-        return view
-
-    def _append_prompt(self, states: KeyValue, past: int, defer: bool, padding: Padding | None) -> View:
-        """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them, or
-        from copies in another order."""
-        order, real = self.tensors.order, None
-        view = View(self.tensors, self.counts if past else None, past + states[0].shape[2], new=states)
-        if padding is not None:
-            states, order, real = self.tensors.exchanged(states, self.counts, padding)
-        if defer and self.config.balance and not self.scales_are_fixed and not self.counts.blocks:
-            self._deferred, self.num_tokens = (states, order, real), view.length
-        else:
-            self._append_long(states, order, real)
-        return view
+        return View(tensors, counts if past else None, counts.tokens, new=None if past else states)
 
     @outside_inference_mode
     def _encode_due(self, counts: Counts) -> Counts:

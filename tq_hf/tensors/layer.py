@@ -283,9 +283,6 @@ class View(NamedTuple):
 
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
         """The dense parts that hold tokens, each with the position of its first token. Writes the pending token."""
-        if self.counts is None:
-            assert self.new is not None
-            return [(0, self.new)]
         self.written_rows()
         sinks, blocks, rows, _ = self.host_counts
         parts = [(0, self.tensors.sinks(sinks))] if sinks else []
