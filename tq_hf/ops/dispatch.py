@@ -17,7 +17,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValu
 from ..codec import reference as codec_reference
 from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
+from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room, counts_after
 from ..tensors.pages import LayerPages, LayerWindows, WindowStep
 from ..tensors.residual import write_tokens
 from . import reference, sliding_pages
@@ -309,7 +309,7 @@ def append_token(
     config, capacity, tokens = tensors.config, tensors.ring_rows, keys.shape[2]
     sinks, blocks, rows, _ = held = Counts(*counts.state.tolist()).without_encoded_rows()
     check_room(tokens, held.tokens, max_cache_len)
-    after, first = held.after(tokens, config), blocks * BLOCK_TOKENS
+    after, first = counts_after(held, tokens, config), blocks * BLOCK_TOKENS
     write_tokens(tensors.rows, capacity, (keys, values), (sinks, after.sinks - sinks), first + rows)
     for block in range(after.pending):
         start = (first + block * BLOCK_TOKENS) % capacity

@@ -22,6 +22,7 @@ SHORT_CALL = 128
 """Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
 
 
+@lru_cache(maxsize=1024)
 def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None, step_tokens: int = 1) -> int:
     """Number of rows to allocate for a residual of `rows` rows, with room for decode steps of up to `step_tokens`."""
     room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len

@@ -35,7 +35,7 @@ from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
-from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
+from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, counts_after
 from ..tensors.residual import CutBlocks, PendingToken, ring_capacity, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
@@ -127,8 +127,8 @@ class LayerStore:
         if on_device is None or self._deferred is not None:
             tokens = self.counts.tokens + (0 if self._deferred is None else self._deferred[0][0].shape[2])
             return tokens if on_device is None or is_meta else on_device.length.new_full((), tokens)
-        length = int(on_device.length) if is_meta else graph_ops.tokens_held(on_device)
-        return length if self.pending.states is None else length + self.pending.states[0].shape[2]
+        length = graph_ops.tokens_held(on_device, self.pending)
+        return int(length) if is_meta else length
 
     @property
     def lacks_sinks(self) -> bool:
@@ -167,7 +167,12 @@ class LayerStore:
         """
         if self._deferred is not None:
             states, order, real = self._deferred
-            self._all_or_nothing(self._append_long, states, order, attended if real is None else real, queries)
+            before = self.tensors, self.counts, self._deferred
+            try:
+                self._append_long(states, order, attended if real is None else real, queries)
+            except BaseException:
+                self._undo(before)
+                raise
 
     def set_scales(self, channel_scales: ChannelScales) -> None:
         """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty. Raise `ValueError` for scales of heads
@@ -210,19 +215,24 @@ class LayerStore:
                 return self._append_token(keys, values)
         else:
             check_fits(keys, values, row)
-            if self.takes_step(keys.shape[2]):
+            if self.device_counts is not None and self.takes_step(keys.shape[2]):
                 return self._append_on_device(keys, values)
         held = self.settle().without_encoded_rows()
         if self.max_cache_len is None:
             self.counts = held  # also if the call fails: it may have written to these rows
         else:
             check_room(keys.shape[2], held.tokens, self.max_cache_len)
-        return self._all_or_nothing(self._append_several, (keys, values), held, defer, padding)
+        before = self.tensors, self.counts, self._deferred
+        try:
+            return self._append_several((keys, values), held, defer, padding)
+        except BaseException:
+            self._undo(before)
+            raise
 
     def takes_step(self, tokens: int) -> bool:
-        """Whether a call of this number of tokens is a decode step, if the store is preallocated."""
+        """Whether a call of this number of tokens is a decode step of a preallocated store."""
         is_held = torch.compiler.is_dynamo_compiling() or self.num_tokens != 0
-        return self.device_counts is not None and (tokens == 1 or (is_held and 1 < tokens <= self.step_tokens))
+        return tokens == 1 or (is_held and 1 < tokens <= self.step_tokens)
 
     @outside_inference_mode
     def take_steps_of(self, tokens: int) -> None:
@@ -246,29 +256,23 @@ class LayerStore:
             # The returned view reads the old rows after the new ones are in place.
             first = held.blocks * BLOCK_TOKENS
             self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
-        view, order, real = View(self.tensors, held if past else None, past + tokens, new=states), None, None
-        if padding is None:
-            order = self.tensors.order
-        else:
-            states, order, real = self.tensors.exchanged(states, held, padding)
+        stored, order, real = states, self.tensors.order, None
+        if padding is not None:
+            stored, order, real = self.tensors.exchanged(states, held, padding)
         if tokens <= SHORT_CALL and (tokens == 1 or past):
-            return self._append_tokens(states, order)
+            return self._append_tokens(stored, order, past)
+        view = View(self.tensors, held if past else None, past + tokens, new=states)
         if defer and self.config.balance and not self.scales_are_fixed and not held.blocks:
-            self._deferred, self.num_tokens = (states, order, real), view.length
+            self._deferred, self.num_tokens = (stored, order, real), view.length
         else:
-            self._append_long(states, order, real)
+            self._append_long(stored, order, real)
         return view
 
-    def _all_or_nothing(self, append: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `append`. If it fails, hold what was held before, except for rows and blocks beyond the counts."""
-        before = self.tensors, self.counts, self._deferred
-        try:
-            return append(*arguments)
-        except BaseException:
-            self.tensors, self.counts, self._deferred = before
-            if self.device_counts is not None:
-                reference.write_counts(self.device_counts, self.counts)
-            raise
+    def _undo(self, before: tuple[Any, Any, Any]) -> None:
+        """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
+        self.tensors, self.counts, self._deferred = before
+        if self.device_counts is not None:
+            reference.write_counts(self.device_counts, self.counts)
 
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
@@ -303,10 +307,10 @@ class LayerStore:
         return View(tensors, counts, sinks + first + rows + 1, pending)
 
     @outside_inference_mode
-    def _append_tokens(self, states: KeyValue, order: SinkOrder | None) -> View:
-        """Copy a few tokens to the sinks and to the residual."""
-        (sinks, blocks, held, _), past = self.counts, self.counts.tokens
-        counts, first = self.counts.after(states[0].shape[2], self.config), blocks * BLOCK_TOKENS
+    def _append_tokens(self, states: KeyValue, order: SinkOrder | None, past: int) -> View:
+        """Copy a few tokens after `past` others to the sinks and to the residual."""
+        (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
+        counts, first = counts_after(self.counts, tokens, self.config), blocks * BLOCK_TOKENS
         tensors = self.tensors.with_order(order)
         if counts.residual > tensors.ring_rows:
             capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
@@ -316,7 +320,7 @@ class LayerStore:
         if counts.pending:
             self._encode_rows(tensors, blocks, counts.pending)
         self._keep_in_place()
-        return View(tensors, counts if past else None, counts.tokens, new=None if past else states)
+        return View(tensors, counts if past else None, past + tokens, new=None if past else states)
 
     @outside_inference_mode
     def _encode_due(self, counts: Counts) -> Counts:
@@ -346,7 +350,7 @@ class LayerStore:
         residual. The old ring is not written, because the view of this call reads it, unless it is empty and has room.
         """
         (sinks, blocks, held, _), tensors, tokens = self.counts, self.tensors, prompt[0].shape[2]
-        after, first = self.counts.after(tokens, self.config), blocks * BLOCK_TOKENS
+        after, first = counts_after(self.counts, tokens, self.config), blocks * BLOCK_TOKENS
         sunk, counts = (sinks, after.sinks - sinks), after.without_encoded_rows()
         lead = min(tokens - sunk[1], -held % BLOCK_TOKENS)
         begun = min(after.pending, (held + lead) // BLOCK_TOKENS)

@@ -203,12 +203,6 @@ class Counts(NamedTuple):
         """Number of tokens."""
         return self.sinks + self.blocks * BLOCK_TOKENS + self.residual
 
-    def after(self, tokens: int, config: TurboQuantConfig) -> Counts:
-        """Counts once `tokens` more are appended: the first fill the sinks, blocks that become due are pending."""
-        sinks, blocks, rows, _ = held = self.without_encoded_rows()
-        to_sinks, due = min(tokens, config.sink_tokens - sinks), config.num_blocks(held.tokens + tokens) - blocks
-        return Counts(sinks + to_sinks, blocks, rows + tokens - to_sinks, max(0, due))
-
     def without_encoded_rows(self) -> Counts:
         """Counts once the dense rows of pending blocks are dropped: their tokens are only packed from then on."""
         sinks, blocks, rows, encoded = self
@@ -216,6 +210,14 @@ class Counts(NamedTuple):
 
 
 NOTHING = Counts(0, 0, 0)
+
+
+@lru_cache(maxsize=1024)
+def counts_after(held: Counts, tokens: int, config: TurboQuantConfig) -> Counts:
+    """Counts once `tokens` more are appended: the first fill the sinks; blocks that become due are pending."""
+    sinks, blocks, rows, _ = held
+    to_sinks, due = min(tokens, config.sink_tokens - sinks), config.num_blocks(held.tokens + tokens) - blocks
+    return Counts(sinks + to_sinks, blocks, rows + tokens - to_sinks, max(0, due))
 
 
 class DeviceCounts(NamedTuple):
