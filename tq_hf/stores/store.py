@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -365,15 +366,14 @@ class LayerStore:
         elif capacity > tensors.ring_rows:
             tensors = tensors.with_ring(capacity, 0, 0)
         slot = (counts.blocks * BLOCK_TOKENS + kept) % tensors.ring_rows
-        scales = None if self.scales_are_fixed or blocks else self.tensors.blocks.channel_scales
+        self.tensors = tensors.with_order(order)
+        scales = None if self.scales_are_fixed or blocks else tensors.blocks.channel_scales
         dense = DenseRows(tensors.rows, tensors.ring_rows, *sunk, end, slot, counts[:3], self.device_counts)
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
         if begun:
             self._encode_rows(complete, blocks, begun)
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
-        # Encoding may have made room for more blocks.
-        self.tensors = tensors.with_blocks(self.tensors.blocks).with_order(order)
         self.counts, self._deferred = counts, None
         self._keep_in_place(is_counted=True)
 
@@ -394,7 +394,7 @@ class LayerStore:
         if needed > self.tensors.blocks.capacity:
             # Fit a prompt exactly; make room to spare once the cache is growing.
             capacity = needed if held == 0 else max(needed, int(held * GROWTH) + 1)
-            self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
+            self.tensors = replace(self.tensors, blocks=self.blocks.resized(capacity, held))
 
     def _keep_in_place(self, is_counted: bool = False) -> None:
         """Move rows of a preallocated store to the ring that graphs know, and write its counts to the device, unless

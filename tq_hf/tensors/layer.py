@@ -124,12 +124,6 @@ class LayerTensors:
         tensors.copy_rows(self, first, count)
         return tensors
 
-    def with_blocks(self, blocks: PackedBlocks) -> LayerTensors:
-        """These tensors with other blocks."""
-        if blocks is self.blocks:
-            return self
-        return LayerTensors(self.config, blocks, self.rows, self.order)
-
     def with_order(self, order: SinkOrder | None) -> LayerTensors:
         """These tensors with tokens in another order. Launches stay: they hold the same addresses."""
         if order is self.order:
