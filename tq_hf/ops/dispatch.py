@@ -309,7 +309,8 @@ def append_token(
     config, capacity, tokens = tensors.config, tensors.ring_rows, keys.shape[2]
     sinks, blocks, rows, _ = held = Counts(*counts.state.tolist()).without_encoded_rows()
     check_room(tokens, held.tokens, max_cache_len)
-    after, first = counts_after(held, tokens, config), blocks * BLOCK_TOKENS
+    first = blocks * BLOCK_TOKENS
+    after = counts_after(held, tokens, config.sink_tokens, config.residual_length)
     write_tokens(tensors.rows, capacity, (keys, values), (sinks, after.sinks - sinks), first + rows)
     for block in range(after.pending):
         start = (first + block * BLOCK_TOKENS) % capacity

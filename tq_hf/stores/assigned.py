@@ -81,7 +81,7 @@ def _release_room(store: LayerStore) -> None:
         packed, first = blocks + encoded, blocks * BLOCK_TOKENS
         if store.blocks.capacity > int(packed * GROWTH) + 1:
             store.tensors = replace(store.tensors, blocks=store.blocks.resized(packed, packed))
-        capacity = residual_capacity(store.config, rows, None)
+        capacity = residual_capacity(store.config.residual_length, rows, None)
         if store.tensors.ring_rows > capacity:
             store.tensors = store.tensors.with_ring(capacity, first, rows)
 

@@ -23,10 +23,10 @@ SHORT_CALL = 128
 
 
 @lru_cache(maxsize=1024)
-def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None, step_tokens: int = 1) -> int:
+def residual_capacity(residual_length: int, rows: int, max_cache_len: int | None, step_tokens: int = 1) -> int:
     """Number of rows to allocate for a residual of `rows` rows, with room for decode steps of up to `step_tokens`."""
     room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len
-    return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS + step_tokens - 1, room)))
+    return ring_capacity(max(rows, min(residual_length + BLOCK_TOKENS + step_tokens - 1, room)))
 
 
 @lru_cache
@@ -49,7 +49,7 @@ def _room(
     rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
     none = _no_blocks(config, (batch, heads, key_dim, values[0][3]), device)
     num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
-    return none, num_blocks, residual_capacity(config, rows, max_cache_len)
+    return none, num_blocks, residual_capacity(config.residual_length, rows, max_cache_len)
 
 
 def new_tensors(

@@ -243,7 +243,7 @@ class LayerStore:
             return
         _, blocks, rows, _ = self.settle()
         self.step_tokens = tokens
-        capacity = residual_capacity(self.config, rows, self.max_cache_len, tokens)
+        capacity = residual_capacity(self.config.residual_length, rows, self.max_cache_len, tokens)
         if capacity > self._fixed.ring_rows:
             self._fixed = self._fixed.with_ring(capacity, blocks * BLOCK_TOKENS, rows)
             mark_static_addresses([self._fixed.rows])
@@ -311,10 +311,11 @@ class LayerStore:
     def _append_tokens(self, states: KeyValue, order: SinkOrder | None, past: int) -> View:
         """Copy a few tokens after `past` others to the sinks and to the residual."""
         (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
-        counts, first = counts_after(self.counts, tokens, self.config), blocks * BLOCK_TOKENS
+        first, config = blocks * BLOCK_TOKENS, self.config
+        counts = counts_after(self.counts, tokens, config.sink_tokens, config.residual_length)
         tensors = self.tensors.with_order(order)
         if counts.residual > tensors.ring_rows:
-            capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
+            capacity = residual_capacity(config.residual_length, counts.residual, self.max_cache_len)
             tensors = tensors.with_ring(capacity, first, held)
         write_tokens(tensors.rows, tensors.ring_rows, states, (sinks, counts.sinks - sinks), first + held)
         self.tensors, self.counts = tensors, counts
@@ -351,13 +352,14 @@ class LayerStore:
         residual. The old ring is not written, because the view of this call reads it, unless it is empty and has room.
         """
         (sinks, blocks, held, _), tensors, tokens = self.counts, self.tensors, prompt[0].shape[2]
-        after, first = counts_after(self.counts, tokens, self.config), blocks * BLOCK_TOKENS
+        first, config = blocks * BLOCK_TOKENS, self.config
+        after = counts_after(self.counts, tokens, config.sink_tokens, config.residual_length)
         sunk, counts = (sinks, after.sinks - sinks), after.without_encoded_rows()
         lead = min(tokens - sunk[1], -held % BLOCK_TOKENS)
         begun = min(after.pending, (held + lead) // BLOCK_TOKENS)
         start, kept = sunk[1] + lead, held + lead - begun * BLOCK_TOKENS
         end = start + (after.pending - begun) * BLOCK_TOKENS
-        capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
+        capacity = residual_capacity(config.residual_length, counts.residual, self.max_cache_len)
         if held:
             complete = tensors.with_ring(ring_capacity(held + lead), first, held)
             states = prompt[0][:, :, :start], prompt[1][:, :, :start]
@@ -501,7 +503,8 @@ class LayerStore:
         if self.config.balance:
             self.blocks.channel_scales.keys.copy_(held["key_channel_scales"])
             self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
-        tensors = self.tensors.with_ring(residual_capacity(self.config, counts.residual, self.max_cache_len), 0, 0)
+        ring = residual_capacity(self.config.residual_length, counts.residual, self.max_cache_len)
+        tensors = self.tensors.with_ring(ring, 0, 0)
         keys, values = (torch.cat([held[f"sink_{x}"], held[f"residual_{x}"]], 2).to(device) for x in ("keys", "values"))
         first = counts.blocks * BLOCK_TOKENS
         write_tokens(tensors.rows, tensors.ring_rows, (keys, values), (0, counts.sinks), first)

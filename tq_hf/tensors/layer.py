@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
@@ -207,10 +207,11 @@ NOTHING = Counts(0, 0, 0)
 
 
 @lru_cache(maxsize=1024)
-def counts_after(held: Counts, tokens: int, config: TurboQuantConfig) -> Counts:
+def counts_after(held: Counts, tokens: int, sink_tokens: int, residual_length: int) -> Counts:
     """Counts once `tokens` more are appended: the first fill the sinks; blocks that become due are pending."""
     sinks, blocks, rows, _ = held
-    to_sinks, due = min(tokens, config.sink_tokens - sinks), config.num_blocks(held.tokens + tokens) - blocks
+    to_sinks = min(tokens, sink_tokens - sinks)
+    due = due_blocks(held.tokens + tokens, sink_tokens, residual_length) - blocks
     return Counts(sinks + to_sinks, blocks, rows + tokens - to_sinks, max(0, due))
 
 
