@@ -79,10 +79,10 @@ def allowed(mask: torch.Tensor) -> torch.Tensor:
 def needs_no_mask(layers: Sequence[Any]) -> bool:
     """Whether layers of full attention are packed ones that attention reads: "turboquant" reads a mask of no columns as
     causal, so no step makes, extends or reads one where nothing is padded."""
-    packed = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
     return all(
         isinstance(layer, TurboQuantLayer) and layer.reads_packed and (layer.is_untouched or layer.expands)
-        for layer in packed
+        for layer in layers
+        if isinstance(layer, FullAttentionLayer)
     )
 
 

@@ -231,7 +231,7 @@ class LayerStore:
             raise
 
     def takes_step(self, tokens: int) -> bool:
-        """Whether a call of this number of tokens is a decode step of a preallocated store."""
+        """Whether a preallocated store appends this number of tokens in a decode step."""
         is_held = torch.compiler.is_dynamo_compiling() or self.num_tokens != 0
         return tokens == 1 or (is_held and 1 < tokens <= self.step_tokens)
 
