@@ -65,19 +65,22 @@ def _view_of(
 def _append_token(
     row: list[torch.Tensor], tensors: list[torch.Tensor], counts: list[torch.Tensor], config: str, max_cache_len: int
 ) -> None:
-    append_pending_token(_view_of(row, tensors, counts, config, max_cache_len))
+    _append_now(_view_of(row, tensors, counts, config, max_cache_len))
+
+
+def _append_now(view: View) -> None:
+    assert isinstance(view.counts, DeviceCounts) and view.pending is not None
+    if view.pending.states is not None:
+        dispatch.append_token(view.tensors, view.counts, *view.pending.states, view.length)
+        view.pending.states = None
 
 
 def append_pending_token(view: View) -> None:
     """Append the new tokens of a decode step's view, unless they are appended."""
-    assert isinstance(view.counts, DeviceCounts) and view.pending is not None
-    if view.pending.states is None:
-        return
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and view.pending is not None and view.pending.states is not None:
         _append_token(*_arguments(view))
-    else:
-        dispatch.append_token(view.tensors, view.counts, *view.pending.states, view.length)
-    view.pending.states = None
+        view.pending.states = None
+    _append_now(view)
 
 
 @torch.library.custom_op("tq_hf::attend_token", mutates_args=("tensors", "counts"))
@@ -163,7 +166,7 @@ def _attend_absorbed(
     scaling: float,
 ) -> torch.Tensor:
     view = _view_of(row, tensors, counts, config, max_cache_len)
-    append_pending_token(view)
+    _append_now(view)
     return dispatch.attend_absorbed(query, weight, view, mask, AttentionOptions(scaling))
 
 
