@@ -162,7 +162,8 @@ def _attend_dense(
             )
         mask = mask[..., : key.shape[2]]
     if options.only_scales():
-        mask = _bottom_right(query, key, mask, options.causal)
+        if mask is None and options.causal and 1 < query.shape[2] < key.shape[2]:  # which sdpa aligns top-left
+            mask = _causal(query.shape[2], key.shape[2], query.device)[None, None]
         own: dict[str, Any] = dict(
             scaling=options.scaling, is_causal=options.causal, position_bias=options.position_bias
         )
@@ -228,14 +229,6 @@ def _refuse_compressed(dropout: float) -> None:
         'came to attention without their mask: kvpress patches "turboquant" if tq_hf is imported before it. '
         'Swap the imports, or load the model with `attn_implementation="sdpa"`.'
     )
-
-
-def _bottom_right(query: torch.Tensor, key: torch.Tensor, mask: Mask, causal: bool) -> torch.Tensor | None:
-    """Mask for sdpa. Without a mask sdpa aligns causal attention top-left; here it is bottom-right."""
-    queries, length = query.shape[2], key.shape[2]
-    if mask is not None or not causal or not 1 < queries < length:
-        return mask
-    return _causal(queries, length, query.device)[None, None]
 
 
 def _causal(queries: int, length: int, device: torch.device) -> torch.Tensor:

@@ -93,7 +93,7 @@ def test_a_compiled_step_too_many_is_refused(attention, masked):
         call(ids[:, :1], attention_mask=mask, **as_input(cache))
 
     step(compiled, ROOM - 1)
-    assert all(layer.store.num_held is None for layer in cache.layers), "a compiled step does not count"
+    assert all(layer.num_tokens is None for layer in cache.layers), "a compiled step does not count"
     step(model, ROOM)
     for call in (model, compiled):
         before = held(cache)

@@ -151,7 +151,7 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
     for num_blocks, num_residual, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
         query = torch.zeros(1, 4, queries, 64, dtype=torch.float16)
         past = num_blocks * 128 + num_residual
-        view = View(tensors, Counts(0, num_blocks, num_residual), past + queries, past, None, half(queries))
+        view = View(tensors, Counts(0, num_blocks, num_residual), past + queries, new=half(queries))
         out = triton_blocks.attend_many(query, view, None, AttentionOptions(0.3))
         assert out.shape == (1, queries, 4, 64)
         kinds.append(how(log))

@@ -82,8 +82,8 @@ def test_a_full_store_is_left_as_it_is(device):
     store.append(keys[:, :, :49], values[:, :, :49])
     store.append(keys[:, :, 49:], values[:, :, 49:])
     before = snapshot(store)
-    for num_held in (50, None):  # what the host knows after an eager step, and after a compiled one
-        store.num_held = num_held
+    for num_tokens in (50, None):  # what the host knows after an eager step, and after a compiled one
+        store.num_tokens = num_tokens
         with pytest.raises(ValueError, match="1 tokens to the 50.*`max_cache_len` of 50"):
             store.append(*states(1, device, seed=1))
         assert store.length.item() == 50

@@ -275,7 +275,7 @@ def test_steps_over_the_seam_of_the_ring_read_every_row(room, dtype):
         view = store.append(*rows(pair, token, token + 1))
         if room is not None:
             output = dispatch.attend_token(query, view, None, options)
-            view = dispatch.on_host(store.tensors, view.counts.step_counts, 1)
+            view = dispatch.on_host(store.tensors, view.counts.step_counts)
         elif token % 7 == 0:
             output = dispatch.attend(query, view, None, options)
         if token % 7:

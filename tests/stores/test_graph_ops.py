@@ -81,7 +81,7 @@ def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkey
             store.append(*rows(pair, start, stop))
     view = store.append(*rows(pair, before))
     graph_ops.append_pending_token(view)  # without a GPU it reads the counts
-    expected = dispatch.dense(dispatch.on_host(view.tensors, view.counts.step_counts, 1))
+    expected = dispatch.dense(dispatch.on_host(view.tensors, view.counts.step_counts))
 
     def read(*_: object) -> None:
         raise AssertionError("A captured graph cannot read a tensor on the host.")

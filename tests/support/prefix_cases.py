@@ -68,8 +68,7 @@ def view_of(prefix: PrefixInputs) -> View:
     config = replace(inputs.config, sink_tokens=sinks)
     tensors = LayerTensors(config, inputs.packed, dense_rows(prefix.residual, inputs.sinks))
     counts = Counts(sinks, inputs.case.blocks, prefix.num_residual)
-    length = inputs.case.length
-    return View(tensors, counts, length, length - inputs.case.S, None, prefix.new)
+    return View(tensors, counts, inputs.case.length, new=prefix.new)
 
 
 __all__ = ["PrefixInputs", "make_prefix_inputs", "oracle", "run_prefix", "view_of"]

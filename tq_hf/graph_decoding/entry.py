@@ -79,7 +79,12 @@ def graph_decoding(
             check_room_for_drafts(stopping_criteria.max_length, drafts, cache)
         expect_drafts(cache)
     if stop_strings is not None:
-        stop = _stop_at(stop_strings, arguments["tokenizer"])
+        if (tokenizer := arguments["tokenizer"]) is None:
+            raise ValueError(
+                f"`stop_strings` {stop_strings!r} came without a tokenizer. Pass `tokenizer=` to `generate()` beside "
+                "them, or `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`."
+            )
+        stop = StopStringCriteria(tokenizer, stop_strings)
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, stop])
     most, switch = stopping_criteria.max_length, switches_rope(model)
     if switch is not None and most is not None and input_ids.shape[1] <= switch < most:
@@ -101,15 +106,6 @@ def graph_decoding(
     loop = Loop(*call) if drafts is None else AssistedLoop(drafts, *call)
     with optimized_for_decode(model), joined(model):
         return loop.run(logits, model_kwargs)
-
-
-def _stop_at(strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
-    if tokenizer is None:
-        raise ValueError(
-            f"`stop_strings` {strings!r} came without a tokenizer. Pass `tokenizer=` to `generate()` beside them, or "
-            "`stopping_criteria=[StopStringCriteria(tokenizer, strings)]`."
-        )
-    return StopStringCriteria(tokenizer, strings)
 
 
 def _check(

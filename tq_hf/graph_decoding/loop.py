@@ -14,6 +14,7 @@ the same loop runs step by step. `assisted.py` has the loop of assisted decoding
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -306,7 +307,8 @@ def _exact(value: Any) -> Any:
 def tensors_of(layer: Any) -> list[torch.Tensor]:
     """All tensors of a layer that a step reads."""
     if isinstance(layer, TurboQuantLayer):
-        return [] if layer.store is None else [*layer.store.tensors.all(), *(layer.store.device_counts or ())]
+        store = layer.store
+        return [] if store is None else [*chain(*store.tensors.by_kind().values()), *(store.device_counts or ())]
     if isinstance(layer, LinearAttentionLayer):
         states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return [state for state in states if state is not None]

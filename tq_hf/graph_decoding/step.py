@@ -48,17 +48,6 @@ class CapturedStep:
     warm: int = 0
 
 
-def check_inputs(model: Any, inputs: dict[str, Any], other: list[str]) -> None:
-    """Raise a `ValueError` if a step has inputs that change in a way that is not known: tensors among `inputs`, those
-    of positions, masks and tokens taken out, and whatever `other` names."""
-    unknown = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and "token_type" not in name]
-    if unknown := unknown + other:
-        raise ValueError(
-            f"{type(model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot continue. "
-            "Leave out `custom_generate`."
-        )
-
-
 def first_inputs(
     model: Any, cache: Cache, ids: torch.Tensor, cached: int, tokens: int, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], torch.Tensor | None, Masks]:
@@ -82,13 +71,6 @@ def mask_tensors(masks: Masks) -> list[torch.Tensor]:
     return [mask for mask in every if mask is not None]
 
 
-def map_masks(function: Callable[[torch.Tensor], torch.Tensor], masks: Masks) -> Masks:
-    """Apply `function` to every mask."""
-    if isinstance(masks, dict):
-        return {name: None if mask is None else function(mask) for name, mask in masks.items()}
-    return None if masks is None else function(masks)
-
-
 def allowed(mask: torch.Tensor) -> torch.Tensor:
     """A mask as bool."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -97,10 +79,10 @@ def allowed(mask: torch.Tensor) -> torch.Tensor:
 def needs_no_mask(layers: Sequence[Any]) -> bool:
     """Whether layers of full attention are packed ones that attention reads: "turboquant" reads a mask of no columns as
     causal, so no step makes, extends or reads one where nothing is padded."""
-    packed = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
     return all(
         isinstance(layer, TurboQuantLayer) and layer.reads_packed and (layer.is_untouched or layer.expands)
-        for layer in packed
+        for layer in layers
+        if isinstance(layer, FullAttentionLayer)
     )
 
 
@@ -162,13 +144,18 @@ class StepInputs:
         """`[B, >= room]` bool, by place among the cached tokens: False for padding."""
         if (padding := inputs.get("attention_mask")) is not None:
             self.open[:, : padding.shape[-1]] = padding[:, : self.open.shape[1]]
-        column, given, other = torch.full((1,), cached, device=ids.device), mask_tensors(self.masks), []
+        column, given = torch.full((1,), cached, device=ids.device), mask_tensors(self.masks)
+        unknown = [name for name, x in first.items() if isinstance(x, torch.Tensor) and "token_type" not in name]
         start = sliding[0].get_mask_sizes(tokens)[1] if sliding else 0
         if not all(self._continues(mask, kind, column, start) for mask, kind in zip(given, self.kinds, strict=True)):
-            other.append("an attention mask that is not causal, or not [batch, 1, queries, columns]")
+            unknown.append("an attention mask that is not causal, or not [batch, 1, queries, columns]")
         if sliding and all(kind.window is None for kind in self.kinds):
-            other.append("no mask for its sliding layers")
-        check_inputs(model, first, other)
+            unknown.append("no mask for its sliding layers")
+        if unknown:
+            raise ValueError(
+                f"{type(model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot "
+                "continue. Leave out `custom_generate`."
+            )
         if needs_no_mask(cache.layers) and bool(self.open[:, : cached + tokens].all()):
             self.kinds = [kind if kind.window is not None else kind._replace(columns=0) for kind in self.kinds]
 
@@ -196,25 +183,24 @@ class StepInputs:
         inputs = dict(self.constants)
         if self.offsets is not None:
             inputs["position_ids"] = self.offsets + column
-        if self.masks is not None:
-            inputs["attention_mask"] = self._masks(column)
+        masks = (self._mask_at(kind, column) for kind in self.kinds)
+        if isinstance(self.masks, dict):
+            given = self.masks.items()
+            inputs["attention_mask"] = {name: None if mask is None else next(masks) for name, mask in given}
+        elif self.masks is not None:
+            inputs["attention_mask"] = next(masks)
         return inputs
 
-    def _masks(self, column: torch.Tensor) -> Masks:
-        kinds = iter(self.kinds)
-
-        def mask(_: torch.Tensor) -> torch.Tensor:
-            kind = next(kinds)
-            if not kind.columns:
-                return self.open.new_empty(len(self.open), 1, len(self.place), 0, dtype=kind.dtype)
-            places, newest = torch.arange(kind.columns, device=column.device), column + (len(self.place) - 1)
-            if kind.columns == kind.window:
-                places = places + (newest + 1 - kind.columns).clamp(min=0)
-            elif kind.window is not None:  # each row of a ring has the newest token that fits there
-                places = newest - (newest - places) % kind.columns
-            return self._mask(kind, column, places)
-
-        return map_masks(mask, self.masks)
+    def _mask_at(self, kind: MaskKind, column: torch.Tensor) -> torch.Tensor:
+        """Mask of a step after `column` cached tokens."""
+        if not kind.columns:
+            return self.open.new_empty(len(self.open), 1, len(self.place), 0, dtype=kind.dtype)
+        places, newest = torch.arange(kind.columns, device=column.device), column + (len(self.place) - 1)
+        if kind.columns == kind.window:
+            places = places + (newest + 1 - kind.columns).clamp(min=0)
+        elif kind.window is not None:  # each row of a ring has the newest token that fits there
+            places = newest - (newest - places) % kind.columns
+        return self._mask(kind, column, places)
 
     def _mask(self, kind: MaskKind, column: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Mask `[B, 1, S, columns]` of keys at `places` `[columns]` among the cached tokens. Negative places are

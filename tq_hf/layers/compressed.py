@@ -267,8 +267,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.lazy_initialization(keys, values, prompt=several)
         assert self.store is not None
         try:
-            append = self.store.append_checked if several else self.store.append
-            return append(keys, values, self.needs_queries, padding)
+            return self.store.append(keys, values, self.needs_queries, padding)
         except BaseException:
             self.store, self.is_initialized = None, False
             raise
@@ -414,14 +413,12 @@ class TurboQuantLayer(FullAttentionLayer):
     @property
     def num_tokens(self) -> int | None:
         """Number of tokens of a preallocated layer, counted on the host."""
-        if self.store is None:
-            return 0
-        return None if self.store.is_deferred else self.store.num_held
+        return 0 if self.store is None else self.store.num_tokens
 
     @num_tokens.setter
     def num_tokens(self, tokens: int | None) -> None:
         assert self.store is not None
-        self.store.num_held = tokens
+        self.store.num_tokens = tokens
 
     def reset(self) -> None:
         """Remove all tokens. A growing cache frees its memory, and the next update may have any batch size. A

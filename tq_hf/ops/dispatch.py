@@ -17,7 +17,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValu
 from ..codec import reference as codec_reference
 from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
+from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room, counts_after
 from ..tensors.pages import LayerPages, LayerWindows, WindowStep
 from ..tensors.residual import write_tokens
 from . import reference, sliding_pages
@@ -249,7 +249,7 @@ def attend_absorbed(
         batch, _, queries, _ = query.shape
         counted = view
         if isinstance(view.counts, DeviceCounts):
-            counted = on_host(view.tensors, view.counts.step_counts, queries)
+            counted = on_host(view.tensors, view.counts.step_counts)
         by_batch = latent.unflatten(1, (batch, queries)).transpose(0, 1)
         means = cpu_attention.attend_latents(by_batch, rotary, counted, mask, options)
         return means.permute(2, 0, 1, 3).flatten(1, 2)
@@ -307,18 +307,17 @@ def append_token(
     say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
     check_host_reads(tensors)
     config, capacity, tokens = tensors.config, tensors.ring_rows, keys.shape[2]
-    held = Counts(*counts.state.tolist()).without_encoded_rows()
-    (sinks, blocks, rows, _), length = held, held.tokens
-    check_room(tokens, length, max_cache_len)
-    to_sinks, first = min(tokens, config.sink_tokens - sinks) if length == sinks else 0, blocks * BLOCK_TOKENS
-    write_tokens(tensors.rows, capacity, (keys, values), (sinks, to_sinks), first + rows)
-    sinks, rows, first = sinks + to_sinks, rows + tokens - to_sinks, first % capacity
-    due = max(0, config.num_blocks(length + tokens) - blocks)
-    for block in range(due):
+    sinks, blocks, rows, _ = held = Counts(*counts.state.tolist()).without_encoded_rows()
+    check_room(tokens, held.tokens, max_cache_len)
+    first = blocks * BLOCK_TOKENS
+    after = counts_after(held, tokens, config.sink_tokens, config.residual_length)
+    write_tokens(tensors.rows, capacity, (keys, values), (sinks, after.sinks - sinks), first + rows)
+    for block in range(after.pending):
         start = (first + block * BLOCK_TOKENS) % capacity
         encode(config, tensors.states(slice(start, start + BLOCK_TOKENS)), tensors.blocks, blocks + block)
-    counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32, device="cpu")
-    reference.write_counts(counts, Counts(sinks, blocks, rows, due))
+    step = (*after[:3], first % capacity, after.pending, 0)
+    counts.step_counts[:, 0] = torch.tensor(step, dtype=torch.int32, device="cpu")
+    reference.write_counts(counts, after)
 
 
 def attend_token(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
@@ -331,14 +330,14 @@ def attend_token(query: torch.Tensor, view: View, mask: Mask, options: Attention
     if pending is not None and pending.states is not None:
         keys, values = pending.states
         append_token(tensors, counts, keys, values, view.length)
-    return attend(query, on_host(tensors, counts.step_counts, query.shape[2]), mask, options)
+    return attend(query, on_host(tensors, counts.step_counts), mask, options)
 
 
-def on_host(tensors: LayerTensors, step_counts: torch.Tensor, tokens: int) -> View:
-    """Read the counts of a decode step of `tokens` tokens from the device, for its view."""
+def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
+    """Read the counts of a decode step from the device, for its view."""
     check_host_reads(tensors)
     counts = Counts(*step_counts[:3, 0].tolist())
-    return View(tensors, counts, counts.tokens, counts.tokens - tokens)
+    return View(tensors, counts, counts.tokens)
 
 
 def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:

@@ -133,7 +133,7 @@ def view_of(pages: LayerPages, request: Request, new: KeyValue) -> View:
     blocks, sinks = pages.packed(request.blocks[: request.packed]), min(request.past, pages.tensors.sinks)
     tensors = LayerTensors(pages.config, blocks, pages.rows(request.rows))
     counts = Counts(sinks, request.packed, request.past - sinks - request.packed * BLOCK_TOKENS)
-    return View(tensors, counts, request.past + new[0].shape[2], request.past, None, new)
+    return View(tensors, counts, request.past + new[0].shape[2], new=new)
 
 
 def rows_of(pages: LayerPages, request: Request, new: KeyValue) -> KeyValue:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -79,8 +80,8 @@ def _release_room(store: LayerStore) -> None:
         _, blocks, rows, encoded = store.counts
         packed, first = blocks + encoded, blocks * BLOCK_TOKENS
         if store.blocks.capacity > int(packed * GROWTH) + 1:
-            store.tensors = store.tensors.with_blocks(store.blocks.resized(packed, packed))
-        capacity = residual_capacity(store.config, rows, None)
+            store.tensors = replace(store.tensors, blocks=store.blocks.resized(packed, packed))
+        capacity = residual_capacity(store.config.residual_length, rows, None)
         if store.tensors.ring_rows > capacity:
             store.tensors = store.tensors.with_ring(capacity, first, rows)
 

@@ -32,13 +32,14 @@ def _tokens_held_shape(length: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(length)
 
 
-def tokens_held(counts: DeviceCounts) -> torch.Tensor:
-    """Tokens held, `[]` int64 on the device; of a compiled step a copy.
+def tokens_held(counts: DeviceCounts, pending: PendingToken) -> torch.Tensor:
+    """Number of tokens with pending ones, `[]` int64 on the device; of a compiled step a copy.
 
     Inductor computes what a graph takes from a tensor (positions, say) where it is used. That may be after an operator
     has written to the tensor, unless another operator read it before.
     """
-    return _tokens_held(counts.length) if torch.compiler.is_dynamo_compiling() else counts.length
+    length = _tokens_held(counts.length) if torch.compiler.is_dynamo_compiling() else counts.length
+    return length if pending.states is None else length + pending.states[0].shape[2]
 
 
 def _arguments(view: View) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], str, int]:
@@ -57,7 +58,7 @@ def _view_of(
     if row and row[0].is_cpu:
         check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
     pending = PendingToken((row[0], row[1]) if row else None)
-    return View(LayerTensors.from_arguments(config, tensors), device_counts, max_cache_len, None, pending)
+    return View(LayerTensors.from_arguments(config, tensors), device_counts, max_cache_len, pending)
 
 
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
@@ -112,9 +113,7 @@ def causal_mask(view: View, queries: int) -> torch.Tensor:
     last: int | torch.Tensor = view.length
     if isinstance(view.counts, DeviceCounts):
         assert view.pending is not None
-        last = tokens_held(view.counts)
-        if view.pending.states is not None:
-            last = last + view.pending.states[0].shape[2]
+        last = tokens_held(view.counts, view.pending)
     device = view.tensors.row.device
     newest = torch.arange(queries, device=device)[:, None] + last - queries
     return (torch.arange(view.length, device=device) <= newest)[None, None]

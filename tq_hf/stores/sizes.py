@@ -1,9 +1,8 @@
-"""Sizes of a store: its new tensors, and the places of the tokens of a call."""
+"""Sizes of the tensors of a store."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
@@ -11,7 +10,7 @@ from tq_kernels.types import PackedBlocks
 
 from ..compat import FakeTensor, outside_modes
 from ..config import TurboQuantConfig
-from ..tensors.layer import Counts, LayerTensors, check_room
+from ..tensors.layer import LayerTensors
 from ..tensors.residual import ring_capacity
 from .checks import Kind, check_states, kind_of
 
@@ -23,10 +22,11 @@ SHORT_CALL = 128
 """Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
 
 
-def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None, step_tokens: int = 1) -> int:
+@lru_cache(maxsize=1024)
+def residual_capacity(residual_length: int, rows: int, max_cache_len: int | None, step_tokens: int = 1) -> int:
     """Number of rows to allocate for a residual of `rows` rows, with room for decode steps of up to `step_tokens`."""
     room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len
-    return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS + step_tokens - 1, room)))
+    return ring_capacity(max(rows, min(residual_length + BLOCK_TOKENS + step_tokens - 1, room)))
 
 
 @lru_cache
@@ -42,16 +42,14 @@ def _room(
     config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None
 ) -> tuple[PackedBlocks, int, int]:
     """Tensors without blocks, number of blocks of a new store, and number of rows of its ring. Raises `ValueError` if
-    keys and values do not fit each other, or exceed `max_cache_len`."""
+    keys and values do not fit each other."""
     check_states(keys, values)
     (batch, heads, tokens, key_dim), _, device = keys
-    if max_cache_len is not None:
-        check_room(tokens, 0, max_cache_len)
     due = config.num_blocks(tokens)
     rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
     none = _no_blocks(config, (batch, heads, key_dim, values[0][3]), device)
     num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
-    return none, num_blocks, residual_capacity(config, rows, max_cache_len)
+    return none, num_blocks, residual_capacity(config.residual_length, rows, max_cache_len)
 
 
 def new_tensors(
@@ -71,45 +69,3 @@ def new_tensors(
     dim = keys.shape[3] + values.shape[3]
     rows = keys.new_empty(*keys.shape[:2], ring_rows + config.sink_tokens, dim)
     return LayerTensors(config, PackedBlocks(none.layout, data, scales), rows)
-
-
-def count_sinks(config: TurboQuantConfig, tokens: int, sinks: int, past: int) -> int:
-    """Number of sinks among `tokens` new tokens, after `past` tokens with `sinks` sinks."""
-    return min(tokens, config.sink_tokens - sinks) if past == sinks else 0
-
-
-class Split(NamedTuple):
-    """Destinations of the tokens of a long call; see `LayerStore._append_long`.
-
-    Args:
-        to_sinks: Number of tokens that become sinks.
-        due: Number of blocks that become due.
-        begun: Number of these blocks that have rows in the old residual.
-        start, end: First token of the whole blocks, and first token after them.
-        completed: Rows of the residual in which a block begun is completed; 0 for none.
-        capacity: Rows of the residual after the call.
-    """
-
-    to_sinks: int
-    due: int
-    begun: int
-    start: int
-    end: int
-    completed: int
-    capacity: int
-
-
-@lru_cache(maxsize=1024)
-def split_call(config: TurboQuantConfig, tokens: int, counts: Counts, max_cache_len: int | None) -> Split:
-    """Split the tokens of a long call that follows the tokens of `counts`."""
-    first, blocks, held, _ = counts
-    past = counts.tokens
-    to_sinks = count_sinks(config, tokens, first, past)
-    due = max(0, config.num_blocks(past + tokens) - blocks)
-    rows = tokens - to_sinks
-    lead = min(rows, -held % BLOCK_TOKENS)
-    whole = max(0, due - (held + lead) // BLOCK_TOKENS)
-    start = to_sinks + lead
-    completed = ring_capacity(held + lead) if held else 0
-    capacity = residual_capacity(config, held + rows - due * BLOCK_TOKENS, max_cache_len)
-    return Split(to_sinks, due, due - whole, start, start + whole * BLOCK_TOKENS, completed, capacity)

@@ -25,6 +25,8 @@ eager step reads `length` once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,12 +36,12 @@ from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
-from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
-from ..tensors.residual import CutBlocks, PendingToken, write_tokens
+from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, counts_after
+from ..tensors.residual import CutBlocks, PendingToken, ring_capacity, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
 from .checks import check_fits
-from .sizes import GROWTH, SHORT_CALL, count_sinks, new_tensors, residual_capacity, split_call
+from .sizes import GROWTH, SHORT_CALL, new_tensors, residual_capacity
 
 
 class LayerStore:
@@ -47,30 +49,23 @@ class LayerStore:
 
     Args:
         tensors: The tensors, which the store writes to.
-        counts: Numbers of sinks, blocks and rows in the tensors; `None` if only the device knows.
-        scales_are_fixed: Whether the channel scales were set, so that no prompt changes them.
         max_cache_len: Maximum number of tokens of a preallocated store; `None` to grow geometrically, without bound.
         device_counts: Counts of a preallocated store.
-        step_tokens: Most tokens of a decode step of a preallocated store.
     """
 
     def __init__(
-        self,
-        tensors: LayerTensors,
-        counts: Counts | None = NOTHING,
-        scales_are_fixed: bool = False,
-        max_cache_len: int | None = None,
-        device_counts: DeviceCounts | None = None,
-        step_tokens: int = 1,
+        self, tensors: LayerTensors, max_cache_len: int | None = None, device_counts: DeviceCounts | None = None
     ) -> None:
         self.tensors = tensors
-        self.counts = counts or NOTHING
+        self.counts = NOTHING
         """Counts on the host, without a deferred call; in a preallocated store good until its next step."""
-        self.scales_are_fixed = scales_are_fixed
+        self.scales_are_fixed = False
+        """Whether the channel scales were set, so that no prompt changes them."""
         self.max_cache_len = max_cache_len
         self.device_counts = device_counts
-        self.step_tokens = step_tokens
-        self.num_held: int | None = 0 if counts is NOTHING else None
+        self.step_tokens = 1
+        """Most tokens of a decode step of a preallocated store."""
+        self.num_tokens: int | None = 0
         """Number of tokens of a preallocated store; `None` after a compiled step, which does not count on the host."""
         self.config = tensors.config
         self.layout = tensors.layout
@@ -85,13 +80,9 @@ class LayerStore:
         self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
         """Least number of residual rows with which a block is due."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         self.settle(wait=False)
-        counts = self.counts if self.device_counts is None else None
-        return type(self), (self.tensors, counts, *self._options()), {"_cuts": self._cuts}
-
-    def _options(self) -> tuple[Any, ...]:
-        return self.scales_are_fixed, self.max_cache_len, self.device_counts, self.step_tokens
+        return vars(self)
 
     @classmethod
     @outside_inference_mode
@@ -113,7 +104,7 @@ class LayerStore:
                 device, which are not filled here then.
 
         Raises:
-            ValueError: The tensors do not fit each other, or exceed `max_cache_len`.
+            ValueError: The tensors do not fit each other.
         """
         tensors = new_tensors(config, keys, values, max_cache_len, prompt)
         if max_cache_len is None:
@@ -122,7 +113,7 @@ class LayerStore:
         counts = DeviceCounts.allocate(torch.device("cpu") if keys.is_meta else keys.device, filled=not prompt)
         dispatch.prepare(config, tensors.layout, keys.dtype, keys.device)
         mark_static_addresses((*tensors.arguments(), *counts))
-        return cls(tensors, max_cache_len=max_cache_len, device_counts=counts)
+        return cls(tensors, max_cache_len, counts)
 
     @property
     def blocks(self) -> PackedBlocks:
@@ -137,13 +128,13 @@ class LayerStore:
         if on_device is None or self._deferred is not None:
             tokens = self.counts.tokens + (0 if self._deferred is None else self._deferred[0][0].shape[2])
             return tokens if on_device is None or is_meta else on_device.length.new_full((), tokens)
-        length = int(on_device.length) if is_meta else graph_ops.tokens_held(on_device)
-        return length if self.pending.states is None else length + self.pending.states[0].shape[2]
+        length = graph_ops.tokens_held(on_device, self.pending)
+        return int(length) if is_meta else length
 
     @property
     def lacks_sinks(self) -> bool:
         """Whether the padding of the next tokens matters: a row may have fewer exact sinks than `sink_tokens`."""
-        held = self.counts.tokens if self.device_counts is None else self.num_held
+        held = self.counts.tokens if self.device_counts is None else self.num_tokens
         return self.tensors.order is not None or (held is not None and held < self.config.sink_tokens)
 
     @property
@@ -164,7 +155,7 @@ class LayerStore:
                 self.tensors.write_token(self.pending)
             else:
                 graph_ops.append_pending_token(self._step_view(None))
-        if wait and self.device_counts is not None and self.num_held != 0:
+        if wait and self.device_counts is not None and self.num_tokens != 0:
             self.counts = Counts(*self.device_counts.state.tolist())
         return self.counts
 
@@ -225,15 +216,24 @@ class LayerStore:
                 return self._append_token(keys, values)
         else:
             check_fits(keys, values, row)
-            if self.takes_step(keys.shape[2]):
+            if self.device_counts is not None and self.takes_step(keys.shape[2]):
                 return self._append_on_device(keys, values)
-        return self.append_checked(keys, values, defer, padding)
+        held = self.settle().without_encoded_rows()
+        if self.max_cache_len is None:
+            self.counts = held  # also if the call fails: it may have written to these rows
+        else:
+            check_room(keys.shape[2], held.tokens, self.max_cache_len)
+        before = self.tensors, self.counts, self._deferred
+        try:
+            return self._append_several((keys, values), held, defer, padding)
+        except BaseException:
+            self._undo(before)
+            raise
 
     def takes_step(self, tokens: int) -> bool:
-        """Whether a call of this number of tokens is a decode step, if the store is preallocated."""
-        is_held = torch.compiler.is_dynamo_compiling() or self.num_held != 0 or self.is_deferred
-        several = is_held and 1 < tokens <= self.step_tokens
-        return self.device_counts is not None and (tokens == 1 or several)
+        """Whether a preallocated store appends this number of tokens in a decode step."""
+        is_held = torch.compiler.is_dynamo_compiling() or self.num_tokens != 0
+        return tokens == 1 or (is_held and 1 < tokens <= self.step_tokens)
 
     @outside_inference_mode
     def take_steps_of(self, tokens: int) -> None:
@@ -243,35 +243,31 @@ class LayerStore:
             return
         _, blocks, rows, _ = self.settle()
         self.step_tokens = tokens
-        capacity = residual_capacity(self.config, rows, self.max_cache_len, tokens)
+        capacity = residual_capacity(self.config.residual_length, rows, self.max_cache_len, tokens)
         if capacity > self._fixed.ring_rows:
             self._fixed = self._fixed.with_ring(capacity, blocks * BLOCK_TOKENS, rows)
             mark_static_addresses([self._fixed.rows])
             self.tensors = self._fixed.with_order(self.tensors.order)
 
-    def append_checked(
-        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
-    ) -> View:
-        """`append` of several tokens whose states are known to fit the store."""
-        tokens, room, held = keys.shape[2], self.max_cache_len, self.settle().without_encoded_rows()
-        past = held.tokens
-        if room is None:
-            self.counts = held  # also if the call fails: it may have written to these rows
+    def _append_several(self, states: KeyValue, held: Counts, defer: bool, padding: Padding | None) -> View:
+        """Several tokens after those of `held`, or a first one. A first prompt or a long call reads the model's own
+        tensors; its blocks are encoded from them, or from copies in another order."""
+        self.counts, past, tokens = held, held.tokens, states[0].shape[2]
+        if self.max_cache_len is not None and held.residual:
+            # The returned view reads the old rows after the new ones are in place.
+            first = held.blocks * BLOCK_TOKENS
+            self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
+        stored, order, real = states, self.tensors.order, None
+        if padding is not None:
+            stored, order, real = self.tensors.exchanged(states, held, padding)
+        if tokens <= SHORT_CALL and (tokens == 1 or past):
+            return self._append_tokens(stored, order, past)
+        view = View(self.tensors, held if past else None, past + tokens, new=states)
+        if defer and self.config.balance and not self.scales_are_fixed and not held.blocks:
+            self._deferred, self.num_tokens = (stored, order, real), view.length
         else:
-            check_room(tokens, past, room)
-        before = self.tensors, self.counts, self._deferred
-        try:
-            self.counts = held
-            if room is not None and held.residual:
-                # The returned view reads the old rows after the new ones are in place.
-                first = held.blocks * BLOCK_TOKENS
-                self.tensors = self.tensors.with_ring(self.tensors.ring_rows, first, held.residual)
-            if tokens > SHORT_CALL or (tokens > 1 and past == 0):
-                return self._append_prompt((keys, values), past, defer, padding)
-            return self._append_tokens((keys, values), past, padding)
-        except BaseException:
-            self._undo(before)
-            raise
+            self._append_long(stored, order, real)
+        return view
 
     def _undo(self, before: tuple[Any, Any, Any]) -> None:
         """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
@@ -284,19 +280,19 @@ class LayerStore:
         if self.pending.states is not None or self._deferred is not None:
             self.settle(wait=False)
         past = None
-        if torch.compiler.is_dynamo_compiling() or (self.num_held is None and is_capturing()):
-            self.num_held = None
+        if torch.compiler.is_dynamo_compiling() or (self.num_tokens is None and is_capturing()):
+            self.num_tokens = None
         else:
-            past = int(self.length) if self.num_held is None else self.num_held
+            past = int(self.length) if self.num_tokens is None else self.num_tokens
             assert self.max_cache_len is not None
             check_room(keys.shape[2], past, self.max_cache_len)
-            self.num_held = past + keys.shape[2]
+            self.num_tokens = past + keys.shape[2]
         self.pending.states = keys, values
         return self._step_view(past)
 
     def _step_view(self, past: int | None) -> View:
         assert self.max_cache_len is not None
-        return View(self.tensors, self.device_counts, self.max_cache_len, past, self.pending)
+        return View(self.tensors, self.device_counts, self.max_cache_len, self.pending, past_length=past)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Nearly every decode step of a growing store: attention writes one token to the residual, which has room."""
@@ -306,51 +302,35 @@ class LayerStore:
         tensors, first = self.tensors, blocks * BLOCK_TOKENS
         if self.pending.states is not None:
             tensors.write_token(self.pending)
-        past = sinks + first + rows
         self.pending = pending = PendingToken((keys, values), (first + rows) % tensors.ring_rows)
         counts = Counts(sinks, blocks, rows + 1)
         self.counts = counts if rows + 1 < self._rows_of_due else self._encode_due(counts)
-        return View(tensors, counts, past + 1, past, pending)
+        return View(tensors, counts, sinks + first + rows + 1, pending)
 
     @outside_inference_mode
-    def _append_tokens(self, states: KeyValue, past: int, padding: Padding | None) -> View:
-        """Several tokens after `past` others, or a first one: they are copied to the sinks and to the residual."""
+    def _append_tokens(self, states: KeyValue, order: SinkOrder | None, past: int) -> View:
+        """Copy a few tokens after `past` others to the sinks and to the residual."""
         (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
-        if padding is not None:
-            states, order, _ = self.tensors.exchanged(states, self.counts, padding)
-            self.tensors = self.tensors.with_order(order)
-        to_sinks = count_sinks(self.config, tokens, sinks, past)
-        rows, first = held + tokens - to_sinks, blocks * BLOCK_TOKENS
-        if rows > self.tensors.ring_rows:
-            capacity = residual_capacity(self.config, rows, self.max_cache_len)
-            self.tensors = self.tensors.with_ring(capacity, first, held)
-        write_tokens(self.tensors.rows, self.tensors.ring_rows, states, (sinks, to_sinks), first + held)
-        self.counts = counts = Counts(sinks + to_sinks, blocks, rows)
-        view = self._view(past, tokens, None if past else states)
-        if rows >= self._rows_of_due:
-            self.counts = self._encode_due(counts)
+        first, config = blocks * BLOCK_TOKENS, self.config
+        counts = counts_after(self.counts, tokens, config.sink_tokens, config.residual_length)
+        tensors = self.tensors.with_order(order)
+        if counts.residual > tensors.ring_rows:
+            capacity = residual_capacity(config.residual_length, counts.residual, self.max_cache_len)
+            tensors = tensors.with_ring(capacity, first, held)
+        write_tokens(tensors.rows, tensors.ring_rows, states, (sinks, counts.sinks - sinks), first + held)
+        self.tensors, self.counts = tensors, counts
+        if counts.pending:
+            self._encode_rows(tensors, blocks, counts.pending)
         self._keep_in_place()
-        return view
-
-    def _append_prompt(self, states: KeyValue, past: int, defer: bool, padding: Padding | None) -> View:
-        """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them, or
-        from copies in another order."""
-        view, order, real = self._view(past, states[0].shape[2], states), self.tensors.order, None
-        if padding is not None:
-            states, order, real = self.tensors.exchanged(states, self.counts, padding)
-        if defer and self.config.balance and not self.scales_are_fixed and not self.counts.blocks:
-            self._deferred = states, order, real
-        else:
-            self._append_long(states, order, real)
-        return view
+        return View(tensors, counts if past else None, past + tokens, new=None if past else states)
 
     @outside_inference_mode
     def _encode_due(self, counts: Counts) -> Counts:
-        """Encode the blocks that are due once the residual has the rows of `counts`, and count them as pending: their
-        rows stay until the next call."""
-        if due := max(0, self.config.num_blocks(counts.tokens) - counts.blocks):
-            self.tensors.write_token(self.pending)
-            self._encode_rows(self.tensors, counts.blocks, due)
+        """Encode the blocks that a pending token makes due, and count them as pending: their rows stay until the next
+        call."""
+        due = self.config.num_blocks(counts.tokens) - counts.blocks
+        self.tensors.write_token(self.pending)
+        self._encode_rows(self.tensors, counts.blocks, due)
         return counts._replace(pending=due)
 
     @outside_inference_mode
@@ -371,29 +351,31 @@ class LayerStore:
         from there. Whole blocks of new tokens are encoded from the model's tensors. Other tokens are kept in a new
         residual. The old ring is not written, because the view of this call reads it, unless it is empty and has room.
         """
-        tokens, counts, tensors = prompt[0].shape[2], self.counts, self.tensors
-        split = split_call(self.config, tokens, counts, self.max_cache_len)
-        (sinks, blocks, held, _), (to_sinks, due, begun, start, end, completed, capacity) = counts, split
-        first, sunk = blocks * BLOCK_TOKENS, (sinks, to_sinks)
-        kept = held + start - to_sinks - begun * BLOCK_TOKENS
+        (sinks, blocks, held, _), tensors, tokens = self.counts, self.tensors, prompt[0].shape[2]
+        first, config = blocks * BLOCK_TOKENS, self.config
+        after = counts_after(self.counts, tokens, config.sink_tokens, config.residual_length)
+        sunk, counts = (sinks, after.sinks - sinks), after.without_encoded_rows()
+        lead = min(tokens - sunk[1], -held % BLOCK_TOKENS)
+        begun = min(after.pending, (held + lead) // BLOCK_TOKENS)
+        start, kept = sunk[1] + lead, held + lead - begun * BLOCK_TOKENS
+        end = start + (after.pending - begun) * BLOCK_TOKENS
+        capacity = residual_capacity(config.residual_length, counts.residual, self.max_cache_len)
         if held:
-            complete = tensors.with_ring(completed, first, held)
-            lead = prompt[0][:, :, :start], prompt[1][:, :, :start]
-            write_tokens(complete.rows, completed, lead, sunk, first + held)
+            complete = tensors.with_ring(ring_capacity(held + lead), first, held)
+            states = prompt[0][:, :, :start], prompt[1][:, :, :start]
+            write_tokens(complete.rows, complete.ring_rows, states, sunk, first + held)
             tensors = complete.with_ring(capacity, first + begun * BLOCK_TOKENS, kept)
         elif capacity > tensors.ring_rows:
             tensors = tensors.with_ring(capacity, 0, 0)
-        slot = ((blocks + due) * BLOCK_TOKENS + kept) % tensors.ring_rows
-        counts = Counts(sinks + to_sinks, blocks + due, kept + tokens - end)
-        scales = None if self.scales_are_fixed or blocks else self.tensors.blocks.channel_scales
+        slot = (counts.blocks * BLOCK_TOKENS + kept) % tensors.ring_rows
+        self.tensors = tensors.with_order(order)
+        scales = None if self.scales_are_fixed or blocks else tensors.blocks.channel_scales
         dense = DenseRows(tensors.rows, tensors.ring_rows, *sunk, end, slot, counts[:3], self.device_counts)
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
         if begun:
             self._encode_rows(complete, blocks, begun)
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
-        # Encoding may have made room for more blocks.
-        self.tensors = tensors.with_blocks(self.tensors.blocks).with_order(order)
         self.counts, self._deferred = counts, None
         self._keep_in_place(is_counted=True)
 
@@ -414,7 +396,7 @@ class LayerStore:
         if needed > self.tensors.blocks.capacity:
             # Fit a prompt exactly; make room to spare once the cache is growing.
             capacity = needed if held == 0 else max(needed, int(held * GROWTH) + 1)
-            self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
+            self.tensors = replace(self.tensors, blocks=self.blocks.resized(capacity, held))
 
     def _keep_in_place(self, is_counted: bool = False) -> None:
         """Move rows of a preallocated store to the ring that graphs know, and write its counts to the device, unless
@@ -428,18 +410,12 @@ class LayerStore:
             self.tensors = self._fixed.with_order(self.tensors.order)
         if not is_counted:
             reference.write_counts(self.device_counts, self.counts)
-        self.num_held = self.counts.tokens
-
-    def _view(self, past: int, tokens: int = 0, new: KeyValue | None = None) -> View:
-        """Make the view of `past` tokens and of `tokens` more, of `new` states or held; at first of these alone."""
-        if past == 0 and new is not None:
-            return View(self.tensors, None, tokens, 0, None, new)
-        return View(self.tensors, self.counts, past + tokens, past, None, new)
+        self.num_tokens = self.counts.tokens
 
     def view(self) -> View:
         """All tokens held, as a query that adds none would read them; good until the next change."""
         counts = self.settle().without_encoded_rows()
-        return View(self.tensors, counts, counts.tokens, counts.tokens)
+        return View(self.tensors, counts, counts.tokens)
 
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
@@ -466,9 +442,9 @@ class LayerStore:
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
         """A store of the results of `function` on every tensor but counts (batch selection, device moves)."""
-        counts, tensors = self.settle(wait=False), self.tensors.map(function)
-        store = LayerStore(tensors, counts, *self._options())
-        store.num_held, store._cuts = self.num_held, self._cuts.map(function)
+        store = copy(self)  # which settles this one
+        store.tensors, store.pending, store._cuts = self.tensors.map(function), PendingToken(), self._cuts.map(function)
+        store._fixed = None if self._fixed is None else store.tensors
         return store
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
@@ -527,7 +503,8 @@ class LayerStore:
         if self.config.balance:
             self.blocks.channel_scales.keys.copy_(held["key_channel_scales"])
             self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
-        tensors = self.tensors.with_ring(residual_capacity(self.config, counts.residual, self.max_cache_len), 0, 0)
+        ring = residual_capacity(self.config.residual_length, counts.residual, self.max_cache_len)
+        tensors = self.tensors.with_ring(ring, 0, 0)
         keys, values = (torch.cat([held[f"sink_{x}"], held[f"residual_{x}"]], 2).to(device) for x in ("keys", "values"))
         first = counts.blocks * BLOCK_TOKENS
         write_tokens(tensors.rows, tensors.ring_rows, (keys, values), (0, counts.sinks), first)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
@@ -124,12 +124,6 @@ class LayerTensors:
         tensors.copy_rows(self, first, count)
         return tensors
 
-    def with_blocks(self, blocks: PackedBlocks) -> LayerTensors:
-        """These tensors with other blocks."""
-        if blocks is self.blocks:
-            return self
-        return LayerTensors(self.config, blocks, self.rows, self.order)
-
     def with_order(self, order: SinkOrder | None) -> LayerTensors:
         """These tensors with tokens in another order. Launches stay: they hold the same addresses."""
         if order is self.order:
@@ -174,15 +168,8 @@ class LayerTensors:
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""
-        blocks, order = self.blocks, self._index()
+        blocks, order = self.blocks, [] if self.order is None else [self.order.index]
         return {"packed": [blocks.data], "metadata": [*blocks.channel_scales, *order], "residual": [self.rows]}
-
-    def _index(self) -> list[torch.Tensor]:
-        return [] if self.order is None else [self.order.index]
-
-    def all(self) -> list[torch.Tensor]:
-        """Every tensor in one list."""
-        return self.arguments() + self._index()
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
@@ -217,6 +204,15 @@ class Counts(NamedTuple):
 
 
 NOTHING = Counts(0, 0, 0)
+
+
+@lru_cache(maxsize=1024)
+def counts_after(held: Counts, tokens: int, sink_tokens: int, residual_length: int) -> Counts:
+    """Counts once `tokens` more are appended: the first fill the sinks; blocks that become due are pending."""
+    sinks, blocks, rows, _ = held
+    to_sinks = min(tokens, sink_tokens - sinks)
+    due = due_blocks(held.tokens + tokens, sink_tokens, residual_length) - blocks
+    return Counts(sinks + to_sinks, blocks, rows + tokens - to_sinks, max(0, due))
 
 
 class DeviceCounts(NamedTuple):
@@ -254,19 +250,20 @@ class View(NamedTuple):
             the device, and hold what the step attends to once the newest tokens are appended.
         length: Number of rows of this view's dense states. With counts on the host: past and new tokens. With counts on
             the device: the capacity.
-        past_length: Number of tokens cached before this call; `None` if the device alone knows.
         pending: The newest token (in a decode step of a preallocated store, up to 16), if it may not be in the
             residual's ring yet. The attention of this view writes it; all other readers write it first.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.
+        past_length: In a decode step with counts on the device, the number of tokens before it; `None` if the device
+            alone knows.
     """
 
     tensors: LayerTensors
     counts: Counts | DeviceCounts | None
     length: int
-    past_length: int | None
     pending: PendingToken | None = None
     new: KeyValue | None = None
+    past_length: int | None = None
 
     @property
     def host_counts(self) -> Counts:
@@ -283,9 +280,6 @@ class View(NamedTuple):
 
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
         """The dense parts that hold tokens, each with the position of its first token. Writes the pending token."""
-        if self.counts is None:
-            assert self.new is not None
-            return [(0, self.new)]
         self.written_rows()
         sinks, blocks, rows, _ = self.host_counts
         parts = [(0, self.tensors.sinks(sinks))] if sinks else []

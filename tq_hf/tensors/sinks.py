@@ -30,9 +30,6 @@ class SinkOrder:
         self.index = index
         self.end = end
 
-    def __reduce__(self) -> tuple[type[SinkOrder], tuple[torch.Tensor, int]]:
-        return SinkOrder, (self.index, self.end)
-
     def swapped(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Copy of `x` `[B or 1, ...]` in the order of the store, or from there in the order of the tokens. Tokens lie
         along `dim`, `end` of them or more."""
