@@ -260,7 +260,7 @@ class LayerStore:
         stored, order, real = states, self.tensors.order, None
         if padding is not None:
             stored, order, real = self.tensors.exchanged(states, held, padding)
-        if tokens <= SHORT_CALL and (tokens == 1 or past):
+        if tokens <= SHORT_CALL and (tokens <= 1 or past):
             return self._append_tokens(stored, order, past)
         view = View(self.tensors, held if past else None, past + tokens, new=states)
         if defer and self.config.balance and not self.scales_are_fixed and not held.blocks:
