@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, agreement, greedy, mixed, model_of, options, prompts, serve
+from tests.support.batching_cases import NEAR_TIE, Session, agreement, greedy, mixed, model_of, options, prompts, serve
 from tq_hf import TurboQuantBatching
 
 pytestmark = pytest.mark.cuda
@@ -72,14 +72,14 @@ def test_most_tokens_are_those_of_generate(name: str) -> None:
 
 
 def test_compiled_steps_answer_as_others(model: PreTrainedModel) -> None:
-    """In bf16, which fused kernels round less often: not every token must agree."""
+    """In bf16, which fused kernels round less often: answers part, but only at near ties."""
     inputs, found = prompts(LENGTHS), []
     for level in (0, 1):
         with Session(model, default_compile_level=level) as session:
             found.append(session.run(inputs, greedy(NEW)))
             runner = session.manager.batch_processor.model_runner
             assert (runner.layers is not None) == bool(level) and runner._compiled_varlen is None
-    assert agreement(*found) > 0.5
+    assert session.oracle.furthest(inputs, *found) < NEAR_TIE
 
 
 @pytest.mark.parametrize("name", SLIDING)

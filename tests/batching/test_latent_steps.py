@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, agreement, greedy, model_of, prompts
+from tests.support.batching_cases import NEAR_TIE, Session, agreement, greedy, model_of, prompts
 from tests.support.kernel_cases import DEVICE, child, gpu, runs_kernels
 from tq_hf.ops import dispatch, latent_pages
 
@@ -88,7 +88,7 @@ def test_captured_and_compiled_steps_answer_as_others_and_torch_attends_in_none(
             assert session.pages_in_use() == 0
         assert steps["kernels"] >= steps["decode"] > 0, "no step of one token each by torch"
         assert (steps["kernels"] >= 30 * 2) == (way is plain), "replayed steps launch nothing"
-    assert agreement(found[1], found[0]) > 0.9 and agreement(found[2], found[0]) > 0.7
+    assert agreement(found[1], found[0]) > 0.9 and session.oracle.furthest(inputs, found[2], found[0]) < NEAR_TIE
 
 
 @gpu

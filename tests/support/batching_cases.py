@@ -110,6 +110,10 @@ def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     monkeypatch.setattr(paged_cache, "paged_step", with_scratch)
 
 
+NEAR_TIE = 0.5
+"""Standard deviations of the logits by which rounding in bf16, and the codes that it changes, move them at most."""
+
+
 class Oracle:
     """What `generate()` answers on a cache of the same recipe."""
 
@@ -132,6 +136,21 @@ class Oracle:
         )
         self.model.set_attn_implementation(before)
         return out[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def furthest(self, inputs: list[Tokens], found: list[Tokens], expected: list[Tokens]) -> float:
+        """Largest distance between the two tokens at which answers part, in standard deviations of the logits. Rounding
+        parts answers at near ties only."""
+        before, distances = self.model.config._attn_implementation, [0.0]
+        self.model.set_attn_implementation("turboquant")
+        for prompt, one, other in zip(inputs, found, expected, strict=True):
+            at = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+            if at is not None:
+                ids = torch.tensor([prompt + one[:at]], device=self.model.device)
+                logits = self.model(ids, **as_input(self.cache())).logits[0, -1].float()
+                distances.append(float((logits[one[at]] - logits[other[at]]).abs() / logits.std()))
+        self.model.set_attn_implementation(before)
+        return max(distances)
 
     def begun(self, prompt: Tokens, blocks: int) -> TurboQuantCache:
         """A cache of a request that began with so many packed blocks of others: they were read without a residual."""
