@@ -103,8 +103,8 @@ class Balance:
 
 
 def _mean(scales: torch.Tensor) -> torch.Tensor:
-    """Geometric mean over sequences, `[B, Hkv, D]` to `[1, Hkv, D]`."""
-    if len(scales) == 1:
-        return scales.clone()
-    mean = scales.float().log2().mean(0, keepdim=True).exp2().clamp(SMALLEST_SCALE, LARGEST_SCALE)
-    return mean.bfloat16().half()
+    """Geometric mean over sequences, `[B, Hkv, D]` to `[1, Hkv, D]`. Channels marked most often are marked."""
+    mean = scales.abs().float().log2().mean(0, keepdim=True).exp2().clamp(SMALLEST_SCALE, LARGEST_SCALE)
+    marked = scales < 0
+    most = marked.sum(0, keepdim=True).argsort(dim=-1, descending=True, stable=True)[..., : int(marked[0, 0].sum())]
+    return mean.scatter(-1, most, -mean.gather(-1, most)).bfloat16().half()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tq_kernels.format import code_of, due_blocks
+from tq_kernels.format import code_of, due_blocks, loud_channels
 from tq_kernels.layout import BlockLayout
 
 
@@ -32,6 +32,8 @@ class TurboQuantConfig:
         seed: Seed of the rotation's random signs. Equal seeds give equal bits on every device and rank.
         balance: Scale channels that are much louder or quieter than others, so that the error does not depend on how a
             model scales its channels (see `tq_hf.codec.balance`).
+        loud: Store the loudest channels of keys in FP8 beside the codes: those of which logits are made most. Four of
+            64 or 128 channels, eight of 256, none of smaller heads and of FP8 keys. Needs `balance`, which finds them.
         layers: Preset per layer by index, e.g. `{0: "k8v4", -1: None}`: the layer has the bits of that preset, and all
             other options as here. `None` is dense, as in `skip_layers`, where it is kept; presets are kept as sorted
             pairs.
@@ -48,6 +50,7 @@ class TurboQuantConfig:
     skip_layers: tuple[int, ...] = ()
     seed: int = 0
     balance: bool = True
+    loud: bool = True
     layers: Mapping[int, str | None] | tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,8 +60,9 @@ class TurboQuantConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"`{name}` is {value!r}; it must be a number of tokens, 0 or more.")
-        if not isinstance(self.balance, bool):
-            raise ValueError(f"`balance` is {self.balance!r}; it must be True or False.")
+        for name in ("balance", "loud"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {value!r}; it must be True or False.")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` is {self.seed!r}; it must be a whole number, 0 or more and below 2**63.")
         layers: Any = self.skip_layers
@@ -99,20 +103,23 @@ class TurboQuantConfig:
     def layout(self, head_dim: int, value_head_dim: int | None = None) -> BlockLayout:
         """Return all byte sizes for heads of `head_dim` channels, and values of `value_head_dim` channels if that is
         another number."""
+        fp8 = code_of(self.key_bits).is_fp8
         return BlockLayout(
             key_dim=head_dim,
             value_dim=head_dim if value_head_dim is None else value_head_dim,
             key_bits=self.key_bits,
             value_bits=self.value_bits,
+            loud=0 if fp8 or not (self.balance and self.loud) else loud_channels(head_dim),
         )
 
     def of_latents(self) -> TurboQuantConfig:
         """Return the configuration of a layer whose keys are latents and whose values are rotary keys (MLA).
 
         Rotary keys have 8 bits in all presets: they are a ninth of the channels, and in a small trained model `4bit_nc`
-        loses half as much with 8 bits for them as with 4 (KL .00031 and .00056; `examples/results/README.md`).
+        loses half as much with 8 bits for them as with 4 (KL .00031 and .00056; `examples/results/README.md`). Latents
+        have no loud channels.
         """
-        return self if self.preset is None else replace(self, value_bits=8)
+        return replace(self, loud=False, value_bits=self.value_bits if self.preset is None else 8)
 
     def of_layer(self, model_config: Any) -> TurboQuantConfig:
         """Return the configuration of a layer with this config of transformers."""

@@ -2,10 +2,11 @@
 
 A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive tokens of one KV head:
 
-    key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.codec.packing`
+    key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.codec.packing`, and behind them loud
+                                         channels as codes of 8 bits
     value words  [value_words]  int32    rotated value codes
     scales       [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
-    key mean     [key_dim_padded] fp16   rotated mean of the block's keys
+    key means    [mean_size]    fp16     rotated mean of the block's keys; means of loud channels, and their units
 
 The parts lie one behind the other, in this order. A *slot* is a token's share of a block: codes and scales. Means,
 sinks and residual are counted apart.
@@ -29,6 +30,7 @@ class BlockLayout:
         value_dim: Channels of a value head.
         key_bits: Bits per key channel.
         value_bits: Bits per value channel.
+        loud: Number of loud channels of a key head, a multiple of four: FP8 beside the codes (`tq_hf.codec.balance`).
     """
 
     tokens: ClassVar[int] = BLOCK_TOKENS
@@ -37,6 +39,7 @@ class BlockLayout:
     value_dim: int
     key_bits: int
     value_bits: int
+    loud: int = 0
 
     def __post_init__(self) -> None:
         if (fewest := min(self.key_dim, self.value_dim)) < 1:
@@ -60,9 +63,14 @@ class BlockLayout:
         return padded_dim(self.value_dim)
 
     @cached_property
-    def key_words(self) -> int:
-        """int32 words of key codes in a block."""
+    def loud_at(self) -> int:
+        """int32 words of a block before its loud channels."""
         return self.tokens * self.key_dim_padded * self.key_bits // 32
+
+    @cached_property
+    def key_words(self) -> int:
+        """int32 words of keys in a block: codes and loud channels."""
+        return self.loud_at + self.tokens * self.loud * 8 // 32
 
     @cached_property
     def value_words(self) -> int:
@@ -76,7 +84,7 @@ class BlockLayout:
 
     @cached_property
     def means_at(self) -> int:
-        """int32 words of a block before its key mean."""
+        """int32 words of a block before its key means."""
         return self.scales_at + self.tokens
 
     @cached_property
@@ -86,17 +94,22 @@ class BlockLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Packed bytes per token: codes of its key and value, and two fp16 scales."""
+        """Packed bytes per token: codes of its key and value, its loud channels, and two fp16 scales."""
         return 4 * (self.key_words + self.value_words) // self.tokens + 4
 
     @property
+    def mean_size(self) -> int:
+        """Numbers of the key means of a block."""
+        return self.key_dim_padded + 2 * self.loud
+
+    @property
     def mean_bytes(self) -> int:
-        """Bytes of the key mean of a block."""
-        return 2 * self.key_dim_padded
+        """Bytes of the key means of a block."""
+        return 2 * self.mean_size
 
     @property
     def block_bytes(self) -> int:
-        """All bytes of a block: its slots and its key mean."""
+        """All bytes of a block: its slots and its key means."""
         return self.tokens * self.slot_bytes + self.mean_bytes
 
     @property
@@ -106,5 +119,5 @@ class BlockLayout:
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of a 16-bit cache over the bytes of a packed block, its mean included."""
+        """Bytes of a 16-bit cache over the bytes of a packed block, its means included."""
         return self.tokens * self.dense_bytes / self.block_bytes

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .format import loud_channels
 from .layout import BlockLayout
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
@@ -62,7 +63,8 @@ class ChannelScales(NamedTuple):
     Each has the bits of a bfloat16 at most: the encoder's matrix products with them are exact.
 
     Args:
-        keys: 1 / s, `[B, Hkv, Dk]` fp16; queries are divided by it.
+        keys: 1 / s, `[B, Hkv, Dk]` fp16; queries are divided by it. It is negative for the `loud_channels` of a head:
+            layouts without loud channels take its size.
         values: 1 / t, `[B, Hkv, Dv]` fp16; outputs are divided by it.
     """
 
@@ -71,9 +73,16 @@ class ChannelScales(NamedTuple):
 
     @classmethod
     def allocate(cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device) -> ChannelScales:
-        """Channel scales of one, which change nothing."""
-        keys = torch.ones(batch, heads, key_dim, dtype=torch.float16, device=device)
-        return cls(keys, torch.ones(batch, heads, value_dim, dtype=torch.float16, device=device))
+        """Channel scales of size one, with marks at the first channels."""
+        keys = torch.empty(batch, heads, key_dim, dtype=torch.float16, device=device)
+        return cls(keys, torch.empty(batch, heads, value_dim, dtype=torch.float16, device=device)).reset()
+
+    def reset(self) -> ChannelScales:
+        """Set the sizes to one, and mark the first channels."""
+        for scales in self:
+            scales.fill_(1)
+        self.keys[..., : loud_channels(self.keys.shape[-1])] = -1
+        return self
 
     def check(self, others: ChannelScales) -> None:
         """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can replace these."""
@@ -127,7 +136,7 @@ class PackedBlocks:
 
     @property
     def key_means(self) -> torch.Tensor:
-        """`[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, a view."""
+        """`[B, Hkv, N, layout.mean_size]` fp16: rotated means, then means and units of loud channels; a view."""
         return self.data[..., self.layout.means_at :].view(torch.float16)
 
     @property

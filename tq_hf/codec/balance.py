@@ -2,7 +2,7 @@
 
 Attention does not change if a key channel is multiplied by c and the query channel divided by c, or if a value channel
 is multiplied by c and its column of the output projection divided by c. The error of a rotated code does change: it is
-the same in all channels and proportional to the norm of the vector, so a few loud channels drown the quiet ones.
+the same in all channels and proportional to the norm of the vector, so a few large channels drown the small ones.
 Therefore keys are stored divided by s and the query is multiplied by s; values are stored divided by t and the output
 is multiplied by t. The stored scales are 1 / s and 1 / t.
 
@@ -11,10 +11,13 @@ q . k is proportional to E = (sum sigma_q^2 s^2) (sum sigma_k^2 / s^2). Its mini
 s^2 = sigma_k / sigma_q (Cauchy-Schwarz), a gain of sum sigma_q^2 * sum sigma_k^2 / (sum sigma_q sigma_k)^2. For values
 t = sigma_v, because the weights of the output projection are unknown here.
 
-These scales give a loud channel the error that it has in a balanced model. But the formula weighs average queries, and
+These scales give a large channel the error that it has in a balanced model. But the formula weighs average queries, and
 these are not the ones that matter: in a model without loud channels it makes errors larger. Therefore only channels
 with s or t far from the median channel's are scaled (`NEAR`, `FAR`). One exception: where the scales of vectors would
 leave fp16's range, all channels of a head are multiplied by a power of two, which changes no code.
+
+Scales cannot bring the sum of sigma_q sigma_k down, and few channels make most of it. These *loud channels* are stored
+apart in FP8 (`tq_hf.codec.reference`): half of the loss at 2 and 3 bits is theirs. Their scales are negative.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from tq_kernels.format import (
     OUT_OF_RANGE,
     QUIETEST,
     SMALLEST_SCALE,
+    loud_channels,
     sample,
 )
 from tq_kernels.types import ChannelScales
@@ -130,7 +134,8 @@ def channel_scales(
         valid: Tokens that are not padding, `[B, T]` bool; `None` for all.
 
     Returns:
-        1 / s `[B, Hkv, Dk]` and 1 / t `[B, Hkv, Dv]`, fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`.
+        1 / s `[B, Hkv, Dk]` and 1 / t `[B, Hkv, Dv]`, fp16 of a size in `[SMALLEST_SCALE, LARGEST_SCALE]`; 1 / s is
+        negative for loud channels.
     """
     k, q, v = Statistics(), Statistics(), Statistics()
     for block in sampled_blocks(keys.shape[2], first):
@@ -143,9 +148,12 @@ def channel_scales(
             own = _masked(queries[:, :, block], valid_here)
             q.add(*(x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in own))
     of_keys, of_values, limits = k.rms, v.rms, (1 / LARGEST_RATIO, LARGEST_RATIO)
-    wanted = torch.ones_like(of_keys)
+    wanted, weight = torch.ones_like(of_keys), of_keys
     if queries is not None:
+        weight = of_keys * q.rms
         usable = k.known & q.known
         wanted = torch.where(usable, of_keys / torch.where(usable, q.rms, 1), 1).clamp(*limits).sqrt()
-    loud = torch.where(v.known, of_values, 1).clamp(*limits)
-    return ChannelScales(_channel_scales(wanted, of_keys, k.known), _channel_scales(loud, of_values, v.known))
+    of_value = torch.where(v.known, of_values, 1).clamp(*limits)
+    key_scales, value_scales = _channel_scales(wanted, of_keys, k.known), _channel_scales(of_value, of_values, v.known)
+    marked = weight.argsort(dim=-1, stable=True)[..., weight.shape[-1] - loud_channels(weight.shape[-1]) :]
+    return ChannelScales(key_scales.scatter(-1, marked, -key_scales.gather(-1, marked)), value_scales)

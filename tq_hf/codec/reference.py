@@ -1,6 +1,7 @@
 """Encode and dequantize in torch: the reference that kernels are tested against, and the path of devices without them.
 
-R is the rotation, x a key or value, f the channel scales of its head (see `tq_hf.codec.balance`), b its block:
+R is the rotation, x a key or value, f the channel scales of its head (see `tq_hf.codec.balance`), b its block. Loud
+channels of a key are 0 in x, and z - mean of |f| x in FP8 beside it, in units of its block and channel:
 
     encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block in fp16, 0 where that is not finite)
                 sigma = |z| / sqrt(D)
@@ -25,6 +26,10 @@ from .codebook import CEILINGS, codes_of_ceilings, levels
 from .packing import pack, unpack
 from .rotation import rotate, rotate_back
 
+LOUD_BITS = 8
+"""Bits of a loud channel."""
+LARGEST_UNIT = 2.0**15
+"""Largest unit of loud channels."""
 TILE_BLOCKS = 16
 """Number of blocks in a tile, over all sequences and heads. Temporaries stay small beside the cache, and with 128
 channels (1 MiB of float32) they fit into a processor's cache."""
@@ -74,6 +79,30 @@ def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if not index.is_contiguous() and index.mT.is_contiguous():
         return _looked_up(entries, index.mT).mT
     return torch.index_select(entries, 0, index.flatten()).view(index.shape)
+
+
+def loud_index(scales: torch.Tensor, loud: int) -> torch.Tensor:
+    """Loud channels of heads with channel scales `[..., D]`, in ascending order: `[..., loud]` int64."""
+    return (scales >= 0).byte().argsort(dim=-1, stable=True)[..., :loud]
+
+
+def loud_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Code the loud channels of whole blocks.
+
+    A unit is a power of two: the largest of a block's channel, less its mean, gets 128 to 256 of them.
+
+    Args:
+        x: `[..., 128, n]` float32, keys times the sizes of their channel scales.
+
+    Returns:
+        Codes `[..., 128, n]` int32; means, then units of an fp16 level (`levels` of 8 bits), `[..., 2 n]` float16.
+    """
+    mean = _finite_or_zero((sum_by_halving(x.mT) / x.shape[-2]).half())
+    z = x - mean.float()[..., None, :]
+    largest = _finite_or_zero(z).abs().amax(-2)
+    unit = torch.where(largest > 0, torch.exp2(largest.frexp().exponent.float()), 0).clamp(max=LARGEST_UNIT).half()
+    z = _safe_divide(z, unit.float()[..., None, :] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX).nan_to_num(FP8_MAX)
+    return z.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), torch.cat([mean, unit], -1)
 
 
 def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
@@ -143,11 +172,16 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         tile = slice(first * layout.tokens, last * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + last)
-        z = rotate(_padded(k * channel_scales.keys, layout.key_dim_padded), config.seed)
-        target.key_means.copy_(_finite_or_zero((sum_by_halving(z.mT) / layout.tokens).half()))
-        z = z - target.key_means.float()[..., None, :]
-        codes, key_scales = quantize(z, layout.key_bits, is_value=False)
-        target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
+        z = rotate(_padded(k * channel_scales.keys.clamp(min=0), layout.key_dim_padded), config.seed)
+        means = target.key_means[..., : layout.key_dim_padded]
+        means.copy_(_finite_or_zero((sum_by_halving(z.mT) / layout.tokens).half()))
+        codes, key_scales = quantize(z - means.float()[..., None, :], layout.key_bits, is_value=False)
+        target.key_words[..., : layout.loud_at] = pack(codes, layout.key_bits, is_value=False)
+        if layout.loud:
+            index = loud_index(channel_scales.keys, layout.loud).expand(*k.shape[:-1], -1)
+            codes, others = loud_codes((k.float() * channel_scales.keys.abs()).gather(-1, index))
+            target.key_words[..., layout.loud_at :] = pack(codes, LOUD_BITS, is_value=False)
+            target.key_means[..., layout.key_dim_padded :] = others
         z = rotate(_padded(v * channel_scales.values, layout.value_dim_padded), config.seed)
         codes, value_scales = quantize(z, layout.value_bits, is_value=True)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
@@ -159,13 +193,21 @@ def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, 
     return level * scales.float()[..., None]
 
 
+def loud_states(blocks: PackedBlocks) -> torch.Tensor:
+    """Loud channels of keys `[B, Hkv, N, 128, n]` float32, times the sizes of their channel scales."""
+    layout = blocks.layout
+    mean, unit = blocks.key_means[..., None, layout.key_dim_padded :].float().chunk(2, -1)
+    words = blocks.key_words[..., layout.loud_at :]
+    return levels_of(unpack(words, LOUD_BITS, layout.loud, is_value=False), LOUD_BITS, is_value=False) * unit + mean
+
+
 def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantize without rotating back: keys `[B, Hkv, N, 128, padded Dk]`, values `[B, Hkv, N, 128, padded Dv]`,
-    float32."""
+    """Dequantize without rotating back: keys `[B, Hkv, N, 128, padded Dk]` without loud channels, values `[B, Hkv, N,
+    128, padded Dv]`, float32."""
     layout: BlockLayout = blocks.layout
-    scales = blocks.scales.view(torch.float16).unflatten(-1, (-1, 2))
-    keys = _dequantize(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
-    keys = keys + blocks.key_means.float()[..., None, :]
+    scales, key_words = blocks.scales.view(torch.float16).unflatten(-1, (-1, 2)), blocks.key_words[..., : layout.loud_at]
+    keys = _dequantize(key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
+    keys = keys + blocks.key_means[..., None, : layout.key_dim_padded].float()
     values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
     return keys, values
 
@@ -185,7 +227,10 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     for first in range(0, blocks.capacity, step):
         last = min(first + step, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
-        key, value = dequantize_rotated(blocks.slice(first, last))
-        key, value = rotate_back(key, config.seed), rotate_back(value, config.seed)
+        some = blocks.slice(first, last)
+        key, value = (rotate_back(states, config.seed) for states in dequantize_rotated(some))
+        if layout.loud:
+            index = loud_index(channel_scales.keys, layout.loud)
+            key = key.scatter(-1, index.expand(*key.shape[:-1], -1), loud_states(some))
         for out, states, scales in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
-            out[:, :, rows] = (states[..., : out.shape[-1]] / scales).flatten(2, 3)
+            out[:, :, rows] = (states[..., : out.shape[-1]] / scales.abs()).flatten(2, 3)

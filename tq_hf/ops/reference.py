@@ -29,12 +29,12 @@ def store_prompt(
 ) -> None:
     """`tq_hf.ops.dispatch.store_prompt`."""
     if scales is not None:
-        chosen: tuple[torch.Tensor | float, ...] = (1.0, 1.0)
+        scales.reset()
         if balanced:
             with outside_autocast(keys):
                 chosen = channel_scales(queries, keys, values, first=dense.to_sinks, valid=attended)
-        for held, new in zip(scales, chosen, strict=True):
-            held[:] = new
+            for held, new in zip(scales, chosen, strict=True):
+                held[:] = new
     rows, ring, *sinks, start, slot = dense[:6]
     write_tokens(rows, ring, (keys, values), (sinks[0], sinks[1]), slot, start)
     if dense.counts is not None:

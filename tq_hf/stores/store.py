@@ -463,8 +463,7 @@ class LayerStore:
         self._deferred = self.pending.states = None
         self._cuts.clear()
         if not self.scales_are_fixed:
-            for factor in self.blocks.channel_scales:
-                factor.fill_(1)
+            self.blocks.channel_scales.reset()
         self.tensors, self.counts = self._fixed.with_order(None), NOTHING
         self._keep_in_place()
         return self

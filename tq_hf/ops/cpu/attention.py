@@ -140,8 +140,11 @@ def _view_tiles(view: View, query: torch.Tensor, latents: bool = False) -> Itera
         needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
         take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
         widths, scales = [blocks.layout.key_dim, query.shape[-1] - blocks.layout.key_dim], blocks.channel_scales
-        halves = zip(query.split(widths, -1), scales, strict=True) if latents else [(query, scales.keys)]
-        turned = torch.cat([rotated(part, factors, config.seed) for part, factors in halves], -1)
+        if latents:
+            halves = zip(query.split(widths, -1), scales, strict=True)
+            turned = torch.cat([rotated(part, factors, config.seed) for part, factors in halves], -1)
+        else:
+            turned = rotated(query, scales.keys, config.seed, blocks.layout.loud)
         step = _blocks_of_tile(blocks)
         products = torch.float32 if latents else _products(view.tensors.rows)  # rotary keys make scores, not sums
         for start in range(0, count, step):
@@ -176,10 +179,13 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     for start in range(0, blocks.capacity, step):
         some = blocks.slice(start, min(start + step, blocks.capacity))
         tile = PackedTile(0, keys[:0], config, some, values.shape[-1], take)
-        both = tile.key_rows, tile.value_rows
+        both, loud = (tile.key_rows, tile.value_rows), some.layout.loud
         for out, rows, scales in zip((keys, values), both, some.channel_scales, strict=True):
             part = out[:, :, start * tokens : start * tokens + tile.tokens]
             states = rotate_back(rows, config.seed)[..., : out.shape[-1]]
+            if out is keys and loud:
+                index = loud_index(scales.flatten(0, 1), loud)[:, None].expand(*states.shape[:2], -1)
+                states = states.scatter(-1, index, tile.loud_rows)
             part.copy_((states / of_heads(scales)).view(part.shape))
 
 
@@ -213,7 +219,7 @@ class PackedLatents(PackedTile):
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         total = rotate_back(weights @ self.key_rows, self.config.seed)[..., : self.blocks.layout.key_dim]
-        return total / self.blocks.channel_scales.keys.float()
+        return total / self.blocks.channel_scales.keys.abs().float()
 
 
 @torch.compiler.disable

@@ -1,7 +1,8 @@
 """Packed blocks in torch, for devices without kernels: scores of keys, and weighted sums of values.
 
 With R the rotation and f the channel scales, a key is R^-1 (scale c + mean) / f, so with p = R (q / f), q . k = scale
-(p . c) + p . mean: the query is rotated, the history never is. For values, sum w R^-1 (scale c) / f = R^-1 (sum (w
+(p . c) + p . mean: the query is rotated, the history never is. Loud channels, which are not in p, add their own
+products. For values, sum w R^-1 (scale c) / f = R^-1 (sum (w
 scale) c) / f, rotated back once a tile. Scales multiply scores and weights, one number per token and head, and not the
 levels, D numbers.
 
@@ -36,6 +37,7 @@ from tq_kernels.format import code_of, padded_dim
 from tq_kernels.types import PackedBlocks
 
 from ...codec.packing import PLANES, QUARTERS, ROWS, rotated_words
+from ...codec.reference import loud_index, loud_states
 from ...codec.rotation import rotation_matrix
 from ...compat import cached_table
 from ...config import TurboQuantConfig
@@ -183,17 +185,22 @@ FEW_QUERIES = 16
 rows, keys are permuted."""
 
 
-def rotated(query: torch.Tensor, scales: torch.Tensor, seed: int | None) -> torch.Tensor:
-    """Queries `[N, G, S, D]` float32 as states with channel scales `[B, Hkv, D]` are stored: R (q / f), padded."""
+def rotated(query: torch.Tensor, scales: torch.Tensor, seed: int | None, loud: int = 0) -> torch.Tensor:
+    """Queries `[N, G, S, D]` float32 as states with channel scales `[B, Hkv, D]` are stored: R (q / f), padded, and
+    then their `loud` channels."""
     dim = padded_dim(query.shape[-1])
     query = query / of_heads(scales)[:, None]
+    apart = [query[..., :0]]
+    if loud:
+        index = loud_index(scales.flatten(0, 1), loud)[:, None, None].expand(*query.shape[:-1], -1)
+        apart, query = [query.gather(-1, index)], query.scatter(-1, index, 0)
     padded = torch.nn.functional.pad(query, (0, dim - query.shape[-1])) if dim > query.shape[-1] else query
-    return padded @ rotation_matrix(dim, seed, query.device, torch.float32).T
+    return torch.cat([padded @ rotation_matrix(dim, seed, query.device, torch.float32).T, *apart], -1)
 
 
 def of_heads(factor: torch.Tensor) -> torch.Tensor:
-    """Channel scales `[B, Hkv, D]` in float32, `[N, 1, D]`."""
-    return factor.float().flatten(0, 1)[:, None]
+    """Sizes of channel scales `[B, Hkv, D]` in float32, `[N, 1, D]`."""
+    return factor.abs().float().flatten(0, 1)[:, None]
 
 
 @cached_table
@@ -208,7 +215,7 @@ class PackedTile:
 
     Args:
         position: Position of the first token.
-        query: Rotated queries `[N, G, S, Dk padded]` float32, scaled.
+        query: Queries `[N, G, S, Dk padded + loud]` float32 from `rotated`, scaled.
         config: Configuration of the blocks.
         blocks: n blocks, all read.
         value_dim: Number of channels of a value, without padding.
@@ -243,7 +250,8 @@ class PackedTile:
 
     @cached_property
     def _keys(self) -> torch.Tensor:
-        layout, words = self.blocks.layout, self.blocks.key_words.flatten(0, 1)
+        layout = self.blocks.layout
+        words = self.blocks.key_words[..., : layout.loud_at].flatten(0, 1)
         return key_levels(words, layout.key_bits, layout.key_dim_padded, self.take)
 
     @cached_property
@@ -253,15 +261,24 @@ class PackedTile:
 
     @cached_property
     def key_rows(self) -> torch.Tensor:
-        """Rotated keys token by token, `[N, n * 128, Dk padded]` float32."""
+        """Rotated keys token by token, without loud channels, `[N, n * 128, Dk padded]` float32."""
         levels = self._keys
         heads, blocks = levels.shape[:2]
         by_plane = levels.unflatten(2, (PLANES, ROWS))[..., None] if levels.dim() == 4 else levels.movedim(4, 2)
         out = self.take("key rows", by_plane.shape, torch.float32)
         torch.mul(by_plane, self._scales[..., 0].view(heads, blocks, PLANES, ROWS, 1, 1), out=out)
         out = out.view(*self._scales.shape[:3], -1)
-        out += self.blocks.key_means.flatten(0, 1).float()[:, :, None]
+        out += self._means[:, :, None]
         return out.flatten(1, 2)
+
+    @cached_property
+    def _means(self) -> torch.Tensor:
+        return self.blocks.key_means[..., : self.blocks.layout.key_dim_padded].flatten(0, 1).float()
+
+    @cached_property
+    def loud_rows(self) -> torch.Tensor:
+        """Loud channels of keys token by token, `[N, n * 128, loud]` float32."""
+        return loud_states(self.blocks).flatten(2, 3).flatten(0, 1)
 
     @cached_property
     def value_rows(self) -> torch.Tensor:
@@ -278,10 +295,13 @@ class PackedTile:
 
     def scores(self, part: slice) -> torch.Tensor:
         """Logits `[N, G * s, n * 128]` of the queries of s tokens."""
-        query = self.query[:, :, part].flatten(1, 2)
+        layout = self.blocks.layout
+        query, of_loud = self.query[:, :, part].flatten(1, 2).split([layout.key_dim_padded, layout.loud], -1)
+        scores = query @ self.key_rows.mT if self.many else self._scores_of_few(query)
+        return torch.baddbmm(scores, of_loud, self.loud_rows.mT) if layout.loud else scores
+
+    def _scores_of_few(self, query: torch.Tensor) -> torch.Tensor:
         heads, rows, dim = query.shape
-        if self.many:
-            return query @ self.key_rows.mT
         # Tokens come first: these products are a third faster than with the few rows of queries first.
         if code_of(self.blocks.layout.key_bits).is_fp8:
             scores = self._keys.flatten(1, 2) @ query.mT
@@ -293,7 +313,7 @@ class PackedTile:
             scores = self._keys.view(heads, -1, dim * PLANES) @ spread
             scores = scores.view(heads, -1, ROWS, rows, PLANES).permute(0, 3, 1, 4, 2)
         scores = scores.reshape(heads, rows, -1, PLANES * ROWS)
-        means = (query @ self.blocks.key_means.flatten(0, 1).float().mT)[..., None]
+        means = (query @ self._means.mT)[..., None]
         return torch.addcmul(means, scores, self._scales[:, None, :, :, 0]).flatten(2)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
