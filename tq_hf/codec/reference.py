@@ -101,7 +101,7 @@ def loud_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     z = x - mean.float()[..., None, :]
     largest = _finite_or_zero(z).abs().amax(-2)
     unit = torch.where(largest > 0, torch.exp2(largest.frexp().exponent.float()), 0).clamp(max=LARGEST_UNIT).half()
-    z = _safe_divide(z, unit.float()[..., None, :] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX).nan_to_num(FP8_MAX)
+    z = _safe_divide(z, unit.float()[..., None, :] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX).nan_to_num()
     return z.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), torch.cat([mean, unit], -1)
 
 
@@ -172,7 +172,8 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         tile = slice(first * layout.tokens, last * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + last)
-        z = rotate(_padded(k * channel_scales.keys.clamp(min=0), layout.key_dim_padded), config.seed)
+        factor = channel_scales.keys.clamp(min=0) if layout.loud else channel_scales.keys.abs()
+        z = rotate(_padded(k * factor, layout.key_dim_padded), config.seed)
         means = target.key_means[..., : layout.key_dim_padded]
         means.copy_(_finite_or_zero((sum_by_halving(z.mT) / layout.tokens).half()))
         codes, key_scales = quantize(z - means.float()[..., None, :], layout.key_bits, is_value=False)
