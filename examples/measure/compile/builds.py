@@ -51,6 +51,11 @@ def bits_of(preset: str) -> Bits:
     return PRESETS[preset].key_bits, PRESETS[preset].value_bits
 
 
+def layout_of(bits: Bits, dim: int, value_dim: int | None = None) -> BlockLayout:
+    """Layout of a cache's blocks."""
+    return TurboQuantConfig(key_bits=bits[0], value_bits=bits[1]).layout(dim, value_dim)
+
+
 def tile_of(dim: int, least: int = 16) -> int:
     """A power of two."""
     return max(least, triton.next_power_of_2(dim))
@@ -60,7 +65,7 @@ def build_encode(
     arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16"
 ) -> Compiled:
     """`encode_blocks` of keys or of values."""
-    on, layout = target_of(arch), BlockLayout(dim, value_dim or dim, *bits)
+    on, layout = target_of(arch), layout_of(bits, dim, value_dim)
     config, shape = encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype])
     constants = (shape, None, on.dependent_launch, config.stages, *[0] * 4)
     types: list[str | None] = [f"*{dtype}", "*i32", "*fp32", "*fp16"]

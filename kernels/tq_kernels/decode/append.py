@@ -167,9 +167,10 @@ def _append(
         tl.debug_barrier()
         high, low = resident_rotation(rotation, channel_scales, C)
         early = rows + due_row * DIM
-        offsets = block_rows()[:, None] * DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * DIM
-        encode_block(early, late, offsets, offsets, packed, home, rotation, channel_scales, high, low, C)
+        encode_block(
+            early, late, block_rows()[:, None] * DIM, packed, home, rotation, channel_scales, high, low, C
+        )  # fmt: skip
 
 
 @kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
