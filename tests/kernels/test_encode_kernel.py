@@ -181,8 +181,10 @@ def check(case: Case, device: torch.device = DEVICE, run: Run = run_encode) -> N
     key_channel_scales, value_channel_scales = (factor.float()[:, :, None] for factor in got.channel_scales)
     key_channel_scales = key_channel_scales.clamp(min=0) if layout.loud else key_channel_scales.abs()
     if layout.loud:
-        exact = keys.cpu().float().gather(
-            -1, loud_index(got.channel_scales.keys, layout.loud)[:, :, None].expand(*keys.shape[:3], -1)
+        exact = (
+            keys.cpu()
+            .float()
+            .gather(-1, loud_index(got.channel_scales.keys, layout.loud)[:, :, None].expand(*keys.shape[:3], -1))
         )
         size = got.channel_scales.keys.abs().float()
         size = size.gather(-1, loud_index(got.channel_scales.keys, layout.loud))

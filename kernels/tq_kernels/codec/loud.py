@@ -8,7 +8,7 @@ channels have LOUD_TILE columns, of which the first are real.
 import triton
 import triton.language as tl
 
-from ..common.unpack import load_levels
+from ..common.unpack import load_levels, scaled
 from ..format import MOST_LOUD
 from .quantize import FP8_LEVEL_SCALE, FP8_MAX, float_to_e4m3, merge_neighbours, planes_of, signs_first
 
@@ -74,15 +74,19 @@ def store_loud(z0, z1, unit, words, LOUD: tl.constexpr):
 
 
 @triton.jit
-def load_loud(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
-    """Load a block's loud channels: four planes of levels [32, LOUD_TILE] fp16, and units and means [1, LOUD_TILE].
+def loud_keys(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
+    """Load the loud channels of a block's keys: four planes [32, LOUD_TILE] fp16.
 
     Args:
-        words: Pointer to the first word of the loud channels.
+        words: Pointer to their first word.
         mean_at: Pointer to their first mean.
     """
     j = tl.arange(0, LOUD_TILE)[None, :]
-    row, inside = tl.arange(0, 32)[:, None], None if LOUD == LOUD_TILE else j < LOUD
-    levels = load_levels(words, row, j, inside, 0, 1, LOUD, 8, False, False, ASM)
-    mean = tl.load(mean_at + j, mask=j < LOUD, other=0.0)
-    return levels, tl.load(mean_at + LOUD + j, mask=j < LOUD, other=0.0), mean
+    inside = j < LOUD
+    levels = load_levels(words, tl.arange(0, 32)[:, None], j, inside, 0, 1, LOUD, 8, False, False, ASM)
+    mean = tl.load(mean_at + j, mask=inside, other=0.0)
+    unit = tl.load(mean_at + LOUD + j, mask=inside, other=0.0)
+    planes = ()
+    for plane in tl.static_range(4):
+        planes += (scaled(levels[plane], unit, mean, ASM),)
+    return planes

@@ -161,6 +161,35 @@ def mean_scores(mean, q, COUNT: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def _scaled_pair(levels, unit, mean):
+    """levels * unit + mean of pairs."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [levels, unit, mean], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def add_loud_scores(s, words, q, mean, unit, g, t, LOUD: tl.constexpr, TILES: tl.constexpr):
+    """s + the products of half a block's loud channels with `q`; quads and arguments as in `packed_scores`. `mean` and
+    `unit` are pairs of `load_rows`."""
+    ROW: tl.constexpr = LOUD // 2
+    at = words + (4 * (g // 2) + g % 2) * ROW + 2 * t
+    low = load_tiles(at, 4 * t < LOUD, 8, 16 * LOUD, True)
+    high = load_tiles(at + 2 * ROW, 4 * t < LOUD, 8, 16 * LOUD, True)
+    for step in tl.static_range(2):
+        a0 = levels(low, step, 0, 8)
+        a1 = levels(high, step, 0, 8)
+        new = ()
+        for plane in tl.static_range(4):
+            top = _scaled_pair(a0[plane], unit[step], mean[step])
+            bottom = _scaled_pair(a1[plane], unit[step], mean[step])
+            for tile in tl.static_range(TILES):
+                new += (multiply_add(s[plane * TILES + tile], top, bottom, q[tile][step]),)
+        s = new
+    return s
+
+
+@triton.jit
 def load_elements(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr):
     """Load channels 16 CHUNK + 4 t to + 3 of dense rows, float32; `row` are [32] pointers; 0 where not `valid`."""
     channel = 16 * CHUNK + 4 * t
@@ -228,17 +257,22 @@ class PackedShape(NamedTuple):
     MASKED: tl.constexpr
     BOUNDS: tl.constexpr
     TILES: tl.constexpr
+    LOUD: tl.constexpr
 
 
 @triton.jit
-def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, allowed, g, t, C: tl.constexpr):
+def attend_packed(
+    acc, sums, maximum, q, q_loud, factor, cap_log2, half: BlockParts, loud_words, allowed, g, t, C: tl.constexpr
+):  # fmt: skip
     """Attend to half a block.
 
     Args:
         acc, sums, maximum: Sums so far of `add_packed_values` and `decayed`, and maximum of `weights`.
         q: TILES tuples of `load_rows`, rotated.
+        q_loud: The same of loud channels.
         factor: 2 * TILES factors to base-2 logits, over `Code.small_unit`.
         half: Pointers to its first rows of words and of scales, and to the block's mean.
+        loud_words: Pointer to its first row of loud channels.
         allowed: If MASKED, flags; plane p, row tile i and element j of its quad are flag 4 * (p * TILES + i) + j.
         C: A `PackedShape`.
     """
@@ -248,6 +282,12 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, all
     s = packed_scores(half.key_words, q, g, t, C.DKP, C.KEY_BITS, C.TILES)
     means = load_rows(half.means + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
     shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
+    shared = shared + shared + shared + shared
+    if C.LOUD > 0:
+        others = half.means + C.DKP + tl.zeros([LANES], tl.int32)
+        mean = load_rows(others, t, t >= 0, C.LOUD, 1)
+        unit = load_rows(others + C.LOUD, t, t >= 0, C.LOUD, 1)
+        shared = add_loud_scores(shared, loud_words, q_loud, mean, unit, g, t, C.LOUD, C.TILES)
     x, value_scale = (), ()
     for plane in tl.static_range(4):
         key_scale = ()
@@ -260,7 +300,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, all
             quad = ()
             for i in tl.static_range(4):
                 logit = s[plane * C.TILES + tile][i] * key_scale[i // 2]
-                logit += shared[tile][i] * CODE[C.KEY_BITS].small_unit
+                logit += shared[plane * C.TILES + tile][i] * CODE[C.KEY_BITS].small_unit
                 if C.BOUNDS:
                     logit = bounded(logit * factor[2 * tile + i % 2], cap_log2, C.BOUNDS)
                 if C.MASKED:
