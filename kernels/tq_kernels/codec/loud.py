@@ -1,16 +1,17 @@
 """Loud channels of keys: FP8 codes beside those of the others, and queries' products with them.
 
-The loud channels of a head are those with negative channel scales. They are stored as codes of 8 bits, with a mean and
-a unit for each block and channel (`tq_hf.codec.reference`). A matrix product takes 16 channels at least: tiles of loud
-channels have LOUD_TILE columns, of which the first are real.
+The loud channels of a head are those with negative channel scales. They are stored as e4m3 bytes, with a mean and a
+unit for each block and channel (`tq_hf.codec.reference`). The bytes of the four tokens of a row, one of each plane,
+follow one another: four channels make a whole step of a matrix product, with queries that are 0 in other planes.
 """
 
 import triton
 import triton.language as tl
 
-from ..common.unpack import load_levels, scaled
+from ..common.device import AMPERE
+from ..common.unpack import scaled
 from ..format import MOST_LOUD
-from .quantize import FP8_LEVEL_SCALE, FP8_MAX, float_to_e4m3, merge_neighbours, planes_of, signs_first
+from .quantize import FP8_LEVEL_SCALE, FP8_MAX, float_to_e4m3
 
 LOUD_TILE = tl.constexpr(MOST_LOUD)
 LARGEST_UNIT = tl.constexpr(2.0**15)
@@ -63,30 +64,42 @@ def store_loud(z0, z1, unit, words, LOUD: tl.constexpr):
     """
     of_code = unit.to(tl.float32) * FP8_LEVEL_SCALE
     inverse = tl.where(of_code > 0.0, 1.0 / tl.where(of_code > 0.0, of_code, 1.0), 0.0)[None, :]
-    row, column = tl.arange(0, 32)[:, None], tl.arange(0, LOUD_TILE // 2)[None, :]
+    i, group = tl.arange(0, 64)[:, None], tl.arange(0, LOUD_TILE // 4)[None, :]
+    at = words + (8 * (i >> 4) + (i & 7)) * LOUD + ((i >> 3) & 1) * (LOUD // 4) + group
+    byte = 8 * tl.arange(0, 4)[None, None, :]
     for half in tl.static_range(2):
         z = (z0 if half == 0 else z1) * inverse
-        z = tl.clamp(tl.where(z == z, z, 0.0), -FP8_MAX, FP8_MAX)
-        even, odd = planes_of(float_to_e4m3(z))
-        word = merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, False, LOUD_TILE)
-        word = signs_first(word).to(tl.int32, bitcast=True)
-        tl.store(words + (16 * half * LOUD + row * (LOUD // 2) + column), word, mask=column < LOUD // 2)
+        codes = float_to_e4m3(tl.clamp(tl.where(z == z, z, 0.0), -FP8_MAX, FP8_MAX))
+        word = tl.sum(tl.reshape(codes, [64, LOUD_TILE // 4, 4]) << byte, 2)
+        tl.store(at + half * (LOUD // 2), word, mask=group < LOUD // 4)
+
+
+_ASM = tl.constexpr("""{ .reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; shr.u32 c, a, 1; shr.u32 d, b, 1;
+and.b32 c, c, 0x3f803f80; and.b32 d, d, 0x3f803f80;
+lop3.b32 $0, c, a, 0x80008000, 0xf8; lop3.b32 $1, d, b, 0x80008000, 0xf8; }""")
+"""Four e4m3 bytes to fp16 levels."""
 
 
 @triton.jit
-def loud_keys(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
-    """Load the loud channels of a block's keys: four planes [32, LOUD_TILE] fp16.
+def _levels(codes, ASM: tl.constexpr):
+    """Convert e4m3 bytes (int8) to fp16, 2**-8 times their value."""
+    if ASM >= AMPERE:
+        return tl.inline_asm_elementwise(_ASM, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        x = codes.to(tl.uint8, bitcast=True).to(tl.uint16)
+        return (((x & 0x7F) << 7) | ((x & 0x80) << 8)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def loud_rows(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
+    """Load the loud channels of a block's keys: [32, 4 * LOUD] fp16, a row's tokens of planes 0 to 3 side by side.
 
     Args:
         words: Pointer to their first word.
         mean_at: Pointer to their first mean.
     """
-    j = tl.arange(0, LOUD_TILE)[None, :]
-    inside = j < LOUD
-    levels = load_levels(words, tl.arange(0, 32)[:, None], j, inside, 0, 1, LOUD, 8, False, False, ASM)
-    mean = tl.load(mean_at + j, mask=inside, other=0.0)
-    unit = tl.load(mean_at + LOUD + j, mask=inside, other=0.0)
-    planes = ()
-    for plane in tl.static_range(4):
-        planes += (scaled(levels[plane], unit, mean, ASM),)
-    return planes
+    row, column = tl.arange(0, 32)[:, None], tl.arange(0, 4 * LOUD)[None, :]
+    levels = _levels(tl.load(words.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (4 * LOUD) + column)), ASM)
+    mean, unit = tl.load(mean_at + column % LOUD), tl.load(mean_at + LOUD + column % LOUD)
+    return scaled(levels, unit, mean, ASM)

@@ -121,7 +121,7 @@ def _quantize(z, square, part, BITS: tl.constexpr, DIM: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
-def planes_of(tile):
+def _planes(tile):
     """Split a tile `[64, *]` into two planes `[32, *]`: its rows r and r + 8 (of 16) are one row of both."""
     if len(tile.shape) == 1:
         low, high = tl.split(tl.permute(tl.reshape(tile, [4, 2, 8]), [0, 2, 1]))
@@ -149,7 +149,7 @@ def _row_sums(planes):
 
 
 @triton.jit
-def merge_neighbours(words, SHIFT: tl.constexpr, IS_VALUE: tl.constexpr, DIM: tl.constexpr):
+def _merge_neighbours(words, SHIFT: tl.constexpr, IS_VALUE: tl.constexpr, DIM: tl.constexpr):
     """Words of e = 0 and, shifted, e = 1: `[32, D]` to `[32, D / 2]` for keys, to `[16, D]` for values."""
     if IS_VALUE:
         shift = (tl.arange(0, 2) * SHIFT)[None, :, None]
@@ -157,12 +157,6 @@ def merge_neighbours(words, SHIFT: tl.constexpr, IS_VALUE: tl.constexpr, DIM: tl
     else:
         even, odd = tl.split(tl.reshape(words, [32, DIM // 2, 2]))
         return even | odd << SHIFT
-
-
-@triton.jit
-def signs_first(words):
-    """Move both signs of a half word of FP8 codes to its top, two codes at a time."""
-    return (words & 0x807F807F) | ((words >> 1) & 0x3F803F80) | ((words & 0x00800080) << 7)
 
 
 @triton.jit
@@ -184,10 +178,10 @@ def row_sizes(y, BITS: tl.constexpr):
     """Per-row scale statistic of two planes, `[32]` each: sum of squares, or largest magnitude for FP8. `y` as in
     `store_codes`."""
     if CODE[BITS].is_fp8:
-        even, odd = planes_of(y)
+        even, odd = _planes(y)
         even, odd = tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1)
     else:
-        even, odd = planes_of(tl.sum(y * y, axis=1))
+        even, odd = _planes(tl.sum(y * y, axis=1))
     return even, odd
 
 
@@ -267,12 +261,14 @@ def store_codes(
     results = ()
     if CODE[BITS].is_fp8:
         for half in tl.static_range(2):
-            even, odd = planes_of(y0 if half == 0 else y1)
+            even, odd = _planes(y0 if half == 0 else y1)
             even, even_scale = _quantize_fp8(even, None if sizes is None else sizes[2 * half], DIM)
             odd, scale = _quantize_fp8(odd, None if sizes is None else sizes[2 * half + 1], DIM)
             results += (even_scale, scale)
-            word = merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, WIDTH)
-            word = tl.reshape(signs_first(word), [ROWS, 4, COLUMNS])
+            word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, WIDTH)
+            # Move both signs of a half word to its top, two codes at a time.
+            word = (word & 0x807F807F) | ((word >> 1) & 0x3F803F80) | ((word & 0x00800080) << 7)
+            word = tl.reshape(word, [ROWS, 4, COLUMNS])
             _store_words(
                 words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns, part, PARTS
             )
@@ -281,7 +277,7 @@ def store_codes(
         for half in tl.static_range(2):
             y = y0 if half == 0 else y1
             even_size, odd_size = _sizes_of(y, sizes, half, BITS)
-            even, odd = planes_of(y)
+            even, odd = _planes(y)
             even_index, even_x, even_inner = _quantize(even, even_size, part, BITS, DIM, TILE)
             results += (_result(even_inner, even_size, sizes, IS_VALUE, BITS, DIM),)
             index, x, inner = _quantize(odd, odd_size, part, BITS, DIM, TILE)
@@ -296,8 +292,8 @@ def store_codes(
                 word = picked(word, half_word, LOW_HALVES, ASM) & 0x07070707
                 signs |= (half_signs >> 4) & 0x00080008
         result = _joined(results)
-        word = merge_neighbours(word, 4, IS_VALUE, WIDTH)
-        signs = merge_neighbours(signs, 8, IS_VALUE, WIDTH)
+        word = _merge_neighbours(word, 4, IS_VALUE, WIDTH)
+        signs = _merge_neighbours(signs, 8, IS_VALUE, WIDTH)
         word = tl.reshape(word | signs, [ROWS, 4, COLUMNS])
         _store_words(words, word, row_stride, columns * column_stride, column_stride, columns, part, PARTS)
         return result
@@ -306,7 +302,7 @@ def store_codes(
         for half in tl.static_range(2):
             y = y0 if half == 0 else y1
             even_size, odd_size = _sizes_of(y, sizes, half, BITS)
-            even, odd = planes_of(y)
+            even, odd = _planes(y)
             even = trellis.rounded(even, even_size, BITS, DIM, ASM)
             odd = trellis.rounded(odd, odd_size, BITS, DIM, ASM)
             pairs += (picked(even, odd, LOW_BYTES, ASM),)

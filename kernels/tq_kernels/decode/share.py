@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..codec.loud import LOUD_TILE, loud_keys
+from ..codec.loud import loud_rows
 from ..common.schedule import LINE, ROTATED, parts_of
 from ..common.softmax import bounded, log2_sum, rescaled
 from ..common.unpack import PROBABILITY_BITS, chunk_start
@@ -116,8 +116,10 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         q_mask = (km < C.DKP)[:, None] & rows.inside[None, :]
         q_mean = (tl.load(row_at + km[:, None], mask=q_mask, other=0.0),)  # [BM, BR]
     if C.LOUD > 0:
-        j = tl.arange(0, LOUD_TILE)[:, None]
-        q_loud = tl.load(row_at + C.DKP + j, mask=(j < C.LOUD) & rows.inside[None, :], other=0.0)  # [LOUD_TILE, BR]
+        column, q_loud = tl.arange(0, 4 * C.LOUD)[:, None], ()
+        for plane in tl.static_range(4):
+            own = (column // C.LOUD == plane) & rows.inside[None, :]
+            q_loud += (tl.load(row_at + C.DKP + column % C.LOUD, mask=own, other=0.0),)  # [4 * LOUD, BR]
     acc = ()
     for _ in tl.static_range(C.VALUE_CHUNKS):
         acc += (tl.zeros([C.BLOCK_VC, C.BLOCK_R], tl.float32),)
@@ -153,10 +155,10 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         # Mean: mean . rotated queries, the same for all tokens of the block; and loud channels.
         shared = mean_scores(parts.means, q_mean, km, C)
         if C.LOUD > 0:
-            loud = loud_keys(parts.key_words + 4 * C.DKP * C.KEY_BITS, parts.means + C.DKP, C.LOUD, C.ASM)
+            loud = loud_rows(parts.key_words + 4 * C.DKP * C.KEY_BITS, parts.means + C.DKP, C.LOUD, C.ASM)
             added = ()
             for plane in tl.static_range(4):
-                added += (x[plane] + tl.dot(loud[plane], q_loud, shared),)
+                added += (x[plane] + tl.dot(loud, q_loud[plane], shared),)
             x = added
         else:
             x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)

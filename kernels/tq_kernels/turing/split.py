@@ -42,7 +42,7 @@ from ..common.unpack import PROBABILITY_BITS
 from ..decode.rotate import row_size
 from ..format import CODE, TOKENS
 from .fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, value_tiles, zero_quads
-from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows
+from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows, loud_pairs
 
 
 @triton.jit
@@ -170,9 +170,10 @@ def decode_split_fragments(
         STRIDE: tl.constexpr = row_size(C.DKP, C.LOUD)
         rotated = scratch_fp16 + ROTATED + head * rows * STRIDE
         q = operands(rotated, first_row, rows, g, t, STRIDE, KEY_WIDTH, KEY_QUARTERS, TILES)
-        q_loud = None
-        if C.LOUD > 0:
-            q_loud = operands(rotated + C.DKP, first_row, rows, g, t, STRIDE, C.LOUD, 1, TILES)
+        q_loud = ()
+        for tile in tl.static_range(TILES if C.LOUD > 0 else 0):
+            r = first_row + 8 * tile + g
+            q_loud += (loud_pairs(rotated + (r * STRIDE + C.DKP), 2 * t, r < rows, C.LOUD),)
         sums, maximum = initial(TILES)
         acc = zero_quads(value_tiles(C.DVP, C.VALUE_BITS) * TILES)
         if block_table is None:
@@ -198,7 +199,7 @@ def decode_split_fragments(
             parts = parts_of(
                 head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS + 8 * C.LOUD, C.DVP * C.VALUE_BITS
             )  # fmt: skip
-            loud_words = parts.key_words + (4 * C.DKP * C.KEY_BITS + half * (8 * C.LOUD))
+            loud_words = parts.key_words + (4 * C.DKP * C.KEY_BITS + half * (16 * C.LOUD))
             place = BlockParts(
                 parts.key_words + half * (8 * KEY_WIDTH), parts.value_words + half * 8, parts.scales + half * 16,
                 parts.means,

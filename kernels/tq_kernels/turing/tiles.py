@@ -169,22 +169,42 @@ def _scaled_pair(levels, unit, mean):
 
 
 @triton.jit
-def add_loud_scores(s, words, q, mean, unit, g, t, LOUD: tl.constexpr, TILES: tl.constexpr):
-    """s + the products of half a block's loud channels with `q`; quads and arguments as in `packed_scores`. `mean` and
-    `unit` are pairs of `load_rows`."""
-    ROW: tl.constexpr = LOUD // 2
-    at = words + (4 * (g // 2) + g % 2) * ROW + 2 * t
-    low = load_tiles(at, 4 * t < LOUD, 8, 16 * LOUD, True)
-    high = load_tiles(at + 2 * ROW, 4 * t < LOUD, 8, 16 * LOUD, True)
-    for step in tl.static_range(2):
-        a0 = levels(low, step, 0, 8)
-        a1 = levels(high, step, 0, 8)
+def _loud_pair(row, column, unit, mean):
+    """Loud channels `column` and `column` + 1 of the row of bytes at pointers `row`, a pair."""
+    codes = tl.load((row + column).to(tl.pointer_type(tl.uint16), bitcast=True)).to(tl.uint32)
+    high = ((codes & 0xFF) << 8) | ((codes & 0xFF00) << 16)
+    levels = ((high >> 1) & 0x3F803F80) | (high & 0x80008000)
+    return _scaled_pair(levels.to(tl.int32, bitcast=True), unit, mean)
+
+
+@triton.jit
+def loud_pairs(rows, column, valid, LOUD: tl.constexpr):
+    """Load a pair of channels for each step of products with rows of loud channels (`codec.loud.loud_rows`)."""
+    pairs = ()
+    for step in tl.static_range(LOUD // 2):
+        at = rows + (8 * step + column) % LOUD
+        pairs += (load32(at.to(tl.pointer_type(tl.int32), bitcast=True), valid),)
+    return pairs
+
+
+@triton.jit
+def add_loud_scores(s, words, q, means, g, t, LOUD: tl.constexpr, TILES: tl.constexpr):
+    """s + the products of half a block's loud channels with `q`, TILES tuples of `loud_pairs`; quads as in
+    `packed_scores`. `words` and `means` point to the half's first row and to the first mean."""
+    column, means = 2 * t, means + tl.zeros([LANES], tl.int32)
+    low = words.to(tl.pointer_type(tl.int8), bitcast=True) + (4 * (g // 2) + g % 2) * (4 * LOUD)
+    mean, unit = loud_pairs(means, column, t >= 0, LOUD), loud_pairs(means + LOUD, column, t >= 0, LOUD)
+    for step in tl.static_range(LOUD // 2):
+        top = _loud_pair(low, 8 * step + column, unit[step], mean[step])
+        bottom = _loud_pair(low + 8 * LOUD, 8 * step + column, unit[step], mean[step])
         new = ()
         for plane in tl.static_range(4):
-            top = _scaled_pair(a0[plane], unit[step], mean[step])
-            bottom = _scaled_pair(a1[plane], unit[step], mean[step])
             for tile in tl.static_range(TILES):
-                new += (multiply_add(s[plane * TILES + tile], top, bottom, q[tile][step]),)
+                quad = s[plane * TILES + tile]
+                if (8 * step) // LOUD <= plane and plane <= (8 * step + 7) // LOUD:
+                    own = tl.where((8 * step + column) // LOUD == plane, q[tile][step], 0)
+                    quad = multiply_add(quad, top, bottom, own)
+                new += (quad,)
         s = new
     return s
 
@@ -269,7 +289,7 @@ def attend_packed(
     Args:
         acc, sums, maximum: Sums so far of `add_packed_values` and `decayed`, and maximum of `weights`.
         q: TILES tuples of `load_rows`, rotated.
-        q_loud: The same of loud channels.
+        q_loud: TILES tuples of `loud_pairs`.
         factor: 2 * TILES factors to base-2 logits, over `Code.small_unit`.
         half: Pointers to its first rows of words and of scales, and to the block's mean.
         loud_words: Pointer to its first row of loud channels.
@@ -284,10 +304,7 @@ def attend_packed(
     shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
     shared = shared + shared + shared + shared
     if C.LOUD > 0:
-        others = half.means + C.DKP + tl.zeros([LANES], tl.int32)
-        mean = load_rows(others, t, t >= 0, C.LOUD, 1)
-        unit = load_rows(others + C.LOUD, t, t >= 0, C.LOUD, 1)
-        shared = add_loud_scores(shared, loud_words, q_loud, mean, unit, g, t, C.LOUD, C.TILES)
+        shared = add_loud_scores(shared, loud_words, q_loud, half.means + C.DKP, g, t, C.LOUD, C.TILES)
     x, value_scale = (), ()
     for plane in tl.static_range(4):
         key_scale = ()
