@@ -30,7 +30,8 @@ class BlockLayout:
         value_dim: Channels of a value head.
         key_bits: Bits per key channel.
         value_bits: Bits per value channel.
-        loud: Number of loud channels of a key head, a power of two of four or more, or 0: FP8 beside the codes (`tq_hf.codec.balance`).
+        loud: Number of loud channels of a key head, a power of two of four or more, or 0. They are FP8 beside the codes
+            (`tq_hf.codec.balance`).
     """
 
     tokens: ClassVar[int] = BLOCK_TOKENS

@@ -126,8 +126,8 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
 
 
 def pack_loud(codes: torch.Tensor) -> torch.Tensor:
-    """Pack the FP8 codes of loud channels `[..., 128, n]` uint8, n a multiple of four, into `[..., 32 n]` int32: of each
-    row the bytes of its four tokens, one of each plane."""
+    """Pack FP8 codes of loud channels `[..., 128, n]` uint8, n a multiple of four, into `[..., 32 n]` int32: the bytes
+    of a row's four tokens, one of each plane, follow one another."""
     return codes.unflatten(-2, (PLANES, ROWS)).transpose(-3, -2).flatten(-3).contiguous().view(torch.int32)
 
 
