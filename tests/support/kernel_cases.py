@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tq_kernels.format import loud_channels
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
@@ -139,7 +140,7 @@ def dense_rows(residual: KeyValue, sinks: KeyValue) -> torch.Tensor:
 
 def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int) -> ChannelScales:
     """Channel scales as `tq_hf.codec.balance` makes them: ones, but for some channels; another power of two for each
-    head."""
+    head; any channels of keys are loud."""
     generator = torch.Generator().manual_seed(0)
 
     def made(dim: int) -> torch.Tensor:
@@ -148,7 +149,9 @@ def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int) 
         sizes = torch.randint(-1, 2, (batch, heads, 1), generator=generator)
         return (channel_scales * 2.0**sizes).bfloat16().half()
 
-    return ChannelScales(made(key_dim), made(value_dim))
+    keys = made(key_dim)
+    marked = torch.rand(keys.shape, generator=generator).argsort(-1)[..., : loud_channels(key_dim)]
+    return ChannelScales(keys.scatter(-1, marked, -keys.gather(-1, marked)), made(value_dim))
 
 
 def residual_start(case: Case) -> int:

@@ -51,6 +51,11 @@ def bits_of(preset: str) -> Bits:
     return PRESETS[preset].key_bits, PRESETS[preset].value_bits
 
 
+def layout_of(bits: Bits, dim: int, value_dim: int | None = None) -> BlockLayout:
+    """Layout of a cache's blocks."""
+    return TurboQuantConfig(key_bits=bits[0], value_bits=bits[1]).layout(dim, value_dim)
+
+
 def tile_of(dim: int, least: int = 16) -> int:
     """A power of two."""
     return max(least, triton.next_power_of_2(dim))
@@ -81,10 +86,11 @@ def build_dequantize(
     """`dequantize_blocks` of keys or of values."""
     on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
     config = dequantize_config(stored, own, on.capability)
-    tile, layout = tile_of(stored, 16 * config.chunks), BlockLayout(dim, dim, *bits)
+    tile, layout = tile_of(stored, 16 * config.chunks), layout_of(bits, dim)
     constants = (
         *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
         *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at),
+        layout.loud * (not is_value),
     )
     types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
     return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)
@@ -107,7 +113,7 @@ def build_prefix(
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
-    constants = prefix_constants(BlockLayout(*dims, *bits), config=config, on=on, **flags)
+    constants = prefix_constants(layout_of(bits, *dims), config=config, on=on, **flags)
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 3, "*i1", "*fp32", own, "*fp32"]
     types += ["*fp32", "*fp16"]
@@ -327,7 +333,7 @@ def build_prompts(arch: int, preset: str, merge: bool = False) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, on)
     flags = (True, 0, False, False, False)
-    layout, sizes = BlockLayout(128, 128, *bits), (*place(preset, 128), SEQUENCES, merge)
+    layout, sizes = layout_of(bits, 128), (*place(preset, 128), SEQUENCES, merge)
     constants = prefix_constants(layout, *flags, config, on, sizes)
     types = ["*fp16", "*i32", *["*fp16"] * 7, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += [*["*i32"] * 4, "*fp32" if merge else None]

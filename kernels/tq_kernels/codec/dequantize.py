@@ -2,10 +2,11 @@
 scales.
 
 With R the rotation, c the levels of a block and f its head's channel scales, x[t, :] = (scale[t] (c[t, :] R) + mean R)
-/ f. A program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every
+/ f, where the signs of f, which mark loud channels, do not count. A program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every
 generation of tensor cores. Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied
 in fp32: only the output is rounded. The mean is rotated back by the same kind of product, over 64 equal rows: the
-result is then in the registers where it is added.
+result is then in the registers where it is added. Loud channels of keys (`.loud`) are brought to their columns by a
+product with ones.
 """
 
 import triton
@@ -14,6 +15,7 @@ import triton.language as tl
 from ..common.device import AMPERE
 from ..common.unpack import load_levels, load_tile
 from ..format import CODE, TOKENS
+from .loud import LOUD_TILE, load_loud, loud_channels_of
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -35,7 +37,7 @@ def _load_inverse(
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
         r = r * DIM**0.5
-    r = r / tl.load(channel_scales + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32)
+    r = r / tl.abs(tl.load(channel_scales + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32))
     high = r.to(tl.float16)
     low = (r - high.to(tl.float32)).to(tl.float16) if SPLIT else high
     return high, low
@@ -91,7 +93,7 @@ def dequantize_blocks(
     blocks_head, stride_batch, stride_head, stride_token,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
     CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, RESIDENT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, WORDS_AT: tl.constexpr, SCALES_AT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, WORDS_AT: tl.constexpr, SCALES_AT: tl.constexpr, LOUD: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or the values of blocks `start`, `start + 1`, ... to `states`.
 
@@ -119,6 +121,15 @@ def dequantize_blocks(
     inverses = ()
     for chunk in tl.static_range(CHUNKS if RESIDENT else 0):
         inverses += (_load_inverse(rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT),)
+
+    if LOUD > 0:
+        j = tl.arange(0, LOUD_TILE)[:, None]
+        loud_index, loud_size = loud_channels_of(channel_scales, HEAD_DIM, TILE)
+        here = (loud_index[:, None] == channel[None, :]) & (loud_size > 0)[:, None]  # [LOUD_TILE, COLUMNS]
+        size = tl.sum(tl.where(here, loud_size[:, None], 0.0), 0)  # [COLUMNS], 0 if not loud
+        place = tl.sum(tl.where(here, j, 0), 0)
+        ones = here.to(tl.float16)
+        loud_inverse = 1.0 / tl.where(size > 0, size, 1.0)
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -163,5 +174,14 @@ def dequantize_blocks(
         if not IS_VALUE:
             x0 += mean * UNIT
             x1 += mean * UNIT
+        if LOUD > 0:
+            means = scales + 2 * TOKENS + DIM
+            (p0, p1, p2, p3), _, _ = load_loud(block_words + 4 * DIM * BITS, means, LOUD, ASM)
+            unit = tl.load(means + LOUD + place, mask=size > 0, other=0.0).to(tl.float32) * loud_inverse
+            loud_mean = tl.load(means + place, mask=size > 0, other=0.0).to(tl.float32) * loud_inverse
+            y0 = tl.dot(_two_planes(p0, p1, IS_VALUE, ASM), ones) * unit[None, :] + loud_mean[None, :]
+            y1 = tl.dot(_two_planes(p2, p3, IS_VALUE, ASM), ones) * unit[None, :] + loud_mean[None, :]
+            x0 = tl.where((size > 0)[None, :], y0, x0)
+            x1 = tl.where((size > 0)[None, :], y1, x1)
         _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
         _store_rows(target + HALF_TOKENS * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)

@@ -263,7 +263,8 @@ def dequantize(
         tiles = triton.cdiv(dim, columns)
         programs = 2 * on.multiprocessors // (batch * heads * tiles)  # two of a multiprocessor
         constants = (states.shape[-1], dim, tile, bits, is_value, config.chunks, columns, config.resident, on.asm)
-        constants = (*constants, layout.block_words, is_value * layout.key_words, layout.scales_at)
+        words_at = is_value * layout.key_words
+        constants = (*constants, layout.block_words, words_at, layout.scales_at, layout.loud * (not is_value))
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
             (packed.data, rotation, own_scales, states),

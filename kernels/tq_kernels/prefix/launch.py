@@ -108,7 +108,7 @@ def prefix_constants(
     """Constants of the attention kernel on this target; `pages` are those that only a block table needs."""
     dims = (layout.key_dim, layout.value_dim, layout.key_dim_padded, layout.value_dim_padded)
     flags = (*layout.bits, causal, mask, bounds, has_aux, split)
-    tiles = (config.block_rows, config.step, on.asm, layout.block_words)
+    tiles = (config.block_rows, config.step, on.asm, layout.block_words, layout.loud)
     return (PrefixShape(*dims, block_of(layout.key_dim), block_of(layout.value_dim), *flags, *tiles, *pages),)
 
 
