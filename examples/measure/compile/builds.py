@@ -85,12 +85,13 @@ def build_dequantize(
 ) -> Compiled:
     """`dequantize_blocks` of keys or of values."""
     on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
-    config = dequantize_config(stored, own, on.capability)
-    tile, layout = tile_of(stored, 16 * config.chunks), layout_of(bits, dim)
+    layout = layout_of(bits, dim)
+    loud = layout.loud * (not is_value)
+    config = dequantize_config(stored, own, loud, on.capability)
+    tile = tile_of(stored, 16 * config.chunks)
     constants = (
         *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
-        *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at),
-        layout.loud * (not is_value),
+        *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at, loud),
     )
     types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
     return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)

@@ -128,11 +128,12 @@ def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
 
 
 @triton.jit
-def _loud_rows(plain, blocks: PrefixBlocks, C: tl.constexpr):
-    """Loud channels of query rows, divided by the sizes of their channel scales: [BR, LOUD_TILE] float32."""
+def _loud_rows(rows, row_mask, largest, blocks: PrefixBlocks, C: tl.constexpr):
+    """Load the loud channels of query rows at pointers `rows` [BR], divided by `largest` [BR] and by the sizes of their
+    channel scales: [BR, LOUD_TILE] float32."""
     index, size = loud_channels_of(blocks.key_channel_scales + tl.program_id(1) * C.DK, C.DK, C.BLOCK_DK)
-    here = (tl.arange(0, C.BLOCK_DK)[:, None] == index[None, :]) & (size > 0)[None, :]  # [BDK, LOUD_TILE]
-    return tl.dot(plain, here.to(tl.float16)) / tl.where(size > 0, size, 1.0)[None, :]
+    q = tl.load(rows[:, None] + index[None, :], mask=row_mask[:, None] & (size > 0)[None, :], other=0.0)
+    return q.to(tl.float32) / (largest[:, None] * tl.where(size > 0, size, 1.0)[None, :])
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def _row_of(scratch: PrefixScratch, r):
 
 @triton.jit
 def _attend_blocks(
-    state, plain, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks, first, last,
+    state, plain, loud_rows, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks, first, last,
     sinks, scratch: PrefixScratch, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to packed blocks `first` to `last`, and rotate the accumulator back."""
@@ -184,11 +185,10 @@ def _attend_blocks(
     scale0, _ = unpack_scales(tl.load(first_parts.scales))
     reference = reference_key(first_parts.means + key_channel, scale0, dk, key_exists)  # [BDK]
     common = tl.sum(rotated * reference[None, :], 1)
-    loud_rows, loud_reference, loud = None, None, (None, None)
+    loud_reference = None
     if C.LOUD > 0:
         j = tl.arange(0, LOUD_TILE)[None, :]
         loud_reference = tl.load(first_parts.means + C.DKP + j, mask=j < C.LOUD, other=0.0)
-        loud_rows = _loud_rows(plain, blocks, C)
         common += tl.sum(loud_rows * loud_reference, 1)
         loud_rows = loud_rows.to(tl.float16)
     if not C.BOUNDS:
@@ -213,6 +213,7 @@ def _attend_blocks(
         mean = tl.load(parts.means + key_channel, mask=key_exists, other=0.0)  # [BDK]
         mean = mean - reference
         keys = key_tiles(parts.key_words, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
+        loud = (None, None)
         if C.LOUD > 0:
             loud = loud_tiles(parts.key_words + LOUD_AT, parts.means + C.DKP, loud_reference, C.LOUD, C.ASM)
         values = value_tiles(parts.value_words, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
@@ -385,8 +386,11 @@ def prefix_attention(
             packed, key_rotation, value_rotation, key_channel_scales, value_channel_scales, block_table, batch, kv_head,
             blocks_b, blocks_h,
         )  # fmt: skip
+        loud_rows = None
+        if C.LOUD > 0:
+            loud_rows = _loud_rows(query_at, row_mask, largest, history, C)
         state = _attend_blocks(
-            state, plain, first_row, rows, scale, allowed, history, first, last_block, sink_count,
+            state, plain, loud_rows, first_row, rows, scale, allowed, history, first, last_block, sink_count,
             scratch, C,
         )  # fmt: skip
 

@@ -56,7 +56,8 @@ def prefix_config(key_dim: int, value_dim: int, on: Target) -> PrefixConfig:
         return PrefixConfig(32, 64, 4, 2)
     if largest > 128:
         return PrefixConfig(64, 64, 8 if on.dependent_launch else 4, 1)
-    return PrefixConfig(128 if on.dependent_launch else 64, 128, 8, 1)
+    # With 128 rows the products of loud channels do not fit in Blackwell's tensor memory.
+    return PrefixConfig(128 if on.capability[0] == 9 else 64, 128, 8, 1)
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:

@@ -219,9 +219,9 @@ def logits(
 ):  # fmt: skip
     """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`, and of their loud channels or `None`: in
     base 2 if capped, else before `common` [BR] and the rows' factor are applied."""
-    x = tl.dot(rows, tl.trans(keys))
-    if loud_rows is not None:
-        x = tl.dot(loud_rows, tl.trans(loud_keys), x)
+    # The other way round it spills on sm_80.
+    x = None if loud_rows is None else tl.dot(loud_rows, tl.trans(loud_keys))
+    x = tl.dot(rows, tl.trans(keys), x)
     if BOUNDS:
         x = bounded(x * scale.factor[:, None] + (common * scale.factor)[:, None], scale.cap_log2, BOUNDS)
     if MASK > 0:
