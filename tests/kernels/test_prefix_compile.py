@@ -25,6 +25,8 @@ def compiled_for(
     arch: int | str, preset: str = "4bit_nc", dim: int = 128, value_dim: int | None = None, **options: Any
 ) -> Compiled:
     compiled = build_prefix(arch, BITS[preset], dim=dim, value_dim=value_dim, **options)
+    # Where Blackwell's tensor memory is too small, Triton compiles a trap.
+    assert (getattr(compiled.metadata, "tmem_size", None) or 0) <= 512
     return compiled, prefix_config(dim, value_dim or dim, target_of(arch))
 
 

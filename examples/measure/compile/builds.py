@@ -85,11 +85,13 @@ def build_dequantize(
 ) -> Compiled:
     """`dequantize_blocks` of keys or of values."""
     on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
-    config = dequantize_config(stored, own, on.capability)
-    tile, layout = tile_of(stored, 16 * config.chunks), BlockLayout(dim, dim, *bits)
+    layout = layout_of(bits, dim)
+    loud = layout.loud * (not is_value)
+    config = dequantize_config(stored, own, loud, on.capability)
+    tile = tile_of(stored, 16 * config.chunks)
     constants = (
         *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
-        *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at),
+        *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at, loud),
     )
     types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
     return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)
@@ -112,7 +114,7 @@ def build_prefix(
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
-    constants = prefix_constants(BlockLayout(*dims, *bits), config=config, on=on, **flags)
+    constants = prefix_constants(layout_of(bits, *dims), config=config, on=on, **flags)
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 3, "*i1", "*fp32", own, "*fp32"]
     types += ["*fp32", "*fp16"]
@@ -332,7 +334,7 @@ def build_prompts(arch: int, preset: str, merge: bool = False) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, on)
     flags = (True, 0, False, False, False)
-    layout, sizes = BlockLayout(128, 128, *bits), (*place(preset, 128), SEQUENCES, merge)
+    layout, sizes = layout_of(bits, 128), (*place(preset, 128), SEQUENCES, merge)
     constants = prefix_constants(layout, *flags, config, on, sizes)
     types = ["*fp16", "*i32", *["*fp16"] * 7, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += [*["*i32"] * 4, "*fp32" if merge else None]

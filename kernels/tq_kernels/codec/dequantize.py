@@ -1,11 +1,12 @@
 """Turn packed blocks into dense keys and values: unpack, rotate back, scale, add the key mean, divide by the channel
 scales.
 
-With R the rotation, c the levels of a block and f its head's channel scales, x[t, :] = (scale[t] (c[t, :] R) + mean R)
-/ f. A program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every
-generation of tensor cores. Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied
-in fp32: only the output is rounded. The mean is rotated back by the same kind of product, over 64 equal rows: the
-result is then in the registers where it is added.
+With R the rotation, c the levels of a block and f the sizes of its head's channel scales, x[t, :] = (scale[t] (c[t, :]
+R) + mean R) / f. A program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough
+for every generation of tensor cores. Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means
+are applied in fp32: only the output is rounded. The mean is rotated back by the same kind of product, over 64 equal
+rows: the result is then in the registers where it is added. Loud channels of keys (`.loud`) are 0 in the rotation, and
+a product with powers of two puts them into their columns.
 """
 
 import triton
@@ -14,6 +15,7 @@ import triton.language as tl
 from ..common.device import AMPERE
 from ..common.unpack import load_levels, load_tile
 from ..format import CODE, TOKENS
+from .loud import load_loud, loud_channels_of
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -22,6 +24,7 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 def _load_inverse(
     rotation, channel_scales, chunk, column,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    LOUD: tl.constexpr,
 ):  # fmt: skip
     """Load rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' channel scales.
 
@@ -35,7 +38,10 @@ def _load_inverse(
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
         r = r * DIM**0.5
-    r = r / tl.load(channel_scales + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32)
+    factor = tl.load(channel_scales + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32)
+    r = r / tl.abs(factor)
+    if LOUD > 0:
+        r = tl.where(factor < 0, 0.0, r)
     high = r.to(tl.float16)
     low = (r - high.to(tl.float32)).to(tl.float16) if SPLIT else high
     return high, low
@@ -70,6 +76,18 @@ def _add_product(levels, high, low, x, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _less_states(levels, unit, mean, columns, x, SPLIT: tl.constexpr):
+    """x - (levels * unit + mean) @ columns, fp32. Triton makes a sum one product with the one before, and then warps
+    compute the same rows."""
+    states = levels.to(tl.float32) * unit + mean
+    high = states.to(tl.float16)
+    x -= tl.dot(high, columns)
+    if SPLIT:
+        x -= tl.dot((states - high.to(tl.float32)).to(tl.float16), columns)
+    return x
+
+
+@triton.jit
 def _store_rows(pointers, x, channel, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
     x = x.to(pointers.dtype.element_ty)
     if HEAD_DIM % COLUMNS == 0:
@@ -91,7 +109,7 @@ def dequantize_blocks(
     blocks_head, stride_batch, stride_head, stride_token,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
     CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, RESIDENT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, WORDS_AT: tl.constexpr, SCALES_AT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, WORDS_AT: tl.constexpr, SCALES_AT: tl.constexpr, LOUD: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or the values of blocks `start`, `start + 1`, ... to `states`.
 
@@ -99,6 +117,7 @@ def dequantize_blocks(
     """
     UNIT: tl.constexpr = DIM**-0.5
     SPLIT: tl.constexpr = DIM & (DIM - 1) != 0
+    EXACT: tl.constexpr = states.dtype.element_ty == tl.float32
     WIDTH: tl.constexpr = DIM // CHUNKS
     CHANNELS: tl.constexpr = TILE // CHUNKS  # channels of a chunk, padded
     # Word tiles are [M, K] as matrix operands see them: keys [32, CHANNELS], values [CHANNELS, 32].
@@ -118,7 +137,17 @@ def dequantize_blocks(
     channel_scales += tl.program_id(1) * HEAD_DIM
     inverses = ()
     for chunk in tl.static_range(CHUNKS if RESIDENT else 0):
-        inverses += (_load_inverse(rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT),)
+        inverses += (
+            _load_inverse(rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT, LOUD),
+        )
+
+    if LOUD > 0:
+        # The power of two in a divisor is exact in fp16, and what is left of it keeps states in fp16's range.
+        index, size = loud_channels_of(channel_scales, HEAD_DIM, TILE)
+        power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        here = (index[:, None] == channel[None, :]) & (size > 0)[:, None]  # [LOUD_TILE, COLUMNS]
+        columns = tl.where(here, -4 / tl.where(size > 0, power, 1.0)[:, None], 0.0).to(tl.float16)
+        rest = power / tl.where(size > 0, 4 * size, 1.0)  # [LOUD_TILE]
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -141,7 +170,7 @@ def dequantize_blocks(
                 high, low = inverses[chunk]
             else:
                 high, low = _load_inverse(
-                    rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+                    rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT, LOUD
                 )
             if CODE[BITS].is_trellis and chunk % 2 == 0:
                 crumbs = load_tile(block_words, row, column, exists, chunk // 2, DIM, IS_VALUE, ASM)
@@ -163,5 +192,10 @@ def dequantize_blocks(
         if not IS_VALUE:
             x0 += mean * UNIT
             x1 += mean * UNIT
+        if LOUD > 0:
+            levels, unit, loud_mean = load_loud(block_words + 4 * DIM * BITS, scales + 2 * TOKENS + DIM, LOUD, ASM)
+            unit, loud_mean = unit.to(tl.float32) * rest[None, :], loud_mean.to(tl.float32) * rest[None, :]
+            x0 = _less_states(_two_planes(levels[0], levels[1], IS_VALUE, ASM), unit, loud_mean, columns, x0, EXACT)
+            x1 = _less_states(_two_planes(levels[2], levels[3], IS_VALUE, ASM), unit, loud_mean, columns, x1, EXACT)
         _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
         _store_rows(target + HALF_TOKENS * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)

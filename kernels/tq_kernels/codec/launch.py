@@ -214,11 +214,11 @@ class DequantizeConfig:
     warps: int
 
 
-def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantizeConfig:
+def dequantize_config(dim: int, bits: int, loud: int, capability: tuple[int, int]) -> DequantizeConfig:
     """Look up the heuristic table; `capability` is that of an NVIDIA GPU, or (0, 0)."""
     quarters = code_of(bits).quarters
     if capability[0] == 9 and dim <= 256:
-        warps = 4 if quarters == 1 and dim & (dim - 1) == 0 and dim <= 128 else 8
+        warps = 4 if quarters == 1 and not loud and dim & (dim - 1) == 0 and dim <= 128 else 8
         return DequantizeConfig(quarters, 64 if quarters > 1 and dim > 128 else 128, resident=True, warps=warps)
     columns = 128 if capability[0] >= 8 else 64
     chunks = 8 if dim > 256 and quarters == 1 else 4
@@ -258,13 +258,14 @@ def dequantize(
         (False, True), (keys, values), rotations, packed.channel_scales, strict=True
     ):
         dim, bits, strides = rotation.shape[0], layout.bits[is_value], states.stride()[:3]
-        config = dequantize_config(dim, bits, on.capability)
+        loud = layout.loud * (not is_value)
+        config = dequantize_config(dim, bits, loud, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)
         programs = 2 * on.multiprocessors // (batch * heads * tiles)  # two of a multiprocessor
         constants = (states.shape[-1], dim, tile, bits, is_value, config.chunks, columns, config.resident, on.asm)
-        constants = (*constants, layout.block_words, is_value * layout.key_words, layout.scales_at)
+        constants = (*constants, layout.block_words, is_value * layout.key_words, layout.scales_at, loud)
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
             (packed.data, rotation, own_scales, states),

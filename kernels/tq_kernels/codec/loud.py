@@ -103,3 +103,16 @@ def loud_rows(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
     levels = _levels(tl.load(words.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (4 * LOUD) + column)), ASM)
     mean, unit = tl.load(mean_at + column % LOUD), tl.load(mean_at + LOUD + column % LOUD)
     return scaled(levels, unit, mean, ASM)
+
+
+@triton.jit
+def load_loud(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
+    """Load a block's loud channels: four planes of levels [32, LOUD_TILE] fp16, and units and means [1, LOUD_TILE].
+    Columns from LOUD on are 0. Arguments are those of `loud_rows`."""
+    row, j = tl.arange(0, 32)[:, None], tl.arange(0, LOUD_TILE)[None, :]
+    inside, planes = j < LOUD, ()
+    at = words.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (4 * LOUD) + j)
+    for plane in tl.static_range(4):
+        planes += (_levels(tl.load(at + plane * LOUD, mask=inside, other=0), ASM),)
+    mean, unit = tl.load(mean_at + j, mask=inside, other=0.0), tl.load(mean_at + LOUD + j, mask=inside, other=0.0)
+    return planes, unit, mean

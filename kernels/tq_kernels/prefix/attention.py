@@ -8,6 +8,7 @@ in fp16, and partial results where several programs share the tokens of a tile o
 
 Packed keys are in fp16 less a `reference_key` c of the program, close to their means: fp16 then rounds them to their
 own size and not to that of the means. The product of a row with c is added to the row's maximum after the last block.
+Loud channels (`tq_kernels.codec.loud`) are 0 in R q / f, and make products of their own, less their first means.
 
     x[r, t]   = q[r] . k[t]    packed: (R q[r] / f) . (key_scale[t] key_level[t] + mean - c) + (R q[r] / f) . c
     out[r, :] = R^T sum_packed p value_scale value_level / f' + sum_dense p v,  p = softmax(scaling x)
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..codec.loud import LOUD_TILE, loud_channels_of
 from ..common.device import constants_of
 from ..common.launcher import kernel
 from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, packed_of, parts_of
@@ -36,6 +38,7 @@ from .tiles import (
     channel_of,
     key_tiles,
     logits,
+    loud_tiles,
     masked,
     normalised_rows,
     opaque,
@@ -99,6 +102,7 @@ class PrefixShape(NamedTuple):
     STEP: Any
     ASM: Any
     BLOCK_WORDS: Any
+    LOUD: Any
     SINKS: Any = 0
     RING: Any = 0
     ROWS: Any = 0
@@ -108,7 +112,8 @@ class PrefixShape(NamedTuple):
 
 @triton.jit
 def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
-    """Load the rotation of query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16."""
+    """Load the rotation of query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16; rows of
+    loud channels are 0."""
     dk = tl.arange(0, C.BLOCK_DK)
     matrix = tl.load(
         blocks.key_rotation + channel[None, :] * C.DKP + dk[:, None],
@@ -116,7 +121,19 @@ def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
         other=0.0,
     )
     factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
-    return (matrix.to(tl.float32) * (1.0 / factor)[:, None]).to(tl.float16)
+    inverse = 1.0 / tl.abs(factor)
+    if C.LOUD > 0:
+        inverse = tl.where(factor < 0, 0.0, inverse)
+    return (matrix.to(tl.float32) * inverse[:, None]).to(tl.float16)
+
+
+@triton.jit
+def _loud_rows(rows, row_mask, largest, blocks: PrefixBlocks, C: tl.constexpr):
+    """Load the loud channels of query rows at pointers `rows` [BR], divided by `largest` [BR] and by the sizes of their
+    channel scales: [BR, LOUD_TILE] float32."""
+    index, size = loud_channels_of(blocks.key_channel_scales + tl.program_id(1) * C.DK, C.DK, C.BLOCK_DK)
+    q = tl.load(rows[:, None] + index[None, :], mask=row_mask[:, None] & (size > 0)[None, :], other=0.0)
+    return q.to(tl.float32) / (largest[:, None] * tl.where(size > 0, size, 1.0)[None, :])
 
 
 @triton.jit
@@ -145,11 +162,12 @@ def _row_of(scratch: PrefixScratch, r):
 
 @triton.jit
 def _attend_blocks(
-    state, plain, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks, first, last,
+    state, plain, loud_rows, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks, first, last,
     sinks, scratch: PrefixScratch, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to packed blocks `first` to `last`, and rotate the accumulator back."""
-    KEY: tl.constexpr = C.DKP * C.KEY_BITS
+    LOUD_AT: tl.constexpr = 4 * C.DKP * C.KEY_BITS
+    KEY: tl.constexpr = C.DKP * C.KEY_BITS + 8 * C.LOUD
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
     r = first_row + tl.arange(0, C.BLOCK_R)
     dk = tl.arange(0, C.BLOCK_DK)
@@ -167,6 +185,12 @@ def _attend_blocks(
     scale0, _ = unpack_scales(tl.load(first_parts.scales))
     reference = reference_key(first_parts.means + key_channel, scale0, dk, key_exists)  # [BDK]
     common = tl.sum(rotated * reference[None, :], 1)
+    loud_reference = None
+    if C.LOUD > 0:
+        j = tl.arange(0, LOUD_TILE)[None, :]
+        loud_reference = tl.load(first_parts.means + C.DKP + j, mask=j < C.LOUD, other=0.0)
+        common += tl.sum(loud_rows * loud_reference, 1)
+        loud_rows = loud_rows.to(tl.float16)
     if not C.BOUNDS:
         # Kept in memory: for sm_80 there are no registers left.
         tl.store(scratch.lse + _row_of(scratch, r), common, mask=r < rows)
@@ -189,12 +213,15 @@ def _attend_blocks(
         mean = tl.load(parts.means + key_channel, mask=key_exists, other=0.0)  # [BDK]
         mean = mean - reference
         keys = key_tiles(parts.key_words, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
+        loud = (None, None)
+        if C.LOUD > 0:
+            loud = loud_tiles(parts.key_words + LOUD_AT, parts.means + C.DKP, loud_reference, C.LOUD, C.ASM)
         values = value_tiles(parts.value_words, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
         t = sinks + block * TOKENS + tl.arange(0, TILE)
-        x0 = logits(rotated, keys[0], common, scale, mask, t, C.MASK, C.BOUNDS)
+        x0 = logits(rotated, keys[0], loud_rows, loud[0], common, scale, mask, t, C.MASK, C.BOUNDS)
         if C.STEP == 64:
             state = update(state, x0, tl.trans(values[0]), scale.gain, C.MASK > 0)
-        x1 = logits(rotated, keys[1], common, scale, mask, t + TILE, C.MASK, C.BOUNDS)
+        x1 = logits(rotated, keys[1], loud_rows, loud[1], common, scale, mask, t + TILE, C.MASK, C.BOUNDS)
         if C.STEP == 64:
             state = update(state, x1, tl.trans(values[1]), scale.gain, C.MASK > 0)
         else:
@@ -359,8 +386,11 @@ def prefix_attention(
             packed, key_rotation, value_rotation, key_channel_scales, value_channel_scales, block_table, batch, kv_head,
             blocks_b, blocks_h,
         )  # fmt: skip
+        loud_rows = None
+        if C.LOUD > 0:
+            loud_rows = _loud_rows(query_at, row_mask, largest, history, C)
         state = _attend_blocks(
-            state, plain, first_row, rows, scale, allowed, history, first, last_block, sink_count,
+            state, plain, loud_rows, first_row, rows, scale, allowed, history, first, last_block, sink_count,
             scratch, C,
         )  # fmt: skip
 

@@ -56,7 +56,8 @@ def prefix_config(key_dim: int, value_dim: int, on: Target) -> PrefixConfig:
         return PrefixConfig(32, 64, 4, 2)
     if largest > 128:
         return PrefixConfig(64, 64, 8 if on.dependent_launch else 4, 1)
-    return PrefixConfig(128 if on.dependent_launch else 64, 128, 8, 1)
+    # With 128 rows the products of loud channels do not fit in Blackwell's tensor memory.
+    return PrefixConfig(128 if on.capability[0] == 9 else 64, 128, 8, 1)
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
@@ -108,7 +109,7 @@ def prefix_constants(
     """Constants of the attention kernel on this target; `pages` are those that only a block table needs."""
     dims = (layout.key_dim, layout.value_dim, layout.key_dim_padded, layout.value_dim_padded)
     flags = (*layout.bits, causal, mask, bounds, has_aux, split)
-    tiles = (config.block_rows, config.step, on.asm, layout.block_words)
+    tiles = (config.block_rows, config.step, on.asm, layout.block_words, layout.loud)
     return (PrefixShape(*dims, block_of(layout.key_dim), block_of(layout.value_dim), *flags, *tiles, *pages),)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..codec.loud import load_loud
 from ..common.device import AMPERE
 from ..common.schedule import lengths, located
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize, power_of_two
@@ -75,6 +76,17 @@ def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT
         if QUARTERS > 1:
             x = hcat(hcat(x, parts[1][i]), hcat(parts[2][i], parts[3][i]))
         k += (scaled(x, scales[i][:, None], mean, ASM),)
+    return stack(k[0], k[1]), stack(k[2], k[3])
+
+
+@triton.jit
+def loud_tiles(words, means, reference, LOUD: tl.constexpr, ASM: tl.constexpr):
+    """Load the loud channels of a block's keys, less `reference` [1, LOUD_TILE], as two [64, LOUD_TILE] fp16 tiles;
+    `words` and `means` are pointers to the first ones."""
+    levels, unit, mean = load_loud(words, means, LOUD, ASM)
+    k = ()
+    for i in tl.static_range(4):
+        k += (scaled(levels[i], unit, mean - reference, ASM),)
     return stack(k[0], k[1]), stack(k[2], k[3])
 
 
@@ -180,10 +192,15 @@ def masked(x, mask: PrefixMask, t, valid, MASK: tl.constexpr):
 
 
 @triton.jit
-def logits(rows, keys, common, scale: Scale, mask: PrefixMask, t, MASK: tl.constexpr, BOUNDS: tl.constexpr):
-    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: in base 2 if capped, else before `common`
-    [BR] and the rows' factor are applied."""
-    x = tl.dot(rows, tl.trans(keys))
+def logits(
+    rows, keys, loud_rows, loud_keys, common, scale: Scale, mask: PrefixMask, t, MASK: tl.constexpr,
+    BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`, and of their loud channels or `None`: in
+    base 2 if capped, else before `common` [BR] and the rows' factor are applied."""
+    # The other way round it spills on sm_80.
+    x = None if loud_rows is None else tl.dot(loud_rows, tl.trans(loud_keys))
+    x = tl.dot(rows, tl.trans(keys), x)
     if BOUNDS:
         x = bounded(x * scale.factor[:, None] + (common * scale.factor)[:, None], scale.cap_log2, BOUNDS)
     if MASK > 0:
