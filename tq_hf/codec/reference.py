@@ -105,6 +105,16 @@ def loud_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return z.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), torch.cat([mean, unit], -1)
 
 
+def encode_loud(keys: torch.Tensor, out: PackedBlocks) -> None:
+    """Encode the loud channels, if any, of keys `[B, Hkv, n, 128, Dk]` into n blocks."""
+    layout, scales = out.layout, _per_block(out.channel_scales.keys)
+    if layout.loud:
+        index = loud_index(scales, layout.loud).expand(*keys.shape[:-1], -1)
+        codes, others = loud_codes((keys.float() * scales.abs()).gather(-1, index))
+        out.key_words[..., layout.loud_at :] = pack(codes, LOUD_BITS, is_value=False)
+        out.key_means[..., layout.key_dim_padded :] = others
+
+
 def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Levels of codes `[..., 128, D]` from `quantize`, float32, in units of their vectors' scales."""
     if code_of(bits).is_trellis:
@@ -178,11 +188,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         means.copy_(_finite_or_zero((sum_by_halving(z.mT) / layout.tokens).half()))
         codes, key_scales = quantize(z - means.float()[..., None, :], layout.key_bits, is_value=False)
         target.key_words[..., : layout.loud_at] = pack(codes, layout.key_bits, is_value=False)
-        if layout.loud:
-            index = loud_index(channel_scales.keys, layout.loud).expand(*k.shape[:-1], -1)
-            codes, others = loud_codes((k.float() * channel_scales.keys.abs()).gather(-1, index))
-            target.key_words[..., layout.loud_at :] = pack(codes, LOUD_BITS, is_value=False)
-            target.key_means[..., layout.key_dim_padded :] = others
+        encode_loud(k, target)
         z = rotate(_padded(v * channel_scales.values, layout.value_dim_padded), config.seed)
         codes, value_scales = quantize(z, layout.value_bits, is_value=True)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
@@ -200,6 +206,14 @@ def loud_states(blocks: PackedBlocks) -> torch.Tensor:
     mean, unit = blocks.key_means[..., None, layout.key_dim_padded :].float().chunk(2, -1)
     words = blocks.key_words[..., layout.loud_at :]
     return levels_of(unpack(words, LOUD_BITS, layout.loud, is_value=False), LOUD_BITS, is_value=False) * unit + mean
+
+
+def with_loud(keys: torch.Tensor, blocks: PackedBlocks) -> torch.Tensor:
+    """Keys `[B, Hkv, N, 128, D]`, times the sizes of their channel scales, with the loud channels of N blocks."""
+    if not (loud := blocks.layout.loud):
+        return keys
+    index = loud_index(_per_block(blocks.channel_scales.keys), loud)
+    return keys.scatter(-1, index.expand(*keys.shape[:-1], -1), loud_states(blocks))
 
 
 def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,8 +244,6 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         rows = slice(first * layout.tokens, last * layout.tokens)
         some = blocks.slice(first, last)
         key, value = (rotate_back(states, config.seed) for states in dequantize_rotated(some))
-        if layout.loud:
-            index = loud_index(channel_scales.keys, layout.loud)
-            key = key.scatter(-1, index.expand(*key.shape[:-1], -1), loud_states(some))
+        key = with_loud(key, some)
         for out, states, scales in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
             out[:, :, rows] = (states[..., : out.shape[-1]] / scales.abs()).flatten(2, 3)
