@@ -220,8 +220,8 @@ def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor
     """Dequantize without rotating back: keys `[B, Hkv, N, 128, padded Dk]` without loud channels, values `[B, Hkv, N,
     128, padded Dv]`, float32."""
     layout: BlockLayout = blocks.layout
-    scales, key_words = blocks.scales.view(torch.float16).unflatten(-1, (-1, 2)), blocks.key_words[..., : layout.loud_at]
-    keys = _dequantize(key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
+    scales, words = blocks.scales.view(torch.float16).unflatten(-1, (-1, 2)), blocks.key_words[..., : layout.loud_at]
+    keys = _dequantize(words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
     keys = keys + blocks.key_means[..., None, : layout.key_dim_padded].float()
     values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
     return keys, values

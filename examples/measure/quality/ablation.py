@@ -42,8 +42,8 @@ class Switches(NamedTuple):
             that is aligned with a row of the matrix ends up in one channel.
         rotate_values: Rotate values like keys.
         key_mean: Remove the mean key of each block before quantizing and add `q . mean` back to the logits. Exact in
-            real arithmetic; without it models with a key bias (Qwen2) break. Blocks then have a mean of zero; loud channels
-            keep theirs.
+            real arithmetic; without it models with a key bias (Qwen2) break. Blocks then have a mean of zero, but for
+            loud channels.
         key_correction: What scale to store.
         value_correction: The same for values.
     """
@@ -89,8 +89,9 @@ def encode(
     layout = out.layout
     keys, values = (x[:, :, slice(*(tokens or (None,)))] for x in states)
     target = out.slice(start, start + keys.shape[2] // layout.tokens)
+    words = target.key_words[..., : layout.loud_at]
     kinds = (
-        (keys, target.key_words[..., : layout.loud_at], layout.key_dim_padded, layout.key_bits, switches.key_correction),
+        (keys, words, layout.key_dim_padded, layout.key_bits, switches.key_correction),
         (values, target.value_words, layout.value_dim_padded, layout.value_bits, switches.value_correction),
     )
     scales, (of_keys, of_values) = [], out.channel_scales
