@@ -6,7 +6,7 @@ A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive toke
                                          channels, a byte each
     value words  [value_words]  int32    rotated value codes
     scales       [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
-    key means    [mean_size]    fp16     rotated mean of the block's keys; means of loud channels, and their units
+    key means    [mean_size]    fp16     rotated mean of the block's keys; of each loud channel its mean and its unit
 
 The parts lie one behind the other, in this order. A *slot* is a token's share of a block: codes and scales. Means,
 sinks and residual are counted apart.

@@ -141,7 +141,7 @@ class PackedBlocks:
 
     @property
     def key_means(self) -> torch.Tensor:
-        """`[B, Hkv, N, layout.mean_size]` fp16: rotated means, then means and units of loud channels; a view."""
+        """`[B, Hkv, N, layout.mean_size]` fp16: rotated means, then mean and unit of each loud channel; a view."""
         return self.data[..., self.layout.means_at :].view(torch.float16)
 
     @property

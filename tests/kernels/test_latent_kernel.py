@@ -4,6 +4,7 @@ one; and the same in torch, which defines it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,8 +52,8 @@ def call(case: Case, of_latents: bool = True) -> tuple[Any, torch.Tensor, torch.
     """Inputs, rotary queries `[B, Hq, S, Dr]`, and the expected means of latents `[B, S, Hq, R]`. Rotary keys have the
     bits of latent layers, or those of the preset's values."""
     with pytest.MonkeyPatch.context() as patch:
-        if of_latents:
-            patch.setattr(TurboQuantConfig, "from_preset", lambda name: PRESETS[name].of_latents())
+        made = TurboQuantConfig.of_latents if of_latents else partial(replace, loud=False)
+        patch.setattr(TurboQuantConfig, "from_preset", lambda name: made(PRESETS[name]))
         inputs = make_inputs(case, DEVICE)
     generator = torch.Generator().manual_seed(1)
     rotary = torch.randn(case.B, case.S, case.Hq, case.Dv, generator=generator) / case.value_scale

@@ -149,7 +149,8 @@ def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int) 
         sizes = torch.randint(-1, 2, (batch, heads, 1), generator=generator)
         return (channel_scales * 2.0**sizes).bfloat16().half()
 
-    return ChannelScales(marked(made(key_dim), generator), made(value_dim))
+    keys, values = made(key_dim), made(value_dim)
+    return ChannelScales(marked(keys, generator), values)
 
 
 def residual_start(case: Case) -> int:

@@ -93,14 +93,15 @@ def loud_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x: `[..., 128, n]` float32, keys times the sizes of their channel scales.
 
     Returns:
-        Codes `[..., 128, n]` uint8; means, then units of an fp16 level (`levels` of 8 bits), `[..., 2 n]` float16.
+        Codes `[..., 128, n]` uint8; of each channel its mean and its unit of an fp16 level (`levels` of 8 bits), `[...,
+        2 n]` float16.
     """
     mean = _finite_or_zero((sum_by_halving(x.mT) / x.shape[-2]).half())
     z = x - mean.float()[..., None, :]
     largest = _finite_or_zero(z).abs().amax(-2)
     unit = torch.where(largest > 0, torch.exp2(largest.frexp().exponent.float()), 0).clamp(max=LARGEST_UNIT).half()
     z = _safe_divide(z, unit.float()[..., None, :] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX).nan_to_num()
-    return z.to(torch.float8_e4m3fn).view(torch.uint8), torch.cat([mean, unit], -1)
+    return z.to(torch.float8_e4m3fn).view(torch.uint8), torch.stack([mean, unit], -1).flatten(-2)
 
 
 def encode_loud(keys: torch.Tensor, out: PackedBlocks) -> None:
@@ -201,7 +202,7 @@ def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, 
 def loud_states(blocks: PackedBlocks) -> torch.Tensor:
     """Loud channels of keys `[B, Hkv, N, 128, n]` float32, times the sizes of their channel scales."""
     layout = blocks.layout
-    mean, unit = blocks.key_means[..., None, layout.key_dim_padded :].float().chunk(2, -1)
+    mean, unit = blocks.key_means[..., None, layout.key_dim_padded :].float().unflatten(-1, (-1, 2)).unbind(-1)
     codes = unpack_loud(blocks.key_words[..., layout.loud_at :], layout.loud)
     return _looked_up(levels(8, codes.device), codes.int()) * unit + mean
 

@@ -174,9 +174,9 @@ def _encode_loud(states, words, scales, C: tl.constexpr):
     x1 -= mean.to(tl.float32)[None, :]
     unit = loud_unit(tl.maximum(tl.max(finite_size(x0), 0), tl.max(finite_size(x1), 0)))  # [LOUD_TILE]
     store_loud(x0, x1, unit, words, C.LOUD)
-    others = scales + 2 * TOKENS + C.DIM + j
+    others = scales + 2 * TOKENS + C.DIM + 2 * j
     tl.store(others, mean, mask=j < C.LOUD)
-    tl.store(others + C.LOUD, unit, mask=j < C.LOUD)
+    tl.store(others + 1, unit, mask=j < C.LOUD)
 
 
 @triton.jit

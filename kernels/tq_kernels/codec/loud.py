@@ -1,7 +1,7 @@
 """Loud channels of keys: FP8 codes beside those of the others, and queries' products with them.
 
 The loud channels of a head are those with negative channel scales. They are stored as e4m3 bytes, with a mean and a
-unit for each block and channel (`tq_hf.codec.reference`). The bytes of the four tokens of a row, one of each plane,
+unit for each block and channel, side by side (`tq_hf.codec.reference`). The bytes of the four tokens of a row, one of each plane,
 follow one another: four channels make a whole step of a matrix product, with queries that are 0 in other planes.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.unpack import scaled
+from ..common.unpack import scaled, unpack_scales
 from ..format import MOST_LOUD
 from .quantize import FP8_LEVEL_SCALE, FP8_MAX, float_to_e4m3
 
@@ -92,6 +92,16 @@ def _levels(codes, ASM: tl.constexpr):
 
 
 @triton.jit
+def _means_and_units(pairs, ASM: tl.constexpr):
+    """Split int32 pairs into their fp16 means and units."""
+    if ASM >= AMPERE:
+        asm: tl.constexpr = "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;"
+        return tl.inline_asm_elementwise(asm, "=r,=r,r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        return unpack_scales(pairs)
+
+
+@triton.jit
 def loud_rows(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
     """Load the loud channels of a block's keys: [32, 4 * LOUD] fp16, a row's tokens of planes 0 to 3 side by side.
 
@@ -101,7 +111,7 @@ def loud_rows(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
     """
     row, column = tl.arange(0, 32)[:, None], tl.arange(0, 4 * LOUD)[None, :]
     levels = _levels(tl.load(words.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (4 * LOUD) + column)), ASM)
-    mean, unit = tl.load(mean_at + column % LOUD), tl.load(mean_at + LOUD + column % LOUD)
+    mean, unit = _means_and_units(tl.load(mean_at.to(tl.pointer_type(tl.int32), bitcast=True) + column % LOUD), ASM)
     return scaled(levels, unit, mean, ASM)
 
 
@@ -114,5 +124,6 @@ def load_loud(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
     at = words.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (4 * LOUD) + j)
     for plane in tl.static_range(4):
         planes += (_levels(tl.load(at + plane * LOUD, mask=inside, other=0), ASM),)
-    mean, unit = tl.load(mean_at + j, mask=inside, other=0.0), tl.load(mean_at + LOUD + j, mask=inside, other=0.0)
+    pairs = tl.load(mean_at.to(tl.pointer_type(tl.int32), bitcast=True) + j, mask=inside, other=0)
+    mean, unit = _means_and_units(pairs, ASM)
     return planes, unit, mean

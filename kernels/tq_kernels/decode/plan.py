@@ -51,8 +51,11 @@ def _chunks(dim: int, bits: int, least: int, most: int) -> int:
     return dim // whole * min(fitting, key=lambda n: n * tiles[n])
 
 
-def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
-    """Look up the heuristic table; `key_dim` and `value_dim` are padded."""
+def _split_config(layout: BlockLayout, rows: int, on: Target) -> SplitConfig:
+    """Look up the heuristic table."""
+    key_dim, value_dim, (key_bits, value_bits), loud = (
+        layout.key_dim_padded, layout.value_dim_padded, layout.bits, layout.loud,
+    )  # fmt: skip
     block_rows = 8 if rows <= 8 and on.small_levels else 16
     wide, of_keys, of_values = max(key_dim, value_dim), code_of(key_bits), code_of(value_bits)
     if wide > 256:
@@ -80,9 +83,11 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     )
     mean_tile = _mean_tile(key_dim, key_chunks, warps)
     block_bytes = BLOCK_TOKENS * (key_tile * key_bits + value_tile * value_bits) // 8 + 2 * max(key_tile, mean_tile)
+    block_bytes += BLOCK_TOKENS * loud + 16 * loud  # and the means and units of each of its columns
     query_bytes = (
         2 * block_rows * (key_tile + (mean_tile if key_chunks > 1 and mean_tile * key_chunks > key_dim else 0))
     )
+    query_bytes += 32 * loud * block_rows
     probability_bytes = 64 * block_rows * (4 if value_chunks > 1 else 2)
     dense_bytes = 2 * DENSE_TOKENS.value * sum(map(triton.next_power_of_2, (key_dim, value_dim)))
     dense_bytes += 2 * block_rows * triton.next_power_of_2(key_dim)
@@ -204,7 +209,7 @@ def plan_decode(
     if on.fragments:
         config = _fragments_config(dkp, dvp, rows)
     else:
-        config = _split_config(dkp, dvp, *layout.bits, rows, on)
+        config = _split_config(layout, rows, on)
     dense_splits = -(-dense_capacity // DENSE_TOKENS.value)
     row_tiles = -(-rows // config.block_rows)
     streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)

@@ -188,7 +188,7 @@ def _attend_blocks(
     loud_reference = None
     if C.LOUD > 0:
         j = tl.arange(0, LOUD_TILE)[None, :]
-        loud_reference = tl.load(first_parts.means + C.DKP + j, mask=j < C.LOUD, other=0.0)
+        loud_reference = tl.load(first_parts.means + C.DKP + 2 * j, mask=j < C.LOUD, other=0.0)
         common += tl.sum(loud_rows * loud_reference, 1)
         loud_rows = loud_rows.to(tl.float16)
     if not C.BOUNDS:

@@ -193,10 +193,14 @@ def add_loud_scores(s, words, q, means, g, t, LOUD: tl.constexpr, TILES: tl.cons
     `packed_scores`. `words` and `means` point to the half's first row and to the first mean."""
     column, means = 2 * t, means + tl.zeros([LANES], tl.int32)
     low = words.to(tl.pointer_type(tl.int8), bitcast=True) + (4 * (g // 2) + g % 2) * (4 * LOUD)
-    mean, unit = loud_pairs(means, column, t >= 0, LOUD), loud_pairs(means + LOUD, column, t >= 0, LOUD)
+    means = means.to(tl.pointer_type(tl.int32), bitcast=True)
     for step in tl.static_range(LOUD // 2):
-        top = _loud_pair(low, 8 * step + column, unit[step], mean[step])
-        bottom = _loud_pair(low + 8 * LOUD, 8 * step + column, unit[step], mean[step])
+        channel = (8 * step + column) % LOUD
+        first, second = load32(means + channel, t >= 0), load32(means + channel + 1, t >= 0)
+        mean = (first & 0xFFFF) | (second << 16)
+        unit = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+        top = _loud_pair(low, 8 * step + column, unit, mean)
+        bottom = _loud_pair(low + 8 * LOUD, 8 * step + column, unit, mean)
         new = ()
         for plane in tl.static_range(4):
             for tile in tl.static_range(TILES):
