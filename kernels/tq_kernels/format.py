@@ -21,8 +21,8 @@ CHANNEL_MULTIPLE = 8
 """Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
 
 LOUD_HEADS, LOUD_EVERY, MOST_LOUD = 64, 32, 16
-"""Heads of `LOUD_HEADS` channels or more have loud ones, four and one in `LOUD_EVERY` (8 of 256), up to `MOST_LOUD`: a
-step of a matrix product. Measured by `examples/measure/quality/bound.py`."""
+"""Heads of `LOUD_HEADS` channels or more have loud ones: one in `LOUD_EVERY` or fewer, a power of two from four to
+`MOST_LOUD`. Measured by `examples/measure/quality/bound.py`."""
 
 SMALL_UNIT = 2.0**-18
 """Factor of small levels: n / 64 * 2**-18 is the subnormal fp16 with bits n. One byte is then looked up, and the other
@@ -153,8 +153,8 @@ LARGEST_RATIO = 2.0**60
 
 
 def loud_channels(head_dim: int) -> int:
-    """Number of loud channels of a key head (`tq_hf.codec.balance`), a multiple of four."""
-    return 0 if head_dim < LOUD_HEADS else min(max(4, head_dim // LOUD_EVERY // 4 * 4), MOST_LOUD)
+    """Number of loud channels of a key head (`tq_hf.codec.balance`)."""
+    return 0 if head_dim < LOUD_HEADS else min(max(4, 1 << (head_dim // LOUD_EVERY).bit_length() - 1), MOST_LOUD)
 
 
 def padded_dim(head_dim: int) -> int:

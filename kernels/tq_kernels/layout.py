@@ -3,7 +3,7 @@
 A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive tokens of one KV head:
 
     key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.codec.packing`, and behind them loud
-                                         channels as codes of 8 bits
+                                         channels, a byte each
     value words  [value_words]  int32    rotated value codes
     scales       [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
     key means    [mean_size]    fp16     rotated mean of the block's keys; means of loud channels, and their units
@@ -30,7 +30,8 @@ class BlockLayout:
         value_dim: Channels of a value head.
         key_bits: Bits per key channel.
         value_bits: Bits per value channel.
-        loud: Number of loud channels of a key head, a multiple of four: FP8 beside the codes (`tq_hf.codec.balance`).
+        loud: Number of loud channels of a key head, a power of two of four or more, or 0. They are FP8 beside the codes
+            (`tq_hf.codec.balance`).
     """
 
     tokens: ClassVar[int] = BLOCK_TOKENS

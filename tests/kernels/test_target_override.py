@@ -30,7 +30,9 @@ def test_ptx_of_turing_is_assembled_for_hopper(monkeypatch: pytest.MonkeyPatch) 
     for name in ("make_cubin", "hash"):  # put back afterwards
         monkeypatch.setattr(CUDABackend, name, getattr(CUDABackend, name))
     assemble_for(90)
-    compiled = build(rotate_query, ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8], (64, 64, 64, 8), 75, num_warps=2)
+    compiled = build(
+        rotate_query, ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8], (64, 64, 64, 4, 8), 75, num_warps=2
+    )
     assert ".target sm_75" in compiled.asm["ptx"]
     assert "sm_90" in disassemble(compiled, "-sass")
 

@@ -144,6 +144,9 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             return less[..., 0] * 0xFFFF | less[..., 1] * 0xFFFF0000
         case "min.u16x2" | "v_pk_min_u16" | "min.f16x2" | "add.u16x2" | "add.s16x2" | "min.s16x2.relu":
             return of_halves(operation, *(pairs(register) for register in x))
+        case "fma.rn.f16x2":
+            a, b, c = (halves(register).astype(np.float64) for register in x)
+            return words((a * b + c).astype(np.float16))
         case "dp4a.s32.s32" | "dp4a.u32.u32":
             kind = np.int8 if "s32" in operation else np.uint8
             a, b = (register.astype(np.uint32)[..., None].view(kind).astype(np.int64) for register in x[:2])

@@ -125,6 +125,17 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     return torch.cat([words, (sign_words[0] | sign_words[1] | sign_words[2] | sign_words[3]).flatten(-2)], -1)
 
 
+def pack_loud(codes: torch.Tensor) -> torch.Tensor:
+    """Pack FP8 codes of loud channels `[..., 128, n]` uint8, n a multiple of four, into `[..., 32 n]` int32: the bytes
+    of a row's four tokens, one of each plane, follow one another."""
+    return codes.unflatten(-2, (PLANES, ROWS)).transpose(-3, -2).flatten(-3).contiguous().view(torch.int32)
+
+
+def unpack_loud(words: torch.Tensor, loud: int) -> torch.Tensor:
+    """Unpack `[..., W]` int32 words to codes `[..., 128, loud]` uint8: the inverse of `pack_loud`."""
+    return words.contiguous().view(torch.uint8).unflatten(-1, (ROWS, PLANES, loud)).transpose(-3, -2).flatten(-3, -2)
+
+
 def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
     """Unpack `[..., W]` int32 words to `[..., 128, dim]` int32 codes: the inverse of `pack`."""
     lead = words.shape[:-1]

@@ -23,11 +23,9 @@ from tq_kernels.types import PackedBlocks
 from ..config import TurboQuantConfig
 from . import trellis
 from .codebook import CEILINGS, codes_of_ceilings, levels
-from .packing import pack, unpack
+from .packing import pack, pack_loud, unpack, unpack_loud
 from .rotation import rotate, rotate_back
 
-LOUD_BITS = 8
-"""Bits of a loud channel."""
 LARGEST_UNIT = 2.0**15
 """Largest unit of loud channels."""
 TILE_BLOCKS = 16
@@ -95,14 +93,14 @@ def loud_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x: `[..., 128, n]` float32, keys times the sizes of their channel scales.
 
     Returns:
-        Codes `[..., 128, n]` int32; means, then units of an fp16 level (`levels` of 8 bits), `[..., 2 n]` float16.
+        Codes `[..., 128, n]` uint8; means, then units of an fp16 level (`levels` of 8 bits), `[..., 2 n]` float16.
     """
     mean = _finite_or_zero((sum_by_halving(x.mT) / x.shape[-2]).half())
     z = x - mean.float()[..., None, :]
     largest = _finite_or_zero(z).abs().amax(-2)
     unit = torch.where(largest > 0, torch.exp2(largest.frexp().exponent.float()), 0).clamp(max=LARGEST_UNIT).half()
     z = _safe_divide(z, unit.float()[..., None, :] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX).nan_to_num()
-    return z.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), torch.cat([mean, unit], -1)
+    return z.to(torch.float8_e4m3fn).view(torch.uint8), torch.cat([mean, unit], -1)
 
 
 def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
@@ -181,7 +179,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         if layout.loud:
             index = loud_index(channel_scales.keys, layout.loud).expand(*k.shape[:-1], -1)
             codes, others = loud_codes((k.float() * channel_scales.keys.abs()).gather(-1, index))
-            target.key_words[..., layout.loud_at :] = pack(codes, LOUD_BITS, is_value=False)
+            target.key_words[..., layout.loud_at :] = pack_loud(codes)
             target.key_means[..., layout.key_dim_padded :] = others
         z = rotate(_padded(v * channel_scales.values, layout.value_dim_padded), config.seed)
         codes, value_scales = quantize(z, layout.value_bits, is_value=True)
@@ -198,15 +196,18 @@ def loud_states(blocks: PackedBlocks) -> torch.Tensor:
     """Loud channels of keys `[B, Hkv, N, 128, n]` float32, times the sizes of their channel scales."""
     layout = blocks.layout
     mean, unit = blocks.key_means[..., None, layout.key_dim_padded :].float().chunk(2, -1)
-    words = blocks.key_words[..., layout.loud_at :]
-    return levels_of(unpack(words, LOUD_BITS, layout.loud, is_value=False), LOUD_BITS, is_value=False) * unit + mean
+    codes = unpack_loud(blocks.key_words[..., layout.loud_at :], layout.loud)
+    return _looked_up(levels(8, codes.device), codes.int()) * unit + mean
 
 
 def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantize without rotating back: keys `[B, Hkv, N, 128, padded Dk]` without loud channels, values `[B, Hkv, N,
     128, padded Dv]`, float32."""
     layout: BlockLayout = blocks.layout
-    scales, key_words = blocks.scales.view(torch.float16).unflatten(-1, (-1, 2)), blocks.key_words[..., : layout.loud_at]
+    scales, key_words = (
+        blocks.scales.view(torch.float16).unflatten(-1, (-1, 2)),
+        blocks.key_words[..., : layout.loud_at],
+    )
     keys = _dequantize(key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
     keys = keys + blocks.key_means[..., None, : layout.key_dim_padded].float()
     values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)

@@ -65,7 +65,7 @@ def build_encode(
     arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16"
 ) -> Compiled:
     """`encode_blocks` of keys or of values."""
-    on, layout = target_of(arch), BlockLayout(dim, value_dim or dim, *bits)
+    on, layout = target_of(arch), layout_of(bits, dim, value_dim)
     config, shape = encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype])
     constants = (shape, None, on.dependent_launch, config.stages, *[0] * 4)
     types: list[str | None] = [f"*{dtype}", "*i32", "*fp32", "*fp16"]
@@ -227,7 +227,7 @@ def build_sampling(arch: Arch) -> tuple[Compiled, Compiled]:
 
 def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates: bool = True) -> Compiled:
     """`append_and_rotate`, with queries if it `rotates`."""
-    on, layout, dtype = target_of(arch), BlockLayout(dim, dim, *bits), "bf16"
+    on, layout, dtype = target_of(arch), layout_of(bits, dim), "bf16"
     (config, of_keys), (_, of_values) = (
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
@@ -263,7 +263,7 @@ def place_of(layout: BlockLayout, dtype: str) -> tuple[int, int, int]:
 
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
-    shape = (SEQUENCES, 32, 8, 1, BlockLayout(dim, dim, *bits_of(preset)), 256, 128)
+    shape = (SEQUENCES, 32, 8, 1, layout_of(bits_of(preset), dim), 256, 128)
     return plan_decode(*shape, False, 0, softcap, False, target_of(arch), 1, place(preset, dim))
 
 
@@ -285,7 +285,7 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
 
 def build_paged_append(arch: int, preset: str, dim: int, encodes: bool, dtype: str = "bf16") -> Any:
     """`append_to_pages` of a step of single tokens, which `encodes`, or of one with prompts."""
-    on, layout, own = target_of(arch), BlockLayout(dim, dim, *bits_of(preset)), f"*{dtype}"
+    on, layout, own = target_of(arch), layout_of(bits_of(preset), dim), f"*{dtype}"
     (config, of_keys), (_, of_values) = (
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
@@ -297,7 +297,7 @@ def build_paged_append(arch: int, preset: str, dim: int, encodes: bool, dtype: s
 
 def build_small(arch: int, dim: int = 128) -> list[Any]:
     """The kernels that rotate and append a step's rows, reduce splits, and append the newest rows of prompts."""
-    p, layout = plan_for(arch, "4bit_nc", dim), BlockLayout(dim, dim, 4, 4)
+    p, layout = plan_for(arch, "4bit_nc", dim), layout_of((4, 4), dim)
     rotate = build_paged_append(arch, "4bit_nc", dim, encodes=False)
     reduce = build(
         reduce_splits,
@@ -314,7 +314,7 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
 
 def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16") -> Any:
     """The encoder of blocks that new tokens complete."""
-    return encoder_of_pages(arch, BlockLayout(dim, dim, *bits_of(preset)), dtype)
+    return encoder_of_pages(arch, layout_of(bits_of(preset), dim), dtype)
 
 
 def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str) -> Compiled:

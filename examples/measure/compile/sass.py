@@ -19,10 +19,11 @@ from tq_kernels.common.device import Target
 from tq_kernels.common.launcher import ALWAYS
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.split import decode_split
-from tq_kernels.layout import BlockLayout
 from tq_kernels.turing.split import decode_split_fragments
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from tq_hf import TurboQuantConfig
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED: dict[int | str, int] = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, "gfx942": 64, "gfx1100": 64}
@@ -64,7 +65,7 @@ def plan(
     batch: int = 1,
     heads: tuple[int, int] = (32, 8),
 ) -> Plan:
-    layout = BlockLayout(dim, value_dim or dim, key_bits, value_bits)
+    layout = TurboQuantConfig(key_bits=key_bits, value_bits=value_bits).layout(dim, value_dim)
     return plan_decode(batch, *heads, queries, layout, 256, 260, True, mask_rows, False, False, target_of(arch))
 
 

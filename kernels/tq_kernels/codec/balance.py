@@ -29,6 +29,7 @@ from ..format import (
     QUIETEST,
     SMALLEST_SCALE,
     TOKENS,
+    loud_channels,
     sample,
     sampled_start,
 )
@@ -118,8 +119,9 @@ def _rms(sums, pieces, kinds, first, last, channel, dim, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _median(x, scratch, channel, dim):
-    """Lower median of the first `dim` elements of x [D], by counting the smaller ones; `scratch` has room for them."""
+def _order(x, scratch, channel, dim):
+    """Number of smaller elements for each of the first `dim` of x [D], equal ones in their order; `scratch` has room
+    for them."""
     CHUNK: tl.constexpr = 16
     tl.debug_barrier()  # others have read its old contents
     tl.store(scratch + channel, x, mask=channel < dim)
@@ -130,28 +132,31 @@ def _median(x, scratch, channel, dim):
         y = tl.load(scratch + other, mask=other < dim, other=float("inf"), cache_modifier=".cg")[None, :]
         first = (y < x[:, None]) | ((y == x[:, None]) & (other[None, :] < channel[:, None]))
         before += tl.sum(first.to(tl.int32), 1)
-    return tl.sum(tl.where((before == (dim - 1) // 2) & (channel < dim), x, 0.0), 0)
+    return tl.where(channel < dim, before, -1)
 
 
 @triton.jit
 def _store_channel_scales(
-    sums, out, pieces, kinds, is_value, channel, dim, WIDTH: tl.constexpr, SHOWN: tl.constexpr
+    sums, out, pieces, kinds, is_value, channel, dim, WIDTH: tl.constexpr, SHOWN: tl.constexpr, LOUD: tl.constexpr
 ):  # fmt: skip
     """Compute and store the channel scales [D] of keys (from keys, and queries if SHOWN) or of values.
 
     A channel with a size far from the median channel's gets one over that size; states that would be out of range get
-    a power of two besides."""
+    a power of two besides. The LOUD channels of keys with the largest products of sizes get a minus."""
     kind = is_value.to(tl.int32)
     sigma, known = _rms(sums, pieces, kinds, kind, kind + 1, channel, dim, WIDTH)
     wanted = _clamped(tl.where(known & is_value, sigma, 1.0), _LARGEST_RATIO)
+    weight = sigma
     if SHOWN:
         # Values have no queries: the range of kinds is empty.
         asking, shown = _rms(sums, pieces, kinds, tl.where(is_value, kinds, 2), kinds, channel, dim, WIDTH)
+        weight *= tl.where(is_value, 1.0, asking)
         asked = known & shown
         ratio = tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0)
         wanted *= tl.sqrt(_clamped(ratio, _LARGEST_RATIO))
     away = tl.log2(wanted)
-    away -= _median(away, sums + kind * (WIDTH + 1), channel, dim)
+    scratch = sums + kind * (WIDTH + 1)
+    away -= tl.sum(tl.where(_order(away, scratch, channel, dim) == (dim - 1) // 2, away, 0.0), 0)
     share = tl.minimum(tl.maximum((tl.abs(away) - _LOG2_NEAR) * _SLOPE, 0.0), 1.0)
     factor = tl.exp2(tl.where(known, share * away, 0.0))
     stored = tl.where(channel < dim, sigma / factor, 0.0)
@@ -163,7 +168,11 @@ def _store_channel_scales(
     # Round to bf16, to nearest even: fp16 holds the result.
     word = inverse.to(tl.int32, bitcast=True)
     word = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
-    tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < dim)
+    scales = word.to(tl.float32, bitcast=True)
+    if LOUD > 0:
+        if not is_value:
+            scales = tl.where(_order(weight, scratch, channel, dim) >= dim - LOUD, -scales, scales)
+    tl.store(out + channel, scales.to(tl.float16), mask=channel < dim)
 
 
 @triton.jit
@@ -198,7 +207,7 @@ def store_prompt(
     sinks,  # counts of the store after this
     blocks, rows, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, LOUD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pieces * kinds + 2 * tiles of ROWS rows that stay dense, B * Hkv)."""
     job, program = tl.program_id(0), tl.program_id(1)
@@ -229,7 +238,7 @@ def store_prompt(
         if sums is None:
             if key_channel_scales is not None:
                 if copying == 0:
-                    tl.store(key_channel_scales + program * DK + dk, 1.0, mask=dk < DK)
+                    tl.store(key_channel_scales + program * DK + dk, tl.where(dk < LOUD, -1.0, 1.0), mask=dk < DK)
                 if copying == 1:
                     tl.store(value_channel_scales + program * DV + dv, 1.0, mask=dv < DV)
     elif sums is not None:
@@ -257,7 +266,7 @@ def store_prompt(
         counter = counters.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * program + is_value.to(tl.int32)
         if tl.atomic_add(counter, 1) == pieces * tl.where(is_value, 1, kinds - 1) - 1:
             tl.store(counter, 0)
-            _store_channel_scales(of_head, out, pieces, kinds, is_value, d, dim, WIDTH, queries is not None)
+            _store_channel_scales(of_head, out, pieces, kinds, is_value, d, dim, WIDTH, queries is not None, LOUD)
 
 
 STORE = Kernel(store_prompt)
@@ -269,7 +278,8 @@ def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
     """Constants of `store_prompt`."""
     tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     # 32 registers of a thread for 128 channels.
-    return key_dim, value_dim, *tiles, max(key_dim, value_dim), max(8, 4096 // max(128, *tiles))
+    rows = max(8, 4096 // max(128, *tiles))
+    return key_dim, value_dim, *tiles, max(key_dim, value_dim), rows, loud_channels(key_dim)
 
 
 class ScaleInputs(NamedTuple):

@@ -24,6 +24,7 @@ from triton.language.extra import cuda
 from ..common.device import AMPERE, TURING, constants_of
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
 from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
+from .loud import LOUD_TILE, coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
@@ -31,7 +32,7 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 class EncodeShape(NamedTuple):
     """Constants of `encode_block`. BLOCK_WORDS: int32 words of a block; WORDS_AT, SCALES_AT: those before the codes
-    and before the scales (`tq_kernels.layout`)."""
+    and before the scales (`tq_kernels.layout`); LOUD: number of loud channels."""
 
     HEAD_DIM: tl.constexpr
     DIM: tl.constexpr
@@ -44,6 +45,7 @@ class EncodeShape(NamedTuple):
     BLOCK_WORDS: tl.constexpr
     WORDS_AT: tl.constexpr
     SCALES_AT: tl.constexpr
+    LOUD: tl.constexpr
 
 
 @triton.constexpr_function
@@ -74,6 +76,7 @@ def load_rotation(rotation, channel_scales, first, ROWS: tl.constexpr, C: tl.con
         factor = tl.load(channel_scales + k)  # [ROWS, 1]
     else:
         factor = tl.load(channel_scales + k, mask=k < C.HEAD_DIM, other=0.0)
+    factor = coded_scales(factor, C.LOUD)
     if _takes_two(C.MATRIX, C.DIM):
         r *= factor.to(tl.float32)
         high = r.to(C.MATRIX)
@@ -149,12 +152,31 @@ class BlockStates(NamedTuple):
 
     early: Any
     late: Any
-    early_offsets: Any
-    late_offsets: Any
+    offsets: Any
     rotation: Any
     channel_scales: Any
     high: Any
     low: Any
+
+
+@triton.jit
+def _encode_loud(states, words, scales, C: tl.constexpr):
+    """Encode the loud channels of a block's rows: codes to `words`, means and units behind the means at `scales`."""
+    index, factor = loud_channels_of(states.channel_scales, C.HEAD_DIM, C.TILE)
+    j = tl.arange(0, LOUD_TILE)
+    inside = (j < C.LOUD)[None, :]
+    at = states.offsets + index[None, :]
+    x0 = tl.load(states.early + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]  # [64, LOUD_TILE]
+    x1 = tl.load(states.late + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+    mean = (tl.sum(x0 + x1, axis=0) * (1 / TOKENS)).to(tl.float16)
+    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0).to(tl.float16)
+    x0 -= mean.to(tl.float32)[None, :]
+    x1 -= mean.to(tl.float32)[None, :]
+    unit = loud_unit(tl.maximum(tl.max(finite_size(x0), 0), tl.max(finite_size(x1), 0)))  # [LOUD_TILE]
+    store_loud(x0, x1, unit, words, C.LOUD)
+    others = scales + 2 * TOKENS + C.DIM + j
+    tl.store(others, mean, mask=j < C.LOUD)
+    tl.store(others + C.LOUD, unit, mask=j < C.LOUD)
 
 
 @triton.jit
@@ -163,19 +185,19 @@ def _rotated(states, scales, part, C: tl.constexpr):
     tiles [64, part_width(TILE)]."""
     UNIT: tl.constexpr = C.DIM**-0.5
     SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
-    early, late, early_offsets, late_offsets, rotation, channel_scales, high, low = states
+    early, late, offsets, rotation, channel_scales, high, low = states
     k = tl.arange(0, C.K_STEP)
     y0 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
     y1 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
     if C.K_STEP == C.TILE:
-        x0 = _load_rows(early + early_offsets, k, C.HEAD_DIM, C.TILE)  # [64, TILE]
-        x1 = _load_rows(late + late_offsets, k, C.HEAD_DIM, C.TILE)
+        x0 = _load_rows(early + (offsets + k[None, :]), k, C.HEAD_DIM, C.TILE)  # [64, TILE]
+        x1 = _load_rows(late + (offsets + k[None, :]), k, C.HEAD_DIM, C.TILE)
         y0 = _add_product(x0, high, low, y0, SPLIT, C.ASM)
         y1 = _add_product(x1, high, low, y1, SPLIT, C.ASM)
     else:
         for first in tl.range(0, C.TILE, C.K_STEP):
-            x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
-            x1 = _load_rows(late + first + late_offsets, first + k, C.HEAD_DIM, C.TILE)
+            x0 = _load_rows(early + first + (offsets + k[None, :]), first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
+            x1 = _load_rows(late + first + (offsets + k[None, :]), first + k, C.HEAD_DIM, C.TILE)
             step_high, step_low = load_rotation(rotation, channel_scales, first, C.K_STEP, C, part)
             y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.ASM)
             y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.ASM)
@@ -190,22 +212,22 @@ def _rotated(states, scales, part, C: tl.constexpr):
 
 
 @triton.jit
-def encode_block(
-    early, late, early_offsets, late_offsets, packed, home, rotation, channel_scales, high, low, C: tl.constexpr
-):  # fmt: skip
+def encode_block(early, late, offsets, packed, home, rotation, channel_scales, high, low, C: tl.constexpr):
     """Encode one block's keys or values as block `home` of those from pointer `packed` on.
 
     Args:
-        early, early_offsets: A pointer and offsets [64, K_STEP] to the first K_STEP channels of the block's first 64
-            rows, in the order of `block_rows`.
-        late, late_offsets: The same for the other 64.
+        early, offsets: A pointer or pointers [64, 1], and offsets [64, 1] or [1, 1], to the block's first 64 rows, in
+            the order of `block_rows`.
+        late: The same for the other 64.
         high, low: The whole rotation from `load_rotation` where K_STEP is TILE, unused otherwise.
         C: An `EncodeShape`.
     """
     WIDTH: tl.constexpr = part_width(C.TILE)
-    states = BlockStates(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
+    states = BlockStates(early, late, offsets, rotation, channel_scales, high, low)
     words = packed + home * C.BLOCK_WORDS + C.WORDS_AT
     scales = (packed + home * C.BLOCK_WORDS + C.SCALES_AT).to(tl.pointer_type(tl.float16), bitcast=True)
+    if C.LOUD > 0:
+        _encode_loud(states, words + 4 * C.DIM * C.BITS, scales, C)
     if WIDTH == C.TILE:
         y0, y1 = _rotated(states, scales, 0, C)
         sizes = None
@@ -292,15 +314,14 @@ def encode_blocks_of(
 
     Over pages `amounts` [BB] are the numbers of blocks that each sequence completes.
     """
-    k = tl.arange(0, C.K_STEP)[None, :]
     if places.block_table is None:
-        offsets = block_rows()[:, None] * new.stride_t + k  # [64, K_STEP]
+        offsets = block_rows()[:, None] * new.stride_t  # [64, 1]
         kv_head = (head % places.heads).to(tl.int64)
         batch = (head // places.heads).to(tl.int64)
         states = new.states + (batch * new.stride_b + kv_head * new.stride_h)
         first_home = batch * places.blocks_b + kv_head * places.blocks_h + places.start
     else:
-        offsets, token = k, block_rows()  # [64]
+        offsets, token = tl.zeros([1, 1], tl.int32), block_rows()  # [64]
     channel_scales = new.channel_scales + head * C.HEAD_DIM
     high, low = resident_rotation(new.rotation, channel_scales, C)
     for task in tl.range(worker, total, workers, num_stages=STAGES):
@@ -326,7 +347,7 @@ def encode_blocks_of(
                 new.stride_t, new.stride_h, ROW, START, SINKS, RING, ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
             home = page * places.blocks_b + head
-        encode_block(early, late, offsets, offsets, packed, home, new.rotation, channel_scales, high, low, C)
+        encode_block(early, late, offsets, packed, home, new.rotation, channel_scales, high, low, C)
 
 
 @triton.jit

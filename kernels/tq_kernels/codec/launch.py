@@ -78,7 +78,8 @@ def encode_shape(
     tile = max(16, triton.next_power_of_2(padded))
     config = encode_config(tile, padded, layout.bits, dtype.itemsize, on.capability)
     of_block = (dim, padded, tile, bits, is_value, matrix, config.k_step, on.asm)
-    return config, EncodeShape(*of_block, layout.block_words, words_at, layout.scales_at)
+    loud = 0 if is_value else layout.loud
+    return config, EncodeShape(*of_block, layout.block_words, words_at, layout.scales_at, loud)
 
 
 def encode(

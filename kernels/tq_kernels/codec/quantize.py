@@ -53,7 +53,7 @@ def _inverse_root(x):
 
 
 @triton.jit
-def _float_to_e4m3(x):
+def float_to_e4m3(x):
     """fp32 to e4m3 bytes (as int32), to nearest even; |x| <= 448."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -79,7 +79,7 @@ def _quantize_fp8(z, largest, DIM: tl.constexpr):
     inverse = tl.where(unit > 0.0, DIM**-0.5 / tl.where(unit > 0.0, unit, 1.0), 0.0)
     # The scale's rounding to fp16 can push the largest channel past 448.
     x = tl.clamp(z * inverse[:, None], -FP8_MAX, FP8_MAX)
-    return _float_to_e4m3(x), scale
+    return float_to_e4m3(x), scale
 
 
 @triton.constexpr_function

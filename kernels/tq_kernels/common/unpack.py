@@ -261,6 +261,27 @@ def unpack_scales(scales):
 
 
 @triton.jit
+def scaled(levels, scale, mean, ASM: tl.constexpr):
+    """levels * scale + mean, fp16; `scale` and `mean` (or None) broadcast to the levels' [M, K]."""
+    scale = tl.broadcast_to(scale, levels.shape)
+    if mean is None:
+        if ASM >= AMPERE:
+            return tl.inline_asm_elementwise(
+                "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [levels, scale], dtype=tl.float16, is_pure=True, pack=2
+            )
+        else:
+            return (levels.to(tl.float32) * scale.to(tl.float32)).to(tl.float16)
+    else:
+        mean = tl.broadcast_to(mean, levels.shape)
+        if ASM >= AMPERE:
+            return tl.inline_asm_elementwise(
+                "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [levels, scale, mean], tl.float16, is_pure=True, pack=2
+            )
+        else:
+            return (levels.to(tl.float32) * scale.to(tl.float32) + mean.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
 def load_tile(
     words, row, column, mask, TILE: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):

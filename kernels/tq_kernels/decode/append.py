@@ -44,7 +44,7 @@ def rotate_and_append(
     query,  # [B, Hq, S, DK]; this and the rest as in `rotate_query`
     rotation, channel_scales, scratch, slot, held, keys_b, keys_h, values_b, values_h, rows, queries, kv_heads,
     query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr, DK: tl.constexpr,
-    DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    DKP: tl.constexpr, BLOCK_D: tl.constexpr, LOUD: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Write each head's new token to row `slot` (first program); rotate queries (the others).
 
@@ -59,7 +59,7 @@ def rotate_and_append(
         copy_rows(key, value, one, at + one, one == 0, 0, 0, DK, DV, TILE, TILE)
     else:
         new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s, None)
-        rotate_rows_of_head(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
+        rotate_rows_of_head(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, LOUD, BLOCK_R)
 
 
 @kernel("count:workers")
@@ -131,7 +131,7 @@ def append_to_pages(
         )
         rotate_rows(
             new_queries, scratch, i // groups, i % groups, i < count * kv_heads * groups, index == copies, plain_at,
-            scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE,
+            scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
         )  # fmt: skip
     elif ENCODE:
         task = index - copies - rotations
@@ -167,9 +167,10 @@ def _append(
         tl.debug_barrier()
         high, low = resident_rotation(rotation, channel_scales, C)
         early = rows + due_row * DIM
-        offsets = block_rows()[:, None] * DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * DIM
-        encode_block(early, late, offsets, offsets, packed, home, rotation, channel_scales, high, low, C)
+        encode_block(
+            early, late, block_rows()[:, None] * DIM, packed, home, rotation, channel_scales, high, low, C
+        )  # fmt: skip
 
 
 @kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
@@ -251,7 +252,9 @@ def append_and_rotate(
             query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
         )
         tile = tl.program_id(1) - 2
-        rotate_rows_of_head(of_step, scratch, tile, plain_at, scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, BLOCK_R)
+        rotate_rows_of_head(
+            of_step, scratch, tile, plain_at, scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD, BLOCK_R
+        )  # fmt: skip
 
 
 APPEND = Kernel(append_and_rotate)

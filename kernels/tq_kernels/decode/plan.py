@@ -16,9 +16,10 @@ import triton
 
 from ..common.device import Target
 from ..common.schedule import DENSE_TOKENS, START
-from ..format import BLOCK_TOKENS, code_of, padded_dim
+from ..format import BLOCK_TOKENS, code_of
 from ..layout import BlockLayout
 from .reduce import ReduceShape
+from .rotate import row_size
 from .tiles import DecodeShape
 
 REDUCE_DENSE = 16
@@ -145,15 +146,16 @@ class ScratchLayout:
     size: int
 
     @classmethod
-    def of(cls, heads: int, rows: int, slots: int, tile_rows: int, key_dim: int, value_dim: int) -> ScratchLayout:
+    def of(cls, heads: int, rows: int, slots: int, tile_rows: int, layout: BlockLayout) -> ScratchLayout:
         """Layout for `heads` = B * Hkv, `rows` = G * S and partial results in `slots` of `tile_rows` rows."""
+        value_dim, row = layout.value_dim, row_size(layout.key_dim_padded, layout.loud)
         at, offsets = 1, []  # a line for the count of claimed jobs
         for size in (
-            heads * rows * padded_dim(key_dim) // 2,
-            -(-heads * rows * key_dim // 2),
+            heads * rows * row // 2,
+            -(-heads * rows * layout.key_dim // 2),
             heads * rows,
             slots * tile_rows,
-            slots * tile_rows * max(value_dim, padded_dim(value_dim)),
+            slots * tile_rows * max(value_dim, layout.value_dim_padded),
         ):
             offsets.append(at)
             at += -(-size // 32)
@@ -225,18 +227,18 @@ def plan_decode(
         streams=streams,
         tile_rows=tile_rows,
         dense_splits=dense_splits,
-        scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
+        scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, layout),
         rotate_grid=(heads, rows, 1),
         reduce_grid=(streams, tile_rows, 1),
         reduce_warps=2 if reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
-        rotate_constants=(key_dim, dkp, block_dk, 1),
+        rotate_constants=(key_dim, dkp, block_dk, layout.loud, 1),
         split=DecodeShape(
             *(key_dim, value_dim, dkp, dvp, max(value_dim, dvp), *layout.bits),
             *(causal and queries > 1 and not mask_rows, mask_rows, bounds, key_chunks, value_chunks),
             max(16, triton.next_power_of_2(dkp // key_chunks)),
             max(16, triton.next_power_of_2(dvp // value_chunks)),
             *(block_dk, block_dv, _mean_tile(dkp, key_chunks, config.warps), config.block_rows),
-            *(on.small_levels, on.asm, on.dependent_launch, layout.block_words, *pages),
+            *(on.small_levels, on.asm, on.dependent_launch, layout.block_words, layout.loud, *pages),
         ),
         reduce=ReduceShape(
             *(value_dim, dvp, block_dv, reduce_slots, REDUCE_DENSE, has_aux),

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ..common.schedule import LINE, ROTATED
 from ..common.softmax import power_of_two
+from ..format import MOST_LOUD
 
 
 @triton.jit
@@ -51,6 +52,12 @@ def hadamard(x, rotation, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.const
     return x
 
 
+@triton.constexpr_function
+def row_size(dkp, loud):
+    """Numbers of a rotated row in scratch."""
+    return dkp + MOST_LOUD if loud else dkp
+
+
 class Queries(NamedTuple):
     """Queries of a step and their rotation: arguments of `rotate_query`.
 
@@ -76,10 +83,10 @@ class Queries(NamedTuple):
 @triton.jit
 def rotate_rows(
     new, scratch, head, r, exists, resets, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, LOUD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate rows of `Queries`: row r [BR] of head [BR] of all B * Hkv, where it `exists` [BR]. The program that
-    `resets` sets the number of claimed jobs to 0."""
+    """Rotate rows of `Queries`: row r [BR] of head [BR] of all B * Hkv, where it `exists` [BR]. Loud channels are 0
+    there and go behind. The program that `resets` sets the number of claimed jobs to 0."""
     d = tl.arange(0, BLOCK_D)
     # Issue all loads at once: behind the stores below, these would first wait for the queries.
     sign = signs(new.rotation, d, DKP)
@@ -110,21 +117,27 @@ def rotate_rows(
     tl.store(scratch + LINE * scale_at + row, scale, mask=exists)
     if resets:
         tl.store(scratch.to(tl.pointer_type(tl.int32), bitcast=True), 0)
-    rotated = hadamard(q * (sign[None, :] / factor), new.rotation, exists.shape[0], DKP, BLOCK_D) * (DKP**-0.5)
-    out = scratch_fp16 + ROTATED + row[:, None] * DKP + d[None, :]
-    tl.store(out, rotated.to(tl.float16), mask=exists[:, None] & (d < DKP)[None, :])
+    q /= tl.abs(factor)
+    out = scratch_fp16 + ROTATED + row[:, None] * row_size(DKP, LOUD)
+    if LOUD > 0:
+        loud = factor < 0
+        place = tl.cumsum(loud.to(tl.int32), 1) - 1
+        tl.store(out + DKP + place, q.to(tl.float16), mask=loud & exists[:, None])
+        q = tl.where(loud, 0.0, q)
+    rotated = hadamard(q * sign[None, :], new.rotation, exists.shape[0], DKP, BLOCK_D) * (DKP**-0.5)
+    tl.store(out + d[None, :], rotated.to(tl.float16), mask=exists[:, None] & (d < DKP)[None, :])
 
 
 @triton.jit
 def rotate_rows_of_head(
     new, scratch, tile, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    LOUD: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Rotate BLOCK_R rows of this program's head, from row `tile` * BLOCK_R on."""
     r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     head = tl.program_id(0) + tl.zeros([BLOCK_R], tl.int32)
     resets = (tl.program_id(0) == 0) & (tile == 0)
-    rotate_rows(new, scratch, head, r, r < new.rows, resets, plain_at, scale_at, DK, DKP, BLOCK_D)
+    rotate_rows(new, scratch, head, r, r < new.rows, resets, plain_at, scale_at, DK, DKP, BLOCK_D, LOUD)
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "kv_heads", "query_b", "query_h", "query_s", "plain_at", "scale_at"])
@@ -136,8 +149,8 @@ def rotate_query(
     rows,  # G * S
     queries,  # S
     kv_heads, query_b, query_h, query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, LOUD: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R)."""
     new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s, None)
-    rotate_rows_of_head(new, scratch, tl.program_id(1), plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
+    rotate_rows_of_head(new, scratch, tl.program_id(1), plain_at, scale_at, DK, DKP, BLOCK_D, LOUD, BLOCK_R)

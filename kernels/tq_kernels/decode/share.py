@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..codec.loud import loud_rows
 from ..common.schedule import LINE, ROTATED, parts_of
 from ..common.softmax import bounded, log2_sum, rescaled
 from ..common.unpack import PROBABILITY_BITS, chunk_start
 from ..format import TOKENS
+from .rotate import row_size
 from .tiles import (
     ROWS32,
     add_chunks,
@@ -91,17 +93,17 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     # Queries: factors to base-2 logits, and the rotated rows in parts of the channels.
     factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
     factor = factor * scaling_log2
-    factor /= level_unit(C.KEY_BITS, C.SMALL)
 
     n = tl.arange(0, 32)
     kc = tl.arange(0, C.BLOCK_KC)
     vc = tl.arange(0, C.BLOCK_VC)
-    KEY: tl.constexpr = C.DKP * C.KEY_BITS
+    KEY: tl.constexpr = C.DKP * C.KEY_BITS + 8 * C.LOUD
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
     KEY_WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     VALUE_HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
     queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
-    rotated = queries_at + (rows.head + rows.r)[None, :] * C.DKP + kc[:, None]
+    row_at = queries_at + (rows.head + rows.r)[None, :] * row_size(C.DKP, C.LOUD)
+    rotated = row_at + kc[:, None]
     q_mask = (kc < KEY_WIDTH)[:, None] & rows.inside[None, :]
     q = ()
     for chunk in tl.static_range(C.KEY_CHUNKS):
@@ -111,8 +113,13 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     km = tl.arange(0, C.BLOCK_MEAN)
     q_mean = q  # parts as long as those of the mean
     if C.BLOCK_MEAN != C.BLOCK_KC:
-        whole = queries_at + (rows.head + rows.r)[None, :] * C.DKP + km[:, None]
-        q_mean = (tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0),)  # [BM, BR]
+        q_mask = (km < C.DKP)[:, None] & rows.inside[None, :]
+        q_mean = (tl.load(row_at + km[:, None], mask=q_mask, other=0.0),)  # [BM, BR]
+    if C.LOUD > 0:
+        column, q_loud = tl.arange(0, 4 * C.LOUD)[:, None], ()
+        for plane in tl.static_range(4):
+            own = (column // C.LOUD == plane) & rows.inside[None, :]
+            q_loud += (tl.load(row_at + C.DKP + column % C.LOUD, mask=own, other=0.0),)  # [4 * LOUD, BR]
     acc = ()
     for _ in tl.static_range(C.VALUE_CHUNKS):
         acc += (tl.zeros([C.BLOCK_VC, C.BLOCK_R], tl.float32),)
@@ -144,10 +151,17 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         # Each step for all four planes: softcap's exponentials stay in this order.
         x = ()
         for plane in tl.static_range(4):
-            x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
-        # Mean: mean . rotated queries, the same for all tokens of the block.
-        shared = mean_scores(parts.means, q_mean, km, C) * level_unit(C.KEY_BITS, C.SMALL)
-        x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
+            x += (scores[plane] * (key_scale[plane] * (1 / level_unit(C.KEY_BITS, C.SMALL)))[:, None],)  # [32, BR]
+        # Mean: mean . rotated queries, the same for all tokens of the block; and loud channels.
+        shared = mean_scores(parts.means, q_mean, km, C)
+        if C.LOUD > 0:
+            loud = loud_rows(parts.key_words + 4 * C.DKP * C.KEY_BITS, parts.means + C.DKP, C.LOUD, C.ASM)
+            added = ()
+            for plane in tl.static_range(4):
+                added += (x[plane] + tl.dot(loud, q_loud[plane], shared),)
+            x = added
+        else:
+            x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
         if C.BOUNDS:
             capped = ()
             for plane in tl.static_range(4):

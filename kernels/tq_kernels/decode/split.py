@@ -12,7 +12,8 @@ Dense sinks and residual are read in jobs of 32 tokens, with queries that are no
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
 G * S and TILE rows in a tile of rows:
 
-    claims, a line of int32 · query_rotated [P, ROWS, DKP] fp16 · query_plain [P, ROWS, DK] fp16 · query_scale [P, ROWS]
+    claims, a line of int32 · query_rotated [P, ROWS, `row_size`] fp16, loud channels last · query_plain [P, ROWS, DK]
+    fp16 · query_scale [P, ROWS]
     lse [SLOTS, TILE] · partial [SLOTS, TILE, DM], DM = max(DV, DVP); SLOTS = workers + streams + streams * dense_splits
 """
 

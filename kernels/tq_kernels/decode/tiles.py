@@ -37,6 +37,7 @@ class DecodeShape(NamedTuple):
         ASM: `Target.asm`.
         PDL: Whether the merge may start and wait in the multiprocessors.
         BLOCK_WORDS: int32 words of a block.
+        LOUD: Number of loud channels.
         SINKS, RING, ROWS: With a block table `Pages.place`; 0 without.
         BLOCK_B: With a block table sequences, padded to a power of two; 0 without.
     """
@@ -63,6 +64,7 @@ class DecodeShape(NamedTuple):
     ASM: Any
     PDL: Any
     BLOCK_WORDS: Any
+    LOUD: Any
     SINKS: Any
     RING: Any
     ROWS: Any

@@ -388,7 +388,7 @@ def rotate_latent_queries(
         inside = token < tl.load(cu_seqlens_q + batch + 1)  # rows of no token are 0
         batch, s = 0, token
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
-    key_factor = tl.load(key_channel_scales + batch * DK + dk).to(tl.float32)
+    key_factor = tl.abs(tl.load(key_channel_scales + batch * DK + dk).to(tl.float32))
     value_factor = tl.load(value_channel_scales + batch * DV + dv).to(tl.float32)
     u = tl.load(latent + head * latent_h + token.to(tl.int64) * latent_s + dk, mask=inside, other=0.0).to(tl.float32)
     q = tl.load(
@@ -435,7 +435,7 @@ def merge_latents(
             return
         batch, token = 0, first + row % queries
     d = tl.arange(0, C.DV)
-    factor = tl.load(channel_scales + batch * C.DV + d).to(tl.float32)
+    factor = tl.abs(tl.load(channel_scales + batch * C.DV + d).to(tl.float32))
     dense = splits + (tokens + C.TILE_R - 1) // C.TILE_R
     result = merge_row(
         Partials(lse, partial, count), merged, (0, splits), (splits, dense), rotation,

@@ -14,7 +14,7 @@ from ..codec.loud import load_loud
 from ..common.device import AMPERE
 from ..common.schedule import lengths, located
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize, power_of_two
-from ..common.unpack import load_levels
+from ..common.unpack import load_levels, scaled
 from ..format import CODE
 
 
@@ -29,27 +29,6 @@ def reference_key(means, scale, column, exists):
     dither = ((column * 40503) & 0xFFFF).to(tl.float32) * (1 / 65536) - 0.5  # [BD]
     mean = tl.load(means, mask=exists, other=0.0).to(tl.float32)
     return tl.where(exists, mean + dither * scale, 0.0).to(tl.float16)
-
-
-@triton.jit
-def scaled(levels, scale, mean, ASM: tl.constexpr):
-    """levels * scale + mean, fp16; `scale` and `mean` (or None) broadcast to the levels' [M, K]."""
-    scale = tl.broadcast_to(scale, levels.shape)
-    if mean is None:
-        if ASM >= AMPERE:
-            return tl.inline_asm_elementwise(
-                "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [levels, scale], dtype=tl.float16, is_pure=True, pack=2
-            )
-        else:
-            return (levels.to(tl.float32) * scale.to(tl.float32)).to(tl.float16)
-    else:
-        mean = tl.broadcast_to(mean, levels.shape)
-        if ASM >= AMPERE:
-            return tl.inline_asm_elementwise(
-                "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [levels, scale, mean], tl.float16, is_pure=True, pack=2
-            )
-        else:
-            return (levels.to(tl.float32) * scale.to(tl.float32) + mean.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
@@ -104,11 +83,9 @@ def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT
 def loud_tiles(words, means, reference, LOUD: tl.constexpr, ASM: tl.constexpr):
     """Load the loud channels of a block's keys, less `reference` [1, LOUD_TILE], as two [64, LOUD_TILE] fp16 tiles;
     `words` and `means` are pointers to the first ones."""
-    levels, unit, mean = load_loud(words, means, LOUD, ASM)
-    k = ()
-    for i in tl.static_range(4):
-        k += (scaled(levels[i], unit, mean - reference, ASM),)
-    return stack(k[0], k[1]), stack(k[2], k[3])
+    first, last, unit, mean = load_loud(words, means, LOUD, ASM)
+    mean = mean - reference
+    return scaled(first, unit, mean, ASM), scaled(last, unit, mean, ASM)
 
 
 @triton.jit

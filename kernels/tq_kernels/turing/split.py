@@ -39,9 +39,10 @@ from ..common.schedule import (
 )
 from ..common.softmax import log2_sum
 from ..common.unpack import PROBABILITY_BITS
+from ..decode.rotate import row_size
 from ..format import CODE, TOKENS
 from .fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, value_tiles, zero_quads
-from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows
+from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows, loud_pairs
 
 
 @triton.jit
@@ -166,9 +167,13 @@ def decode_split_fragments(
         unit: tl.constexpr = CODE[C.KEY_BITS].small_unit
         factor = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2 / unit, TILES)
         gain = ones(TILES) if C.BOUNDS else factor
-        q = operands(
-            scratch_fp16 + ROTATED + head * rows * C.DKP, first_row, rows, g, t, C.DKP, KEY_WIDTH, KEY_QUARTERS, TILES
-        )
+        STRIDE: tl.constexpr = row_size(C.DKP, C.LOUD)
+        rotated = scratch_fp16 + ROTATED + head * rows * STRIDE
+        q = operands(rotated, first_row, rows, g, t, STRIDE, KEY_WIDTH, KEY_QUARTERS, TILES)
+        q_loud = ()
+        for tile in tl.static_range(TILES if C.LOUD > 0 else 0):
+            r = first_row + 8 * tile + g
+            q_loud += (loud_pairs(rotated + (r * STRIDE + C.DKP), 2 * t, r < rows, C.LOUD),)
         sums, maximum = initial(TILES)
         acc = zero_quads(value_tiles(C.DVP, C.VALUE_BITS) * TILES)
         if block_table is None:
@@ -191,14 +196,17 @@ def decode_split_fragments(
                             seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
                             allowed += (load_flag(seen, r < rows),)
             home = block if block_table is None else tl.load(pages + block).to(tl.int64) * blocks_b
-            parts = parts_of(head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS, C.DVP * C.VALUE_BITS)
+            parts = parts_of(
+                head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS + 8 * C.LOUD, C.DVP * C.VALUE_BITS
+            )  # fmt: skip
+            loud_words = parts.key_words + (4 * C.DKP * C.KEY_BITS + half * (16 * C.LOUD))
             place = BlockParts(
                 parts.key_words + half * (8 * KEY_WIDTH), parts.value_words + half * 8, parts.scales + half * 16,
                 parts.means,
             )  # fmt: skip
             acc, sums, maximum = attend_packed(
-                acc, sums, maximum, q, factor, cap_log2, place, allowed, g, t,
-                PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES),
+                acc, sums, maximum, q, q_loud, factor, cap_log2, place, loud_words, allowed, g, t,
+                PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES, C.LOUD),
             )  # fmt: skip
         store_partial(
             Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,

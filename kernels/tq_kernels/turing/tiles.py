@@ -161,6 +161,55 @@ def mean_scores(mean, q, COUNT: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def _scaled_pair(levels, unit, mean):
+    """levels * unit + mean of pairs."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [levels, unit, mean], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _loud_pair(row, column, unit, mean):
+    """Loud channels `column` and `column` + 1 of the row of bytes at pointers `row`, a pair."""
+    codes = tl.load((row + column).to(tl.pointer_type(tl.uint16), bitcast=True)).to(tl.uint32)
+    high = ((codes & 0xFF) << 8) | ((codes & 0xFF00) << 16)
+    levels = ((high >> 1) & 0x3F803F80) | (high & 0x80008000)
+    return _scaled_pair(levels.to(tl.int32, bitcast=True), unit, mean)
+
+
+@triton.jit
+def loud_pairs(rows, column, valid, LOUD: tl.constexpr):
+    """Load a pair of channels for each step of products with rows of loud channels (`codec.loud.loud_rows`)."""
+    pairs = ()
+    for step in tl.static_range(LOUD // 2):
+        at = rows + (8 * step + column) % LOUD
+        pairs += (load32(at.to(tl.pointer_type(tl.int32), bitcast=True), valid),)
+    return pairs
+
+
+@triton.jit
+def add_loud_scores(s, words, q, means, g, t, LOUD: tl.constexpr, TILES: tl.constexpr):
+    """s + the products of half a block's loud channels with `q`, TILES tuples of `loud_pairs`; quads as in
+    `packed_scores`. `words` and `means` point to the half's first row and to the first mean."""
+    column, means = 2 * t, means + tl.zeros([LANES], tl.int32)
+    low = words.to(tl.pointer_type(tl.int8), bitcast=True) + (4 * (g // 2) + g % 2) * (4 * LOUD)
+    mean, unit = loud_pairs(means, column, t >= 0, LOUD), loud_pairs(means + LOUD, column, t >= 0, LOUD)
+    for step in tl.static_range(LOUD // 2):
+        top = _loud_pair(low, 8 * step + column, unit[step], mean[step])
+        bottom = _loud_pair(low + 8 * LOUD, 8 * step + column, unit[step], mean[step])
+        new = ()
+        for plane in tl.static_range(4):
+            for tile in tl.static_range(TILES):
+                quad = s[plane * TILES + tile]
+                if (8 * step) // LOUD <= plane and plane <= (8 * step + 7) // LOUD:
+                    own = tl.where((8 * step + column) // LOUD == plane, q[tile][step], 0)
+                    quad = multiply_add(quad, top, bottom, own)
+                new += (quad,)
+        s = new
+    return s
+
+
+@triton.jit
 def load_elements(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr):
     """Load channels 16 CHUNK + 4 t to + 3 of dense rows, float32; `row` are [32] pointers; 0 where not `valid`."""
     channel = 16 * CHUNK + 4 * t
@@ -228,17 +277,22 @@ class PackedShape(NamedTuple):
     MASKED: tl.constexpr
     BOUNDS: tl.constexpr
     TILES: tl.constexpr
+    LOUD: tl.constexpr
 
 
 @triton.jit
-def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, allowed, g, t, C: tl.constexpr):
+def attend_packed(
+    acc, sums, maximum, q, q_loud, factor, cap_log2, half: BlockParts, loud_words, allowed, g, t, C: tl.constexpr
+):  # fmt: skip
     """Attend to half a block.
 
     Args:
         acc, sums, maximum: Sums so far of `add_packed_values` and `decayed`, and maximum of `weights`.
         q: TILES tuples of `load_rows`, rotated.
+        q_loud: TILES tuples of `loud_pairs`.
         factor: 2 * TILES factors to base-2 logits, over `Code.small_unit`.
         half: Pointers to its first rows of words and of scales, and to the block's mean.
+        loud_words: Pointer to its first row of loud channels.
         allowed: If MASKED, flags; plane p, row tile i and element j of its quad are flag 4 * (p * TILES + i) + j.
         C: A `PackedShape`.
     """
@@ -248,6 +302,9 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, all
     s = packed_scores(half.key_words, q, g, t, C.DKP, C.KEY_BITS, C.TILES)
     means = load_rows(half.means + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
     shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
+    shared = shared + shared + shared + shared
+    if C.LOUD > 0:
+        shared = add_loud_scores(shared, loud_words, q_loud, half.means + C.DKP, g, t, C.LOUD, C.TILES)
     x, value_scale = (), ()
     for plane in tl.static_range(4):
         key_scale = ()
@@ -260,7 +317,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: BlockParts, all
             quad = ()
             for i in tl.static_range(4):
                 logit = s[plane * C.TILES + tile][i] * key_scale[i // 2]
-                logit += shared[tile][i] * CODE[C.KEY_BITS].small_unit
+                logit += shared[plane * C.TILES + tile][i] * CODE[C.KEY_BITS].small_unit
                 if C.BOUNDS:
                     logit = bounded(logit * factor[2 * tile + i % 2], cap_log2, C.BOUNDS)
                 if C.MASKED:

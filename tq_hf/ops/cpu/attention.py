@@ -15,6 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, KeyValue, Mask, PackedBlocks
 
+from ...codec.reference import loud_index
 from ...codec.rotation import rotate_back
 from ...config import TurboQuantConfig
 from ...tensors.layer import View
