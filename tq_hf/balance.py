@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tq_kernels.format import LARGEST_SCALE, LEAST_TOKENS, SMALLEST_SCALE
+from tq_kernels.format import LARGEST_SCALE, LEAST_TOKENS, SMALLEST_SCALE, loud_channels
 from tq_kernels.types import ChannelScales
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -36,9 +36,18 @@ class Balance:
 
     Args:
         layers: Channel scales `[1, Hkv, D]` of keys and values, by layer index.
+
+    Raises:
+        ValueError: Scales do not mark the loud channels of each head.
     """
 
     def __init__(self, layers: dict[int, ChannelScales]) -> None:
+        for index, scales in layers.items():
+            if not scales.has_marks():
+                raise ValueError(
+                    f"Key channel scales of layer {index} must be negative for {loud_channels(scales.keys.shape[-1])} "
+                    "channels of each head, the loud ones. Measure them with `Balance.of(model)`."
+                )
         self.layers = layers
 
     @classmethod

@@ -93,6 +93,11 @@ class ChannelScales(NamedTuple):
                     f"{list(own.shape[1:])}. Make it anew with `Balance.of(model)`."
                 )
 
+    def has_marks(self) -> bool:
+        """Whether each head marks its number of loud channels. Waits for the device."""
+        marked = (self.keys < 0).sum(-1) == loud_channels(self.keys.shape[-1])
+        return self.keys.is_meta or bool(marked.all())
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ChannelScales:
         """Apply `function` to both tensors."""
         return ChannelScales(function(self.keys), function(self.values))

@@ -23,8 +23,9 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def made(name: str, pairs: int = 2, factor: float = 20.0, values: int = 3) -> Any:
-    """A random model; its channels are rescaled without changing what it computes, if there is a factor."""
-    model = build(name)
+    """A random model; its channels are rescaled without changing what it computes, if there is a factor. Llama's heads
+    are large enough for loud channels."""
+    model = build(name, **({"head_dim": 64} if name == "llama" else {}))
     model = rescaled(model, pairs, factor, values) if factor != 1 else model
     model.set_attn_implementation("turboquant")
     return model
@@ -95,14 +96,14 @@ def test_without_queries_values_are_balanced_and_at_most_one_layers_prompt_waits
     cache = filled(model, tokens(300))
     assert not any(layer.store.is_deferred for layer in cache.layers)
     for keys, values in channel_scales(cache):
-        assert (keys == 1).all() and (values != 1).any()
+        assert (keys.abs() == 1).all() and (values != 1).any()
 
 
 @torch.no_grad()
 def test_a_prompt_waits_for_its_queries_and_for_nothing_else():
     model = made("llama")
     cache = TurboQuantCache(model.config)
-    keys = torch.randn(1, 2, 300, 32)
+    keys = torch.randn(1, 2, 300, 64)
     cache.update(keys, keys, 0)
     first = cache.layers[0].store
     assert first.is_deferred and cache.get_seq_length() == 300
@@ -154,12 +155,12 @@ def test_a_reset_cache_waits_for_queries_again(length):
     model.set_attn_implementation("sdpa")  # shows none
     for part in (tokens(300), tokens(1)):
         model(part, **as_input(used))
-    assert all((keys == 1).all() for keys, _ in channel_scales(used))
+    assert all((keys.abs() == 1).all() for keys, _ in channel_scales(used))
     used.reset()
     model.set_attn_implementation("turboquant")
     for cache in (used, fresh):
         model(tokens(300, seed=3), **as_input(cache))
-    assert all((keys != 1).any() for keys, _ in channel_scales(fresh))
+    assert all((keys.abs() != 1).any() for keys, _ in channel_scales(fresh))
     assert_has_channel_scales(used, channel_scales(fresh))
 
 
@@ -167,7 +168,7 @@ def test_a_reset_cache_waits_for_queries_again(length):
 def test_a_short_prompt_is_not_balanced():
     model = made("llama")
     cache = filled(model, tokens(20))
-    assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
+    assert all((part.abs() == 1).all() for pair in channel_scales(cache) for part in pair)
 
 
 @torch.no_grad()
@@ -179,7 +180,7 @@ def test_channel_scales_are_handed_on_to_prompts_too_short_for_statistics():
         for part in tokens(260, batch=3, seed=5).split(20, dim=1):
             model(part, **as_input(cache))
         for keys, values in channel_scales(cache):
-            assert keys.shape[0] == 3 and (keys < 0.3).any() and (values < 0.3).any()
+            assert keys.shape[0] == 3 and (keys.abs() < 0.3).any() and (values < 0.3).any()
             assert torch.equal(keys[0], keys[2])
         cache.reset()
         model(tokens(300, seed=6), **as_input(cache))
@@ -201,7 +202,7 @@ def test_a_probe_gives_the_same_each_time_and_leaves_the_model_as_it_was():
     first, second = Balance.of(model), Balance.of(model)
     assert model.config._attn_implementation == "sdpa"
     assert_equal_probes(first, second)
-    assert any((keys != 1).any() for keys, _ in first.layers.values())
+    assert any((keys.abs() != 1).any() for keys, _ in first.layers.values())
 
 
 def test_a_probe_restores_about_what_the_prompts_own_statistics_do():
@@ -226,7 +227,7 @@ def test_channel_scales_of_another_model_or_of_nothing_are_refused():
         TurboQuantCache(model.config, TurboQuantConfig(balance=False), balance=balance)
     other = made("qwen2")
     cache = TurboQuantCache(other.config, balance=balance)
-    with pytest.raises(ValueError, match=r"of \[2, 32\] heads and channels.*\[2, 16\]"):
+    with pytest.raises(ValueError, match=r"of \[2, 64\] heads and channels.*\[2, 16\]"):
         other(tokens(10), **as_input(cache))
 
 
@@ -235,7 +236,7 @@ def test_channel_scales_of_another_model_or_of_nothing_are_refused():
 def test_a_prompt_that_cannot_be_encoded_goes_on_waiting(length, monkeypatch):
     model = made("llama")
     cache, expected = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
-    keys = torch.randn(1, 2, 300, 32)
+    keys = torch.randn(1, 2, 300, 64)
     for used in (cache, expected):
         used.update(keys, keys, 0)
 
@@ -257,7 +258,7 @@ LENGTHS = pytest.mark.parametrize("length", [None, 700], ids=["growing", "preall
 
 
 def is_balanced(cache: TurboQuantCache) -> bool:
-    return all((keys < 0.3).any() and (values < 0.3).any() for keys, values in channel_scales(cache))
+    return all((keys.abs() < 0.3).any() and (values < 0.3).any() for keys, values in channel_scales(cache))
 
 
 @LENGTHS
@@ -265,7 +266,7 @@ def test_a_later_prompt_decides_where_the_first_was_too_short(length):
     model = made("llama")
     cache = filled(model, tokens(20), max_cache_len=length)
     model(tokens(128, seed=1), **as_input(cache))  # short calls go through the window, and decide nothing
-    assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
+    assert all((part.abs() == 1).all() for pair in channel_scales(cache) for part in pair)
     model(tokens(200, seed=2), **as_input(cache))
     assert is_balanced(cache) and cache.layers[0].store.export()[0].blocks == 1
     before = [pair.map(torch.clone) for pair in channel_scales(cache)]
@@ -311,8 +312,8 @@ def test_every_tensor_of_a_layer_moves_its_channel_scales_among_them():
 def test_a_layer_that_waits_for_queries_is_not_moved_and_is_balanced_by_them(length):
     model = made("llama")
     cache, stayed = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
-    queries, keys, values = (torch.randn(1, heads, 300, 32) for heads in (4, 2, 2))
-    loud = torch.where(torch.arange(32) % 8 == 0, 30.0, 1.0)
+    queries, keys, values = (torch.randn(1, heads, 300, 64) for heads in (4, 2, 2))
+    loud = torch.where(torch.arange(64) % 8 == 0, 30.0, 1.0)
     for used in (cache, stayed):
         used.update(keys * loud, values * loud, 0)
     layer = cache.layers[0]
@@ -327,7 +328,7 @@ def test_a_layer_that_waits_for_queries_is_not_moved_and_is_balanced_by_them(len
 
 def assert_equal_channel_scales_of_layer(layer: TurboQuantLayer, other: TurboQuantLayer) -> None:
     for a, b in zip(layer.store.blocks.channel_scales, other.store.blocks.channel_scales, strict=True):
-        assert torch.equal(a, b) and (a < 0.3).any()
+        assert torch.equal(a, b) and (a.abs() < 0.3).any()
 
 
 @LENGTHS

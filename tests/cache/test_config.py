@@ -46,25 +46,35 @@ def test_presets_share_the_quality_recipe(name):
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", VLLM_SLOT_BYTES)
-def test_slot_is_no_larger_than_vllms(name, dim):
-    assert PRESETS[name].layout(dim).slot_bytes <= VLLM_SLOT_BYTES[name][dim]
+def test_slot_is_no_larger_than_vllms_and_its_loud_channels(name, dim):
+    layout = PRESETS[name].layout(dim)
+    assert layout.slot_bytes <= VLLM_SLOT_BYTES[name][dim] + layout.loud
+
+
+@pytest.mark.parametrize("dim, loud", [(16, 0), (63, 0), (64, 4), (80, 4), (128, 4), (192, 4), (256, 8), (2048, 16)])
+def test_heads_of_64_channels_or_more_have_loud_ones_unless_keys_are_fp8(dim, loud):
+    without = [TurboQuantConfig(loud=False), TurboQuantConfig(balance=False), TurboQuantConfig().of_latents()]
+    for name, config in PRESETS.items():
+        assert config.layout(dim, 24).loud == (0 if name == "k8v4" else loud)
+    assert {config.layout(dim).loud for config in without} == {0}
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", PRESETS)
-def test_slot_is_codes_and_two_fp16_scales(name, dim):
+def test_slot_is_codes_loud_channels_and_two_fp16_scales(name, dim):
     config = PRESETS[name]
-    assert config.layout(dim).slot_bytes == dim * (config.key_bits + config.value_bits) // 8 + 4
+    layout = config.layout(dim)
+    assert layout.slot_bytes == dim * (config.key_bits + config.value_bits) // 8 + 4 + layout.loud
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_block_is_slots_and_a_key_mean(name):
+def test_block_is_slots_a_key_mean_and_means_and_units_of_loud_channels(name):
     layout = PRESETS[name].layout(128)
-    assert layout.block_bytes == 128 * layout.slot_bytes + 2 * 128
+    assert layout.block_bytes == 128 * layout.slot_bytes + 2 * (128 + 2 * layout.loud)
 
 
 @pytest.mark.parametrize(
-    "name, ratio", [("k8v4", 2.59), ("4bit_nc", 3.82), ("k3v4_nc", 4.34), ("3bit_nc", 5.02), ("2bit_nc", 7.31)]
+    "name, ratio", [("k8v4", 2.59), ("4bit_nc", 3.71), ("k3v4_nc", 4.19), ("3bit_nc", 4.82), ("2bit_nc", 6.91)]
 )
 def test_compression_ratio_counts_scales_and_means(name, ratio):
     assert PRESETS[name].layout(128).compression_ratio == pytest.approx(ratio, abs=0.006)
@@ -77,7 +87,7 @@ def test_presets_are_ordered_from_most_to_fewest_bytes():
 
 def test_key_and_value_head_dims_may_differ():
     layout = TurboQuantConfig(key_bits=4, value_bits=2).layout(192, 128)
-    assert layout.slot_bytes == 192 // 2 + 128 // 4 + 4
+    assert layout.slot_bytes == 192 // 2 + 128 // 4 + 4 + 4
     assert layout.dense_bytes == 2 * (192 + 128)
 
 

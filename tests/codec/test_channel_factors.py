@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tq_kernels.format import SAMPLED_BLOCKS
+from tq_kernels.format import SAMPLED_BLOCKS, loud_channels
 from tq_kernels.types import ChannelScales
 
 from tests.support.helpers import BLOCK, all_packed, encoded, relative_error, states
@@ -62,8 +62,9 @@ def test_attention_does_not_see_how_channels_are_scaled(name, times):
         times = loud_values[:, None] if made is spread else 1.0
         return relative_error(read(config, *made, chosen) / times, truth)
 
-    plain = error((queries, keys, values), None)
-    assert error((queries, keys, values), channel_scales(queries, keys, values)) == plain
+    chosen = channel_scales(queries, keys, values)
+    assert all((factor.abs() == 1).all() for factor in chosen)
+    plain = error((queries, keys, values), chosen)
     assert error(spread, channel_scales(*spread)) < 1.1 * plain
     if name != "k8v4" and times >= 10:
         assert error(spread, None) > 2 * plain
@@ -74,7 +75,7 @@ def test_channel_scales_undo_a_rescaling(times):
     queries, keys, values = prompt(1)
     up, loud_values = loud(4, times), loud(4, times, seed=1)
     s, t = channel_scales(queries / up.repeat_interleave(GROUP, 0), keys * up, values * loud_values)
-    for factor, wanted in ((s[0].float(), up[:, 0]), (t[0].float(), loud_values[:, 0])):
+    for factor, wanted in ((s[0].abs().float(), up[:, 0]), (t[0].float(), loud_values[:, 0])):
         ratio = factor * wanted
         assert (ratio - 1).abs().max() < 0.2  # what 512 Gaussian tokens leave open
         assert (ratio[wanted == 1] == 1).all()
@@ -86,10 +87,10 @@ def test_states_that_only_are_out_of_range_have_a_power_of_two_which_changes_no_
     keys = 1000 * keys
     chosen = channel_scales(queries, keys, values)
     assert (chosen.values == 1).all()
-    exponent = chosen.keys.float().log2()
+    exponent = chosen.keys.abs().float().log2()
     assert torch.equal(exponent, exponent.round()) and (exponent == exponent[..., :1]).all()
-    assert 0.5 <= 1000 * chosen.keys[0, 0, 0].item() < 2.1
-    balanced, plain = encoded(config, keys, values, chosen), encoded(config, keys, values)
+    assert 0.5 <= 1000 * chosen.keys[0, 0, 0].abs().item() < 2.1
+    balanced, plain = (encoded(config, keys, values, each) for each in (chosen, chosen.map(torch.sign)))
     assert torch.equal(balanced.key_words, plain.key_words) and torch.equal(balanced.value_words, plain.value_words)
 
 
@@ -125,23 +126,25 @@ def test_channel_scales_are_finite_and_in_range_whatever_comes(what, which, toke
     states = list(prompt(4, tokens))
     states[which] = STRANGE[what](states[which])
     for first in (0, 4, 10**6):
-        for factor in channel_scales(*states, first=first):
+        s, t = channel_scales(*states, first=first)
+        assert ((s < 0).sum(-1) == loud_channels(D)).all()
+        for factor in (s.abs(), t):
             assert factor.dtype == torch.float16 and torch.equal(factor.bfloat16().half(), factor)
             assert ((factor.float() >= 2.0**-12) & (factor.float() <= 2.0**12)).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 31])
-def test_too_few_tokens_change_nothing(tokens):
+def test_too_few_tokens_scale_nothing(tokens):
     queries, keys, values = prompt(5, tokens)
     up = loud(4, 100.0)
     chosen = channel_scales(queries / up.repeat_interleave(GROUP, 0), 1000 * keys * up, values * up, first=0)
-    assert all((factor == 1).all() for factor in chosen)
+    assert all((factor.abs() == 1).all() for factor in chosen)
 
 
 def test_without_queries_only_values_are_balanced():
     _, keys, values = prompt(6)
     s, t = channel_scales(None, keys * loud(4, 30.0), values * loud(4, 30.0, seed=1))
-    assert (s == 1).all() and (10 * t < t.median()).sum() == 4 * HEADS
+    assert (s.abs() == 1).all() and (10 * t < t.median()).sum() == 4 * HEADS
 
 
 @pytest.mark.parametrize("tokens", [40, 128, 300, 4000])
@@ -168,9 +171,9 @@ def test_padding_does_not_enter(padding):
     )
 
 
-def test_a_row_of_padding_changes_nothing():
+def test_a_row_of_padding_scales_nothing():
     valid = torch.zeros(1, 256, dtype=torch.bool)
-    assert all((factor == 1).all() for factor in channel_scales(*prompt(9, 256), valid=valid))
+    assert all((factor.abs() == 1).all() for factor in channel_scales(*prompt(9, 256), valid=valid))
 
 
 @pytest.mark.parametrize("what", [NAN, INF])

@@ -49,7 +49,7 @@ LIMITS = {
     "4bit_nc": Limits(0.00075, 0.985, 16),
     "3.5bit_nc": Limits(0.0018, 0.985, 16),
     "k3v4_nc": Limits(0.0017, 0.985, 16),
-    "3bit_nc": Limits(0.0029, 0.985, 16),
+    "3bit_nc": Limits(0.0029, 0.980, 16),
     "2.5bit_nc": Limits(0.0077, 0.975, 16),
     "2bit_nc": Limits(0.0117, 0.970, 16),
 }
@@ -161,7 +161,7 @@ def neighbours_scale(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[tor
 def neighbours_means(blocks: PackedBlocks) -> KeyValue:
     """`dequantize_rotated` that gives each block's mean to the next."""
     keys, values = dequantize_rotated(blocks)
-    means = blocks.key_means.float()
+    means = blocks.key_means[..., : keys.shape[-1]].float()
     return keys + (means.roll(1, 2) - means)[..., None, :], values
 
 

@@ -218,7 +218,7 @@ EDITS = {
     "renamed": (lambda h: h.update({"../../x": h.pop(TENSOR)}), "missing"),
     "one more": (lambda h: h.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}), "unknown"),
     "future": (lambda h: h["__metadata__"].update(version=str(VERSION + 1)), "newer tq_hf"),
-    "past": (lambda h: h["__metadata__"].update(version="3"), "reads 7. It was written by no released tq_hf"),
+    "past": (lambda h: h["__metadata__"].update(version="3"), "reads 8. It was written by no released tq_hf"),
     "endless version": (lambda h: h["__metadata__"].update(version="9" * 5000), "not a number"),
     "other format": (lambda h: h["__metadata__"].update(format="pt"), "but not of a cache"),
     "no metadata": (lambda h: h.pop("__metadata__"), "but not of a cache"),

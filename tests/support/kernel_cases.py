@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tq_kernels.format import loud_channels
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
+from tests.support.helpers import marked
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
@@ -149,9 +149,7 @@ def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int) 
         sizes = torch.randint(-1, 2, (batch, heads, 1), generator=generator)
         return (channel_scales * 2.0**sizes).bfloat16().half()
 
-    keys = made(key_dim)
-    marked = torch.rand(keys.shape, generator=generator).argsort(-1)[..., : loud_channels(key_dim)]
-    return ChannelScales(keys.scatter(-1, marked, -keys.gather(-1, marked)), made(value_dim))
+    return ChannelScales(marked(made(key_dim), generator), made(value_dim))
 
 
 def residual_start(case: Case) -> int:

@@ -10,7 +10,7 @@ import torch
 from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences, Tokens
 
-from tests.support.helpers import cumulative
+from tests.support.helpers import cumulative, marked
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend, dispatch
 from tq_hf.tensors.pages import LayerPages, ring_pages
@@ -160,7 +160,8 @@ def make(step: Step, seed: int = 0) -> Inputs:
     tokens = Tokens(*(x.to(step.dtype) for x in (query, key, value)))
     s_aux = randn(step.Hq) if step.s_aux else None
     sequences = sequences_of(step, step.past, step.new, block_table)
-    inputs = Inputs(step, pool, ChannelScales(*made), tokens, sequences, s_aux)
+    scales = ChannelScales(marked(made[0], generator), made[1])
+    inputs = Inputs(step, pool, scales, tokens, sequences, s_aux)
     for i, (past, new) in enumerate(zip(step.past, step.new, strict=True)):
         if past and new:
             query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))

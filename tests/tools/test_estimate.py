@@ -128,7 +128,9 @@ def documented(config: PreTrainedConfig, context: int) -> dict[str, int]:
     blocks = (context - 4 - 128) // 128
     full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
     # 4 bits a channel, but 8 for rotary keys; two scales of 2 bytes a token, and a mean of 2 bytes a channel of keys.
-    packed = full * heads * blocks * (128 * ((sum(dims) + mla * dims[1]) // 2 + 4) + 2 * dims[0])
+    # Loud channels have a byte a token, and a mean and a unit of 2 bytes each.
+    loud = 0 if mla else {64: 4, 128: 4, 256: 8}[config.head_dim]
+    packed = full * heads * blocks * (128 * ((sum(dims) + mla * dims[1]) // 2 + 4 + loud) + 2 * dims[0] + 4 * loud)
     linear = 0
     if "linear_attention" in kinds:
         keys = config.linear_num_key_heads * config.linear_key_head_dim

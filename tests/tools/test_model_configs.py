@@ -146,11 +146,11 @@ def test_a_cache_takes_what_is_counted_by_hand(estimated):
     dynamic = estimator.footprint(None, CONTEXT)
     assert dynamic.total == itemsize * CONTEXT * (full + sliding) + 8 * windows
     # All whole blocks of 128 tokens between 4 sinks and a window of 128: 4 bits a channel; two scales a token and a
-    # mean a channel of keys, in 2 bytes each.
+    # mean a channel of keys, in 2 bytes each; four loud channels of 132 bytes.
     blocks = (CONTEXT - 4 - 128) // 128
     ours = estimator.footprint("4bit_nc", CONTEXT)
-    rotary, keys = (61 * 64, 512) if name == "deepseek-v3" else (0, channels // 2)  # 8 bits a channel
-    assert ours.packed == blocks * (128 * (full + rotary) // 2 + layers * heads * (4 * 128 + 2 * keys))
+    rotary, keys, loud = (61 * 64, 512, 0) if name == "deepseek-v3" else (0, channels // 2, 4)  # 8 bits a channel
+    assert ours.packed == blocks * (128 * (full + rotary) // 2 + layers * heads * (4 * 128 + 2 * keys + 132 * loud))
     assert ours.uncompressed == itemsize * (window - 1) * sliding + 8 * windows if windows else not ours.uncompressed
 
 

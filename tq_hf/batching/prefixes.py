@@ -35,7 +35,7 @@ from .options import number
 
 logger = logging.get_logger(__name__)
 
-FORMAT = "tq_hf.prefix 1"
+FORMAT = "tq_hf.prefix 2"
 OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors|\.[0-9a-f]{32}-[0-9a-f]{31}.*\.tmp")
 """Names of files that may be deleted. All others are left alone."""
 STALE, KEPT = 3600, 0.95

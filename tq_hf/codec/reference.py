@@ -103,6 +103,16 @@ def loud_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return z.to(torch.float8_e4m3fn).view(torch.uint8), torch.cat([mean, unit], -1)
 
 
+def encode_loud(keys: torch.Tensor, out: PackedBlocks) -> None:
+    """Encode the loud channels, if any, of keys `[B, Hkv, n, 128, Dk]` into n blocks."""
+    layout, scales = out.layout, _per_block(out.channel_scales.keys)
+    if layout.loud:
+        index = loud_index(scales, layout.loud).expand(*keys.shape[:-1], -1)
+        codes, others = loud_codes((keys.float() * scales.abs()).gather(-1, index))
+        out.key_words[..., layout.loud_at :] = pack_loud(codes)
+        out.key_means[..., layout.key_dim_padded :] = others
+
+
 def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Levels of codes `[..., 128, D]` from `quantize`, float32, in units of their vectors' scales."""
     if code_of(bits).is_trellis:
@@ -176,11 +186,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         means.copy_(_finite_or_zero((sum_by_halving(z.mT) / layout.tokens).half()))
         codes, key_scales = quantize(z - means.float()[..., None, :], layout.key_bits, is_value=False)
         target.key_words[..., : layout.loud_at] = pack(codes, layout.key_bits, is_value=False)
-        if layout.loud:
-            index = loud_index(channel_scales.keys, layout.loud).expand(*k.shape[:-1], -1)
-            codes, others = loud_codes((k.float() * channel_scales.keys.abs()).gather(-1, index))
-            target.key_words[..., layout.loud_at :] = pack_loud(codes)
-            target.key_means[..., layout.key_dim_padded :] = others
+        encode_loud(k, target)
         z = rotate(_padded(v * channel_scales.values, layout.value_dim_padded), config.seed)
         codes, value_scales = quantize(z, layout.value_bits, is_value=True)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
@@ -200,15 +206,20 @@ def loud_states(blocks: PackedBlocks) -> torch.Tensor:
     return _looked_up(levels(8, codes.device), codes.int()) * unit + mean
 
 
+def with_loud(keys: torch.Tensor, blocks: PackedBlocks) -> torch.Tensor:
+    """Keys `[B, Hkv, N, 128, D]`, times the sizes of their channel scales, with the loud channels of N blocks."""
+    if not (loud := blocks.layout.loud):
+        return keys
+    index = loud_index(_per_block(blocks.channel_scales.keys), loud)
+    return keys.scatter(-1, index.expand(*keys.shape[:-1], -1), loud_states(blocks))
+
+
 def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantize without rotating back: keys `[B, Hkv, N, 128, padded Dk]` without loud channels, values `[B, Hkv, N,
     128, padded Dv]`, float32."""
     layout: BlockLayout = blocks.layout
-    scales, key_words = (
-        blocks.scales.view(torch.float16).unflatten(-1, (-1, 2)),
-        blocks.key_words[..., : layout.loud_at],
-    )
-    keys = _dequantize(key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
+    scales, words = blocks.scales.view(torch.float16).unflatten(-1, (-1, 2)), blocks.key_words[..., : layout.loud_at]
+    keys = _dequantize(words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
     keys = keys + blocks.key_means[..., None, : layout.key_dim_padded].float()
     values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
     return keys, values
@@ -231,8 +242,6 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         rows = slice(first * layout.tokens, last * layout.tokens)
         some = blocks.slice(first, last)
         key, value = (rotate_back(states, config.seed) for states in dequantize_rotated(some))
-        if layout.loud:
-            index = loud_index(channel_scales.keys, layout.loud)
-            key = key.scatter(-1, index.expand(*key.shape[:-1], -1), loud_states(some))
+        key = with_loud(key, some)
         for out, states, scales in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
             out[:, :, rows] = (states[..., : out.shape[-1]] / scales.abs()).flatten(2, 3)

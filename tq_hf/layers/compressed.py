@@ -371,13 +371,17 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         for name in CHANNEL_SCALES if self.config.balance else ():
-            if not bool(((tensors[name] >= SMALLEST_SCALE) & (tensors[name] <= LARGEST_SCALE)).all()):
+            sizes = tensors[name].abs() if name == CHANNEL_SCALES[0] else tensors[name]
+            if not bool(((sizes >= SMALLEST_SCALE) & (sizes <= LARGEST_SCALE)).all()):
                 raise ValueError(f"has `{name}` that are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: damaged.")
+        if self.config.balance:
+            scales = ChannelScales(*(tensors[name] for name in CHANNEL_SCALES))
+            if not scales.has_marks():
+                raise ValueError(f"has `{CHANNEL_SCALES[0]}` with another number of loud channels in a head: damaged.")
+            # One row serves: fixed scales are the same for every sequence, and the next batch may be larger.
+            self.channel_scales = scales.map(lambda x: x[:1]) if description["scales_are_fixed"] else None
         if description["is_padded"]:
             check_index(tensors["sink_index"], probe.tokens)
-        if description["scales_are_fixed"]:
-            # One row serves: fixed scales are the same for every sequence, and the next batch may be larger.
-            self.channel_scales = ChannelScales(*(tensors[name][:1] for name in CHANNEL_SCALES))
         self.lazy_initialization(*probe.states)
         assert self.store is not None
         self.store.restore(Counts(*description["counts"]), tensors)

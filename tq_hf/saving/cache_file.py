@@ -26,7 +26,7 @@ from . import fingerprint, safetensors_file
 from .layers import Loader, describe
 
 FORMAT = "tq_hf.cache"
-VERSION = 7
+VERSION = 8
 """Version of the format. Increase it when a reader of the old version would misread a new file."""
 
 STATE_FIELDS = {

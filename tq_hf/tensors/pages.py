@@ -12,9 +12,9 @@ once all its tokens are older than `residual_length`: until then the ring has th
 shared blocks has no rows of their tokens; it reads those blocks at once, and `count` is their number.
 
 The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head's block lies in one piece, `[key words |
-value words | scales | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
-rows are `[rows_per_page, Dk + Dv]` of the model's dtype: a token's key, then its value. Latents (MLA) are keys of one
-head, and rotary keys are their values.
+value words | scales | key means]`, and starts at a multiple of 16 bytes (128 without loud channels) at head_dim 64, 128
+and 256. The same bytes as rows are `[rows_per_page, Dk + Dv]` of the model's dtype: a token's key, then its value.
+Latents (MLA) are keys of one head, and rotary keys are their values.
 
 A layer that is not compressed (`skip_layers`) has the same table: its part of a block's page is the rows of all 128
 tokens (a whole number of blocks in bytes), and its ring and sinks are as those of other layers. All pages are shared,

@@ -42,7 +42,8 @@ class Switches(NamedTuple):
             that is aligned with a row of the matrix ends up in one channel.
         rotate_values: Rotate values like keys.
         key_mean: Remove the mean key of each block before quantizing and add `q . mean` back to the logits. Exact in
-            real arithmetic; without it models with a key bias (Qwen2) break. Blocks then have a mean of zero.
+            real arithmetic; without it models with a key bias (Qwen2) break. Blocks then have a mean of zero, but for
+            loud channels.
         key_correction: What scale to store.
         value_correction: The same for values.
     """
@@ -88,19 +89,22 @@ def encode(
     layout = out.layout
     keys, values = (x[:, :, slice(*(tokens or (None,)))] for x in states)
     target = out.slice(start, start + keys.shape[2] // layout.tokens)
+    words = target.key_words[..., : layout.loud_at]
     kinds = (
-        (keys, target.key_words, layout.key_dim_padded, layout.key_bits, switches.key_correction),
+        (keys, words, layout.key_dim_padded, layout.key_bits, switches.key_correction),
         (values, target.value_words, layout.value_dim_padded, layout.value_bits, switches.value_correction),
     )
-    scales = []
-    for is_value, ((x, words, dim, bits, correction), factor) in enumerate(zip(kinds, out.channel_scales, strict=True)):
+    scales, (of_keys, of_values) = [], out.channel_scales
+    factors = of_keys.clamp(min=0) if layout.loud else of_keys.abs(), of_values
+    reference.encode_loud(keys.unflatten(2, (-1, layout.tokens)), target)
+    for is_value, ((x, words, dim, bits, correction), factor) in enumerate(zip(kinds, factors, strict=True)):
         z = x.float() * factor.float()[:, :, None]
         z = torch.nn.functional.pad(z, (0, dim - z.shape[-1])).unflatten(2, (-1, layout.tokens))  # [B, Hkv, n, 128, D]
         if switches.rotate_values or not is_value:
             z = rotate(z, config.seed if switches.random_signs else None)
         if not is_value:
             means = (z.mean(3) * switches.key_mean).half()
-            target.key_means.copy_(means)
+            target.key_means[..., :dim] = means
             z = z - means.float()[:, :, :, None]
         codes, scale = quantize(z, bits, correction, is_value=bool(is_value))
         words.copy_(pack(codes, bits, is_value=bool(is_value)))
@@ -115,8 +119,9 @@ def dequantize(
     seed = config.seed if switches.random_signs else None
     key, value = reference.dequantize_rotated(blocks)
     key, value = rotate_back(key, seed), rotate_back(value, seed) if switches.rotate_values else value
-    for out, states, factor in zip((keys, values), (key, value), blocks.channel_scales, strict=True):
-        out.copy_(states.flatten(2, 3)[..., : out.shape[-1]] / factor.float()[:, :, None])
+    both = reference.with_loud(key, blocks), value
+    for out, states, factor in zip((keys, values), both, blocks.channel_scales, strict=True):
+        out.copy_(states.flatten(2, 3)[..., : out.shape[-1]] / factor.abs().float()[:, :, None])
 
 
 def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:

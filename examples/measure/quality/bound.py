@@ -302,7 +302,7 @@ def packed(
     if codes.balance:
         # The last call before the first block is encoded decides.
         decided = channel_scales(*(x[:, :, CHUNK : 2 * CHUNK] for x in (queries, keys, values)), first=0)
-        scales = [x.float()[:, :, None, None] for x in decided]
+        scales = [x.abs().float()[:, :, None, None] for x in decided]
     part, whole = slice(SINKS, SINKS + blocks * BLOCK), keys
     keys, values = keys[:, :, part], values[:, :, part]
     if codes.parts or codes.loud:

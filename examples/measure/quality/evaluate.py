@@ -120,8 +120,9 @@ def compressed(estimator: Estimator, name: str, options: TurboQuantConfig, token
     layout = options.layout(dim)
     packed = layout.block_bytes / layout.tokens
     if not flags.get("switches", RECIPE).key_mean:
-        held -= layout.mean_bytes * options.num_blocks(tokens) / tokens
-        packed -= layout.mean_bytes / layout.tokens
+        mean = 2 * layout.key_dim_padded
+        held -= mean * options.num_blocks(tokens) / tokens
+        packed -= mean / layout.tokens
     return Method(name, lambda: TurboQuantCache(config, options), "turboquant", held, packed, **flags)
 
 
