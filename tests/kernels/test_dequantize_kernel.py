@@ -35,6 +35,8 @@ CASES = [
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 80, 256, FP16),
     Case(PRESETS["4bit_nc"], 64, 128, batch=2, heads=3, balanced=True),
     Case(PRESETS["3bit_nc"], 100, 80, FP16, balanced=True),
+    Case(PRESETS["4bit_nc"], 80, 128, FP16, balanced=True),
+    Case(PRESETS["2.5bit_nc"], 256, 96, BF16, balanced=True),
     Case(PRESETS["k8v4"], 512, 320, FP16, heads=1, balanced=True),
     Case(PRESETS["2bit_nc"], 384, 512, BF16, heads=1, balanced=True),
 ]

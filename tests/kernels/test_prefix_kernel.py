@@ -24,20 +24,23 @@ BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, residual=37, residual_capac
 # (case, new tokens beside the residual)
 CASES = (
     [(BASE.with_(preset=preset), False) for preset in PRESETS]
-    + [(BASE.with_(preset=preset, Dk=96, Dv=80, S=23, residual=31), True) for preset in ("k8v4", "3bit_nc", "2bit_nc")]
+    + [
+        (BASE.with_(preset=preset, Dk=96, Dv=80, S=23, residual=31, balanced=True), True)
+        for preset in ("k8v4", "3bit_nc", "2bit_nc")
+    ]
     + [
         (BASE.with_(S=64, residual=101, residual_capacity=160), True),
         (BASE.with_(S=100, residual=101, residual_capacity=160, Hq=3, Hkv=1), False),
         (BASE.with_(S=97, residual=97, residual_capacity=160, Hq=2, Hkv=1), True),
-        (BASE.with_(Dk=128, Dv=128, Hq=8, Hkv=1), False),
+        (BASE.with_(Dk=128, Dv=128, Hq=8, Hkv=1, balanced=True), False),
         (BASE.with_(Dk=192, Dv=128, Hq=2, Hkv=1), False),
-        (BASE.with_(Dk=256, Dv=256, Hq=2, Hkv=1, blocks=1), True),
+        (BASE.with_(Dk=256, Dv=256, Hq=2, Hkv=1, blocks=1, balanced=True), True),
         (BASE.with_(Dk=72, Dv=100, preset="3bit_nc", Hq=3, Hkv=1), False),
         (BASE.with_(dtype=BF16), True),
         (BASE.with_(dtype=FP32, preset="k8v4"), False),
         (BASE.with_(mask="padding", B=2, Hkv=1), True),
         (BASE.with_(mask="full", B=2), True),
-        (BASE.with_(mask="full", softcap=15.0), False),
+        (BASE.with_(mask="full", softcap=15.0, balanced=True, Dk=80), False),
         (BASE.with_(softcap=20.0, preset="2.5bit_nc"), True),
         (BASE.with_(s_aux=True, B=2), False),
         (BASE.with_(causal=False), True),

@@ -193,9 +193,10 @@ def dequantize_blocks(
             x0 += mean * UNIT
             x1 += mean * UNIT
         if LOUD > 0:
-            levels, unit, loud_mean = load_loud(block_words + 4 * DIM * BITS, scales + 2 * TOKENS + DIM, LOUD, ASM)
+            loud_at, means_at = block_words + 4 * DIM * BITS, scales + 2 * TOKENS + DIM
+            y0, y1, unit, loud_mean = load_loud(loud_at, means_at, LOUD, ASM)
             unit, loud_mean = unit.to(tl.float32) * rest[None, :], loud_mean.to(tl.float32) * rest[None, :]
-            x0 = _less_states(_two_planes(levels[0], levels[1], IS_VALUE, ASM), unit, loud_mean, columns, x0, EXACT)
-            x1 = _less_states(_two_planes(levels[2], levels[3], IS_VALUE, ASM), unit, loud_mean, columns, x1, EXACT)
+            x0 = _less_states(y0, unit, loud_mean, columns, x0, EXACT)
+            x1 = _less_states(y1, unit, loud_mean, columns, x1, EXACT)
         _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
         _store_rows(target + HALF_TOKENS * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)

@@ -117,13 +117,12 @@ def loud_rows(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def load_loud(words, mean_at, LOUD: tl.constexpr, ASM: tl.constexpr):
-    """Load a block's loud channels: four planes of levels [32, LOUD_TILE] fp16, and units and means [1, LOUD_TILE].
-    Columns from LOUD on are 0. Arguments are those of `loud_rows`."""
-    row, j = tl.arange(0, 32)[:, None], tl.arange(0, LOUD_TILE)[None, :]
-    inside, planes = j < LOUD, ()
-    at = words.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (4 * LOUD) + j)
-    for plane in tl.static_range(4):
-        planes += (_levels(tl.load(at + plane * LOUD, mask=inside, other=0), ASM),)
-    pairs = tl.load(mean_at.to(tl.pointer_type(tl.int32), bitcast=True) + j, mask=inside, other=0)
+    """Load a block's loud channels: levels of its first and last 64 tokens [64, LOUD_TILE] fp16, then units and means
+    [1, LOUD_TILE]. Arguments are those of `loud_rows`."""
+    token, j = tl.arange(0, 64)[:, None], tl.arange(0, LOUD_TILE)[None, :]
+    at = words.to(tl.pointer_type(tl.int8), bitcast=True) + (token % 32 * (4 * LOUD) + token // 32 * LOUD + j)
+    first = _levels(tl.load(at, mask=j < LOUD, other=0), ASM)
+    last = _levels(tl.load(at + 2 * LOUD, mask=j < LOUD, other=0), ASM)
+    pairs = tl.load(mean_at.to(tl.pointer_type(tl.int32), bitcast=True) + j, mask=j < LOUD, other=0)
     mean, unit = _means_and_units(pairs, ASM)
-    return planes, unit, mean
+    return first, last, unit, mean

@@ -190,7 +190,7 @@ def _attend_blocks(
         j = tl.arange(0, LOUD_TILE)[None, :]
         loud_reference = tl.load(first_parts.means + C.DKP + 2 * j, mask=j < C.LOUD, other=0.0)
         common += tl.sum(loud_rows * loud_reference, 1)
-        loud_rows = loud_rows.to(tl.float16)
+        loud_rows = spill(loud_rows.to(tl.float16), scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
     if not C.BOUNDS:
         # Kept in memory: for sm_80 there are no registers left.
         tl.store(scratch.lse + _row_of(scratch, r), common, mask=r < rows)

@@ -83,11 +83,9 @@ def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT
 def loud_tiles(words, means, reference, LOUD: tl.constexpr, ASM: tl.constexpr):
     """Load the loud channels of a block's keys, less `reference` [1, LOUD_TILE], as two [64, LOUD_TILE] fp16 tiles;
     `words` and `means` are pointers to the first ones."""
-    levels, unit, mean = load_loud(words, means, LOUD, ASM)
-    k = ()
-    for i in tl.static_range(4):
-        k += (scaled(levels[i], unit, mean - reference, ASM),)
-    return stack(k[0], k[1]), stack(k[2], k[3])
+    first, last, unit, mean = load_loud(words, means, LOUD, ASM)
+    mean = mean - reference
+    return scaled(first, unit, mean, ASM), scaled(last, unit, mean, ASM)
 
 
 @triton.jit
@@ -166,14 +164,14 @@ def opaque(x, ASM: tl.constexpr):
 
 @triton.jit
 def spill(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
-    """Write `operand` [BR or 1, BDK] fp16 to memory and load it back.
+    """Write `operand` [BR or 1, BDK or fewer] fp16 to memory and load it back.
 
     Triton keeps loaded operands in shared memory, others in registers. And an address that depends on the channel, used
     before the loop and in it, makes the compiler keep one register pair a channel through the loop.
     """
     tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
     at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
-    at += tl.arange(0, operand.shape[0])[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
+    at += tl.arange(0, operand.shape[0])[:, None] * BLOCK_DK + tl.arange(0, operand.shape[1])[None, :]
     tl.debug_barrier()
     tl.store(at, operand)
     tl.debug_barrier()
@@ -198,7 +196,7 @@ def logits(
 ):  # fmt: skip
     """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`, and of their loud channels or `None`: in
     base 2 if capped, else before `common` [BR] and the rows' factor are applied."""
-    # The other way round it spills on sm_80.
+    # The other way round it spills on sm_80 with a cap.
     x = None if loud_rows is None else tl.dot(loud_rows, tl.trans(loud_keys))
     x = tl.dot(rows, tl.trans(keys), x)
     if BOUNDS:
