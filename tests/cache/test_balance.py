@@ -175,6 +175,19 @@ def test_a_short_prompt_is_not_balanced():
     assert all((part.abs() == 1).all() for pair in channel_scales(cache) for part in pair)
 
 
+@pytest.mark.parametrize("length", [None, 500])
+@torch.no_grad()
+def test_tokens_that_come_one_by_one_have_the_first_channels_as_loud_ones(length):
+    model = made("llama")
+    cache = filled(model, tokens(300), max_cache_len=length)
+    for _ in range(2):
+        cache.reset()
+        for part in tokens(3).split(1, dim=1):
+            model(part, **as_input(cache))
+        for keys, values in channel_scales(cache):
+            assert torch.equal(keys, torch.where(torch.arange(64) < 4, -1, 1).expand_as(keys)) and (values == 1).all()
+
+
 @torch.no_grad()
 def test_channel_scales_are_handed_on_to_prompts_too_short_for_statistics():
     model = made("llama")
@@ -495,6 +508,10 @@ def test_scales_with_another_number_of_loud_channels_are_refused(change, tmp_pat
     keys.copy_(change(keys))
     cache.save(tmp_path / "c.safetensors", model)
     with pytest.raises(ValueError, match="Layer 1 has `key_channel_scales` with another number of loud channels"):
+        TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    values.neg_()
+    cache.save(tmp_path / "c.safetensors", model)
+    with pytest.raises(ValueError, match="Layer 1 has `value_channel_scales` that are not between"):
         TurboQuantCache.load(tmp_path / "c.safetensors", model)
 
 
