@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from tq_kernels.format import loud_channels
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import CompileConfig, LlamaConfig
 
@@ -46,6 +47,12 @@ def compile_config(backend: str = "eager", *, fullgraph: bool = True) -> Compile
 def cumulative(lengths: Sequence[int]) -> torch.Tensor:
     """Sums of the first 0, 1, ... lengths, int32."""
     return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def marked(scales: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Key channel scales `[..., D]` with marks at random channels."""
+    order = torch.rand(scales.shape, generator=generator).argsort(-1)[..., : loud_channels(scales.shape[-1])]
+    return scales.scatter(-1, order, -scales.gather(-1, order))
 
 
 def states(
