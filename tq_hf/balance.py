@@ -35,10 +35,8 @@ class Balance:
     ```
 
     Args:
-        layers: Channel scales `[1, Hkv, D]` of keys and values, by layer index.
-
-    Raises:
-        ValueError: Scales do not mark the loud channels of each head.
+        layers: Channel scales `[1, Hkv, D]` of keys and values, by layer index. Raises `ValueError` if key scales do
+            not mark the loud channels of each head.
     """
 
     def __init__(self, layers: dict[int, ChannelScales]) -> None:

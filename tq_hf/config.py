@@ -32,8 +32,8 @@ class TurboQuantConfig:
         seed: Seed of the rotation's random signs. Equal seeds give equal bits on every device and rank.
         balance: Scale channels that are much louder or quieter than others, so that the error does not depend on how a
             model scales its channels (see `tq_hf.codec.balance`).
-        loud: Store the loudest channels of keys in FP8 beside the codes: those of which logits are made most. Four of
-            64 or 128 channels, eight of 256, none of smaller heads and of FP8 keys. Needs `balance`, which finds them.
+        loud: Store the loudest channels of keys, which make most of the logits, in FP8 beside the codes. Heads with 64
+            or 128 channels have four, with 256 eight; smaller heads and FP8 keys none. Needs `balance`: it finds them.
         layers: Preset per layer by index, e.g. `{0: "k8v4", -1: None}`: the layer has the bits of that preset, and all
             other options as here. `None` is dense, as in `skip_layers`, where it is kept; presets are kept as sorted
             pairs.

@@ -7,7 +7,7 @@ import torch
 from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences, Tokens
 
-from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, every_pair, states
+from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, every_pair, marked, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
@@ -24,6 +24,7 @@ def layer_pages(
     pool.random_(0, 60, generator=torch.Generator().manual_seed(5))
     pages = LayerPages.of_pool(pool, 1, config, config.layout(dim), dtype)
     keys, values = (1 + torch.rand(1, HEADS, dim, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    keys = marked(keys, torch.Generator().manual_seed(4))
     return pages.with_channel_scales(ChannelScales(keys.bfloat16().half(), values.bfloat16().half())), pool
 
 

@@ -304,7 +304,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "other preset": of(recipe={"key_bits": 3, "value_bits": 4}),
     "shape": lambda path: save_file({name: x[:-64] for name, x in load_file(path).items()}, path),
     "dtype": lambda path: headers(path, lambda about: about[next(n for n in about if n[0] != "_")].update(dtype="I8")),
-    "format": lambda path: headers(path, lambda about: about["__metadata__"].update(format="tq_hf.prefix 2")),
+    "format": lambda path: headers(path, lambda about: about["__metadata__"].update(format="tq_hf.prefix 1")),
     "no metadata": lambda path: headers(path, lambda about: about.update(__metadata__=[])),
     "foreign": lambda path: save_file({"weight": torch.zeros(3, 3)}, path),
     "text": lambda path: path.write_text("not safetensors\n" * 999),

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from tq_kernels.types import ChannelScales
 from transformers import DynamicCache
 
 from examples.measure.quality.stress import rescaled
+from tests.support.helpers import relative_error
 from tests.support.tiny_models import VOCAB, build, multimodal
 from tq_hf import Balance, TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
@@ -42,8 +44,10 @@ def filled(model: Any, ids: torch.Tensor, **options: Any) -> TurboQuantCache:
     return cache
 
 
-def channel_scales(cache: TurboQuantCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [layer.store.blocks.channel_scales for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
+def channel_scales(cache: TurboQuantCache) -> list[ChannelScales]:
+    found = [layer.store.blocks.channel_scales for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
+    assert all(scales.has_marks() for scales in found)
+    return found
 
 
 def assert_has_channel_scales(cache: TurboQuantCache, expected: list[Any]) -> None:
@@ -169,6 +173,19 @@ def test_a_short_prompt_is_not_balanced():
     model = made("llama")
     cache = filled(model, tokens(20))
     assert all((part.abs() == 1).all() for pair in channel_scales(cache) for part in pair)
+
+
+@pytest.mark.parametrize("length", [None, 500])
+@torch.no_grad()
+def test_tokens_that_come_one_by_one_have_the_first_channels_as_loud_ones(length):
+    model = made("llama")
+    cache = filled(model, tokens(300), max_cache_len=length)
+    for _ in range(2):
+        cache.reset()
+        for part in tokens(3).split(1, dim=1):
+            model(part, **as_input(cache))
+        for keys, values in channel_scales(cache):
+            assert torch.equal(keys, torch.where(torch.arange(64) < 4, -1, 1).expand_as(keys)) and (values == 1).all()
 
 
 @torch.no_grad()
@@ -419,6 +436,83 @@ def test_beams_take_their_channel_scales_along(length):
         outputs.append(model.generate(ids, **as_input(cache), disable_compile=True, **options))
         assert is_balanced(cache) and channel_scales(cache)[0].keys.shape[0] == 6
     assert torch.equal(*outputs)
+
+
+CHANGES: dict[str, Callable[[TurboQuantCache], Any]] = {
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "crop": lambda cache: cache.crop(-250),  # into a packed block
+    "file": lambda cache: None,
+    "prune": lambda cache: prune(cache.layers[0]),
+}
+KEPT = {
+    "reorder": ([1, 0], ...),
+    "crop": (..., slice(250), slice(None)),
+    "prune": (..., [*range(4), *range(132, 500)], slice(None)),
+}
+
+
+def prune(layer: TurboQuantLayer) -> None:
+    """Remove the first packed block."""
+    layer.keys, layer.values = layer.keys[KEPT["prune"]], layer.values[KEPT["prune"]]
+
+
+@LENGTHS
+@pytest.mark.parametrize("what", CHANGES)
+def test_loud_channels_are_read_back_wherever_their_block_goes(what, length, tmp_path):
+    model = made("llama")
+    exact = DynamicCache(config=model.config)
+    model(tokens(500, batch=2), **as_input(exact))
+    cache = filled(model, tokens(500, batch=2), max_cache_len=length)
+    before, scales = cache.layers[0].keys.clone(), channel_scales(cache)[0].keys
+    loud = (scales < 0)[:, :, None].expand_as(before)
+    assert before[loud].unique().numel() > 1000
+    assert relative_error(before[loud], exact.layers[0].keys[loud]) < 0.03
+    assert relative_error(before[~loud], exact.layers[0].keys[~loud]) > 0.05
+    CHANGES[what](cache)
+    if what == "file":
+        cache.save(tmp_path / "c.safetensors", model)
+        cache = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    assert torch.equal(cache.layers[0].keys, before[KEPT.get(what, ...)])
+
+
+@pytest.mark.parametrize("options", [{"preset": "k8v4"}, {"preset": "2bit_nc"}, {"loud": False}], ids=str)
+def test_channel_scales_of_one_preset_serve_every_other(options):
+    model, ids = made("llama"), tokens(300)
+    exact = DynamicCache(config=model.config)
+    model(ids, **as_input(exact))
+    own, given = (filled(model, ids, balance=balance, **options) for balance in (None, filled(model, ids)))
+    assert_has_channel_scales(given, channel_scales(own))
+    for one, other in zip(own.layers, given.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+    assert relative_error(given.layers[0].keys, exact.layers[0].keys) < {"k8v4": 0.03}.get(options.get("preset"), 0.3)
+
+
+def test_scales_averaged_over_sequences_mark_the_channels_marked_most_often():
+    cache = filled(made("llama"), tokens(300, batch=5))
+    for index, own in enumerate(channel_scales(cache)):
+        mean = Balance.from_cache(cache.layers).layers[index]
+        assert mean.has_marks() and (mean.values > 0).all()
+        counts = (own.keys < 0).sum(0, keepdim=True)
+        assert counts[mean.keys < 0].view(2, 4).amin(1).ge(counts[mean.keys > 0].view(2, 60).amax(1)).all()
+        for part, each in zip(mean, own, strict=True):
+            torch.testing.assert_close(part.abs().log2(), each.abs().log2().mean(0, keepdim=True), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("change", [torch.abs, torch.negative], ids=["none", "all but four"])
+def test_scales_with_another_number_of_loud_channels_are_refused(change, tmp_path):
+    model = made("llama")
+    cache = filled(model, tokens(300))
+    keys, values = channel_scales(cache)[1]
+    with pytest.raises(ValueError, match="of layer 1 must be negative for 4 channels of each head.*Balance.of"):
+        Balance({0: channel_scales(cache)[0], 1: ChannelScales(change(keys), values)})
+    keys.copy_(change(keys))
+    cache.save(tmp_path / "c.safetensors", model)
+    with pytest.raises(ValueError, match="Layer 1 has `key_channel_scales` with another number of loud channels"):
+        TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    values.neg_()
+    cache.save(tmp_path / "c.safetensors", model)
+    with pytest.raises(ValueError, match="Layer 1 has `value_channel_scales` that are not between"):
+        TurboQuantCache.load(tmp_path / "c.safetensors", model)
 
 
 OWN = ["sdpa", "turboquant", "eager"]

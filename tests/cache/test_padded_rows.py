@@ -238,7 +238,7 @@ def test_a_damaged_index_of_sinks_is_refused(index, tmp_path):
 def with_a_sink(seed: int = 3) -> PreTrainedModel:
     """A random model whose first token, 1, is an attention sink, as in real models: its key outweighs all others along
     a slowly rotating direction that every query has."""
-    model = build("llama", seed, num_hidden_layers=2)
+    model = build("llama", seed, head_dim=64)
     dim, slow = model.config.head_dim, model.config.head_dim // 2 - 1
     embeddings = model.model.embed_tokens.weight.data
     embeddings[:, :2] = 0

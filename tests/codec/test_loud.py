@@ -5,7 +5,17 @@ import torch
 from tq_kernels.format import loud_channels
 from tq_kernels.types import ChannelScales
 
-from tests.support.helpers import BLOCK, all_packed, assert_same, dequantized, encoded, relative_error, rows, states
+from tests.support.helpers import (
+    BLOCK,
+    all_packed,
+    assert_same,
+    dequantized,
+    encoded,
+    marked,
+    relative_error,
+    rows,
+    states,
+)
 from tq_hf.codec import balance, reference
 
 BATCH, HEADS, GROUP = 2, 2, 3
@@ -14,10 +24,8 @@ NAN, INF = float("nan"), float("inf")
 
 def some_scales(dim: int, value_dim: int, size: float = 1.0) -> tuple[ChannelScales, torch.Tensor]:
     """Channel scales of a size with marks at random channels, and whether a channel `[B, Hkv, D]` is marked."""
-    order = torch.rand(BATCH, HEADS, dim, generator=torch.Generator().manual_seed(dim)).argsort(-1)
-    marked = order < loud_channels(dim)
-    scales = torch.where(marked, -size, size).half()
-    return ChannelScales(scales, scales.new_ones(BATCH, HEADS, value_dim)), marked
+    keys = marked(torch.full((BATCH, HEADS, dim), size).half(), torch.Generator().manual_seed(dim))
+    return ChannelScales(keys, torch.ones(BATCH, HEADS, value_dim).half()), keys < 0
 
 
 @pytest.mark.parametrize("size", [-20, -8, 0, 8, 20])
@@ -27,13 +35,13 @@ def test_loud_channels_have_the_error_of_fp8_whatever_their_size(bits, dim, valu
     config = all_packed(key_bits=bits)
     keys, values = states(0, BATCH, HEADS, 2 * BLOCK, dim, value_dim)
     exponents = torch.randint(-3, 4, (BATCH, HEADS, 2, 1, dim), generator=torch.Generator().manual_seed(1))
-    x = (keys + torch.randn(dim)).unflatten(2, (2, BLOCK)) * 2.0 ** (size + exponents)
-    scales, marked = some_scales(dim, value_dim, 2.0 ** (-size // 2))
+    x = (keys + states(1, tokens=1, dim=dim)[0][:, :1]).unflatten(2, (2, BLOCK)) * 2.0 ** (size + exponents)
+    scales, loud = some_scales(dim, value_dim, 2.0 ** (-size // 2))
     found = dequantized(config, encoded(config, x.flatten(2, 3), values, scales))[0].unflatten(2, (2, BLOCK))
     error, spread = (found - x).abs(), (x - x.mean(3, keepdim=True)).abs()
     # 2**-10 of the unit is the step of the smallest codes; a mean is rounded to fp16.
     allowed = 2**-4 * spread + 2**-16 * spread.amax(3, keepdim=True) + 2**-14 * x.mean(3, keepdim=True).abs()
-    chosen = marked[:, :, None, None].expand_as(x)
+    chosen = loud[:, :, None, None].expand_as(x)
     assert (error <= allowed)[chosen].all()
     assert relative_error(found[chosen], x[chosen]) < 0.03 < relative_error(found[~chosen], x[~chosen])
 
@@ -41,13 +49,13 @@ def test_loud_channels_have_the_error_of_fp8_whatever_their_size(bits, dim, valu
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_other_channels_do_not_see_the_size_of_loud_ones(bits):
     keys, values = states(2, BATCH, HEADS, 2 * BLOCK, 64)
-    scales, marked = some_scales(64, 64)
-    marked = marked[:, :, None].expand_as(keys)
+    scales, loud = some_scales(64, 64)
+    loud = loud[:, :, None].expand_as(keys)
     found = []
     for config in (all_packed(key_bits=bits), all_packed(key_bits=bits, loud=False)):
-        pairs = ((x, values) for x in (keys, torch.where(marked, 1000 * keys, keys)))
+        pairs = ((x, values) for x in (keys, torch.where(loud, 1000 * keys, keys)))
         one, other = (dequantized(config, encoded(config, *pair, scales))[0] for pair in pairs)
-        found.append(relative_error(other[~marked], one[~marked]))
+        found.append(relative_error(other[~loud], one[~loud]))
     assert found[0] == 0 and found[1] > 1
 
 
@@ -83,7 +91,9 @@ def test_marked_channels_have_the_largest_rms_of_queries_times_rms_of_keys(dim, 
     generator = torch.Generator().manual_seed(dim)
     keys, values = states(5, BATCH, HEADS, 4 * BLOCK, dim)
     queries, _ = states(6, BATCH, HEADS * GROUP, 4 * BLOCK, dim)
-    keys = 2 ** torch.randn(BATCH, HEADS, 1, dim, generator=generator) * keys + 9 * torch.randn(dim)
+    keys = 2 ** torch.randn(BATCH, HEADS, 1, dim, generator=generator) * keys + 9 * torch.randn(
+        dim, generator=generator
+    )
     queries = 2 ** torch.randn(BATCH, HEADS * GROUP, 1, dim, generator=generator) * queries
     scales = balance.channel_scales(queries if has_queries else None, keys, values, first=0)
     weight = (keys - keys.mean(2, keepdim=True)).square().mean(2).sqrt()

@@ -119,6 +119,7 @@ def randomized(packed: PackedBlocks) -> PackedBlocks:
         words.random_(-(2**31), 2**31 - 1)
         if bits == 8:
             words &= 0x3F3F3F3F  # no NaN
+    packed.key_words[..., layout.loud_at :] &= 0x3F3F3F3F
     scales = torch.rand(*packed.scales.shape, 2, device=packed.data.device).mul_(0.1).add_(0.05).half()
     packed.scales.copy_(scales.view(torch.int32).squeeze(-1))
     packed.key_means.normal_(std=0.1)

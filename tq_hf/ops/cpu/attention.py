@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, KeyValue, Mask, PackedBlocks
 
-from ...codec.reference import loud_index
+from ...codec.reference import with_loud
 from ...codec.rotation import rotate_back
 from ...config import TurboQuantConfig
 from ...tensors.layer import View
@@ -180,14 +180,12 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     for start in range(0, blocks.capacity, step):
         some = blocks.slice(start, min(start + step, blocks.capacity))
         tile = PackedTile(0, keys[:0], config, some, values.shape[-1], take)
-        both, loud = (tile.key_rows, tile.value_rows), some.layout.loud
+        both = tile.key_rows, tile.value_rows
         for out, rows, scales in zip((keys, values), both, some.channel_scales, strict=True):
             part = out[:, :, start * tokens : start * tokens + tile.tokens]
-            states = rotate_back(rows, config.seed)[..., : out.shape[-1]]
-            if out is keys and loud:
-                index = loud_index(scales.flatten(0, 1), loud)[:, None].expand(*states.shape[:2], -1)
-                states = states.scatter(-1, index, tile.loud_rows)
-            part.copy_((states / of_heads(scales)).view(part.shape))
+            states = rotate_back(rows, config.seed).view(*some.data.shape[:3], tokens, -1)
+            states = with_loud(states, some) if out is keys else states
+            part.copy_((states.flatten(0, 1).flatten(1, 2)[..., : out.shape[-1]] / of_heads(scales)).view(part.shape))
 
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
