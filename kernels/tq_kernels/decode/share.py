@@ -144,6 +144,14 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         else:
             next_at = blocks.head + page.to(tl.int64) * page_words
         parts = parts_of(at, KEY, VALUE)
+        # Mean: mean . rotated queries, the same for all tokens of the block; and loud channels.
+        shared = mean_scores(parts.means, q_mean, km, C)
+        others = (shared, shared, shared, shared)
+        if C.LOUD > 0:
+            loud = loud_rows(parts.key_words + 4 * C.DKP * C.KEY_BITS, parts.means + C.DKP, C.LOUD, C.ASM)
+            others = ()
+            for plane in tl.static_range(4):
+                others += (tl.dot(loud, q_loud[plane], shared),)
         # Scores: key levels . rotated queries, then the keys' scales.
         scores = key_scores(parts.key_words, q, n[:, None], kc[None, :], C)
         key_scale, value_scale = scales_of(words)
@@ -152,16 +160,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         x = ()
         for plane in tl.static_range(4):
             x += (scores[plane] * (key_scale[plane] * (1 / level_unit(C.KEY_BITS, C.SMALL)))[:, None],)  # [32, BR]
-        # Mean: mean . rotated queries, the same for all tokens of the block; and loud channels.
-        shared = mean_scores(parts.means, q_mean, km, C)
-        if C.LOUD > 0:
-            loud = loud_rows(parts.key_words + 4 * C.DKP * C.KEY_BITS, parts.means + C.DKP, C.LOUD, C.ASM)
-            added = ()
-            for plane in tl.static_range(4):
-                added += (x[plane] + tl.dot(loud, q_loud[plane], shared),)
-            x = added
-        else:
-            x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
+        x = (x[0] + others[0], x[1] + others[1], x[2] + others[2], x[3] + others[3])
         if C.BOUNDS:
             capped = ()
             for plane in tl.static_range(4):
