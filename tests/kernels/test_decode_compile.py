@@ -27,7 +27,7 @@ from tests.support.limits import cards, within
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 BITS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "3.5bit_nc": (4, 3), "k3v4_nc": (3, 4), "3bit_nc": (3, 3), "2bit_nc": (2, 2)}
-BUDGET = {"k8v4": 2.25, "4bit_nc": 2.25, "3.5bit_nc": 2.4, "k3v4_nc": 2.4, "3bit_nc": 2.4, "2bit_nc": 2.05}
+BUDGET = {"k8v4": 2.25, "4bit_nc": 2.3, "3.5bit_nc": 2.4, "k3v4_nc": 2.4, "3bit_nc": 2.4, "2bit_nc": 2.1}
 """Instructions per KV element and thread on sm_90 at D = 128; memory speed allows 5.3 (k8v4), 3.6 (4 bits) and 2.7 (3
 bits)."""
 TURING_BUDGET = 2.6
@@ -64,7 +64,7 @@ def test_instructions_per_element_on_sm_90(storage: str, preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("dim", "preset", "budget"),
-    [(80, "4bit_nc", 3.1), (96, "4bit_nc", 2.45), (192, "4bit_nc", 2.1), (384, "3bit_nc", 3.6), (512, "4bit_nc", 2.85)],
+    [(80, "4bit_nc", 3.2), (96, "4bit_nc", 2.5), (192, "4bit_nc", 2.1), (384, "3bit_nc", 3.65), (512, "4bit_nc", 3.0)],
 )
 def test_no_instructions_for_channels_that_there_are_not(dim: int, preset: str, budget: float) -> None:
     key_bits, value_bits = BITS[preset]

@@ -120,8 +120,8 @@ def _rms(sums, pieces, kinds, first, last, channel, dim, WIDTH: tl.constexpr):
 
 @triton.jit
 def _order(x, scratch, channel, dim):
-    """Number of smaller elements for each of the first `dim` of x [D], equal ones in their order; `scratch` has room
-    for them."""
+    """Count the elements smaller than each of the first `dim` of x [D], and equal ones before it. `scratch` has room
+    for all."""
     CHUNK: tl.constexpr = 16
     tl.debug_barrier()  # others have read its old contents
     tl.store(scratch + channel, x, mask=channel < dim)

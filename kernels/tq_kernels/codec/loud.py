@@ -1,8 +1,9 @@
 """Loud channels of keys: FP8 codes beside those of the others, and queries' products with them.
 
 The loud channels of a head are those with negative channel scales. They are stored as e4m3 bytes, with a mean and a
-unit for each block and channel, side by side (`tq_hf.codec.reference`). The bytes of the four tokens of a row, one of each plane,
-follow one another: four channels make a whole step of a matrix product, with queries that are 0 in other planes.
+unit for each block and channel, side by side (`tq_hf.codec.reference`). The bytes of the four tokens of a row, one of
+each plane, follow one another: four channels make a whole step of a matrix product, with queries that are 0 in other
+planes.
 """
 
 import triton

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..format import TOKENS, due_blocks_in_kernel
+from ..format import MOST_LOUD, TOKENS, due_blocks_in_kernel
 
 
 @triton.jit
@@ -178,6 +178,12 @@ DENSE_TOKENS = tl.constexpr(32)
 """Tokens of a dense job. With 64, 1 x 8k takes 18.4 us instead of 19.0, but 1 x 32k 27.0, not 26.3 (4 bits, H200)."""
 START = tl.constexpr(1)
 """Number of blocks that a stream counts beyond its own."""
+
+
+@triton.constexpr_function
+def row_size(dkp, loud):
+    """Numbers of a rotated query in scratch: its `dkp` channels, then its loud ones."""
+    return dkp + MOST_LOUD if loud else dkp
 
 
 @triton.jit

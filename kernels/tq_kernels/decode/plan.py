@@ -15,11 +15,10 @@ from typing import Any
 import triton
 
 from ..common.device import Target
-from ..common.schedule import DENSE_TOKENS, START
+from ..common.schedule import DENSE_TOKENS, START, row_size
 from ..format import BLOCK_TOKENS, code_of
 from ..layout import BlockLayout
 from .reduce import ReduceShape
-from .rotate import row_size
 from .tiles import DecodeShape
 
 REDUCE_DENSE = 16

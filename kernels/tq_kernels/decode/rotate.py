@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.schedule import LINE, ROTATED
+from ..common.schedule import LINE, ROTATED, row_size
 from ..common.softmax import power_of_two
-from ..format import MOST_LOUD
 
 
 @triton.jit
@@ -50,12 +49,6 @@ def hadamard(x, rotation, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.const
         parts = tl.reshape(x, [ROWS, 1, POINTS, POWER])
         x = tl.reshape(tl.sum(hartley[None, :, :, None] * parts, 2), [ROWS, BLOCK])
     return x
-
-
-@triton.constexpr_function
-def row_size(dkp, loud):
-    """Numbers of a rotated row in scratch."""
-    return dkp + MOST_LOUD if loud else dkp
 
 
 class Queries(NamedTuple):

@@ -8,11 +8,10 @@ import triton
 import triton.language as tl
 
 from ..codec.loud import loud_rows
-from ..common.schedule import LINE, ROTATED, parts_of
+from ..common.schedule import LINE, ROTATED, parts_of, row_size
 from ..common.softmax import bounded, log2_sum, rescaled
 from ..common.unpack import PROBABILITY_BITS, chunk_start
 from ..format import TOKENS
-from .rotate import row_size
 from .tiles import (
     ROWS32,
     add_chunks,

@@ -33,13 +33,13 @@ from ..common.schedule import (
     packed_of,
     packed_share,
     parts_of,
+    row_size,
     sharing,
     stream_of,
     work_of,
 )
 from ..common.softmax import log2_sum
 from ..common.unpack import PROBABILITY_BITS
-from ..decode.rotate import row_size
 from ..format import CODE, TOKENS
 from .fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, value_tiles, zero_quads
 from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows, loud_pairs

@@ -179,7 +179,7 @@ def _loud_pair(row, column, unit, mean):
 
 @triton.jit
 def loud_pairs(rows, column, valid, LOUD: tl.constexpr):
-    """Load a pair of channels for each step of products with rows of loud channels (`codec.loud.loud_rows`)."""
+    """Load a pair of loud channels for each step of a product (`codec.loud.loud_rows`)."""
     pairs = ()
     for step in tl.static_range(LOUD // 2):
         at = rows + (8 * step + column) % LOUD
