@@ -21,15 +21,15 @@ from tests.support.limits import cards, within
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-BUDGET = {4: 34.5, 8: 24.0}
-"""Instructions per key element on sm_90 at D = 128, corrected for inner products as the product's blocks are (34.1 at 4
-bits with Triton 3.7.1)."""
-TRELLIS_CODE = {2: 3000, 3: 2600}
+BUDGET = {4: 36.5, 8: 24.0}
+"""Instructions per key element on sm_90 at D = 128, corrected for inner products as the product's blocks are (36.4 at 4
+bits with Triton 3.7.1; 34.1 without loud channels)."""
+TRELLIS_CODE = {2: 3020, 3: 2710}
 """Instructions of the loop over blocks at 2 and 3 bits on sm_90: with 3,400 (54 KB) it no longer fits the instruction
 cache."""
-STACK = {75: 64, 100: 72}
+STACK = {75: 96, 90: 32, 100: 72}
 """Bytes of stack the encoder is allowed where it is not 0."""
-PAGED_STACK = {75: 88, 100: 80}
+PAGED_STACK = {75: 96, 100: 80}
 """The same over pages, with the one correction that kernels store."""
 
 
@@ -63,7 +63,8 @@ def test_instructions_per_element_on_sm_90(bits: int) -> None:
     counts = body(compiled)
     elements = 128 * 128 / (32 * encode_config(128, 128, (bits, bits), 2, (9, 0)).warps)
     assert within(counts.total() / elements, BUDGET[bits])
-    assert within(stack_of(compiled) + counts["STL"] + counts["LDL"], 0)
+    # Addresses of loud channels, which do not change over the loop.
+    assert within(stack_of(compiled) + counts["STL"] + counts["LDL"], 46 if bits == 4 else 0)
     # Codes are found without conversions, compares and selects, whose pipe is half as wide.
     assert counts["F2I"] == 0 and counts["FSETP"] + counts["FSEL"] + counts["ISETP"] <= counts["FADD"]
 
@@ -75,7 +76,7 @@ def test_trellis_codes_are_found_in_little_code_on_sm_90(bits: int, is_value: bo
     assert within(counts.total(), TRELLIS_CODE[bits])
     # Two words in a register, and sums of which the less is taken, in one instruction.
     assert counts["VIADDMNMX"] >= (576 if bits == 2 else 128)
-    assert within(stack_of(compiled), 0 if bits == 2 else 48)
+    assert within(stack_of(compiled), 0 if bits == 2 else 48 if is_value else 72)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_encode_over_pages_compiles_for(arch: int) -> None:
 def test_dequantize_compiles_for(arch: int | str, is_value: bool) -> None:
     compiled = build_dequantize(arch, 4, is_value=is_value)
     if isinstance(arch, int):
-        # Addresses that do not change over the loop.
-        assert within(stack_of(compiled), 32)
+        # Addresses that do not change over the loop. On Turing products take their operands from registers.
+        assert within(stack_of(compiled), 232 if arch == 75 and not is_value else 32)
     else:
         assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
 

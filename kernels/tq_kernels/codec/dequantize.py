@@ -15,7 +15,7 @@ import triton.language as tl
 from ..common.device import AMPERE
 from ..common.unpack import load_levels, load_tile
 from ..format import CODE, TOKENS
-from .loud import load_loud, loud_channels_of
+from .loud import LOUD_TILE, load_loud, loud_channels_of
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -143,7 +143,7 @@ def dequantize_blocks(
 
     if LOUD > 0:
         # The power of two in a divisor is exact in fp16, and what is left of it keeps states in fp16's range.
-        index, size = loud_channels_of(channel_scales, HEAD_DIM, TILE)
+        index, size = loud_channels_of(channel_scales, HEAD_DIM, TILE, LOUD_TILE)
         power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         here = (index[:, None] == channel[None, :]) & (size > 0)[:, None]  # [LOUD_TILE, COLUMNS]
         columns = tl.where(here, -4 / tl.where(size > 0, power, 1.0)[:, None], 0.0).to(tl.float16)

@@ -24,7 +24,7 @@ from triton.language.extra import cuda
 from ..common.device import AMPERE, TURING, constants_of
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
 from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
-from .loud import LOUD_TILE, coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
+from .loud import coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
@@ -89,12 +89,14 @@ def load_rotation(rotation, channel_scales, first, ROWS: tl.constexpr, C: tl.con
 
 @triton.jit
 def resident_rotation(rotation, channel_scales, C: tl.constexpr):
-    """Load the whole rotation for `encode_block` if one step takes all channels; else zeros, because a function
-    cannot return `None` before Triton 3.7."""
+    """Load the whole rotation for `encode_block` if one step takes all channels, and the loud channels; else zeros,
+    because a function cannot return `None` before Triton 3.7."""
+    high, low, loud = 0.0, 0.0, (0, 0.0)
     if C.K_STEP == C.TILE:
-        return load_rotation(rotation, channel_scales, 0, C.TILE, C)
-    else:
-        return 0.0, 0.0
+        high, low = load_rotation(rotation, channel_scales, 0, C.TILE, C)
+    if C.LOUD > 0:
+        loud = loud_channels_of(channel_scales, C.HEAD_DIM, C.TILE, C.LOUD)
+    return high, low, loud
 
 
 @triton.jit
@@ -157,26 +159,25 @@ class BlockStates(NamedTuple):
     channel_scales: Any
     high: Any
     low: Any
+    loud: Any
 
 
 @triton.jit
 def _encode_loud(states, words, scales, C: tl.constexpr):
     """Encode the loud channels of a block's rows: codes to `words`, means and units behind the means at `scales`."""
-    index, factor = loud_channels_of(states.channel_scales, C.HEAD_DIM, C.TILE)
-    j = tl.arange(0, LOUD_TILE)
-    inside = (j < C.LOUD)[None, :]
+    index, factor = states.loud
     at = states.offsets + index[None, :]
-    x0 = tl.load(states.early + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]  # [64, LOUD_TILE]
-    x1 = tl.load(states.late + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+    x0 = tl.load(states.early + at).to(tl.float32) * factor[None, :]  # [64, LOUD]
+    x1 = tl.load(states.late + at).to(tl.float32) * factor[None, :]
     mean = (tl.sum(x0 + x1, axis=0) * (1 / TOKENS)).to(tl.float16)
     mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0).to(tl.float16)
     x0 -= mean.to(tl.float32)[None, :]
     x1 -= mean.to(tl.float32)[None, :]
-    unit = loud_unit(tl.maximum(tl.max(finite_size(x0), 0), tl.max(finite_size(x1), 0)))  # [LOUD_TILE]
+    unit = loud_unit(tl.max(tl.maximum(finite_size(x0), finite_size(x1)), 0))  # [LOUD]
     store_loud(x0, x1, unit, words, C.LOUD)
-    others = scales + 2 * TOKENS + C.DIM + 2 * j
-    tl.store(others, mean, mask=j < C.LOUD)
-    tl.store(others + 1, unit, mask=j < C.LOUD)
+    others = scales + 2 * TOKENS + C.DIM + 2 * tl.arange(0, C.LOUD)
+    tl.store(others, mean)
+    tl.store(others + 1, unit)
 
 
 @triton.jit
@@ -185,7 +186,7 @@ def _rotated(states, scales, part, C: tl.constexpr):
     tiles [64, part_width(TILE)]."""
     UNIT: tl.constexpr = C.DIM**-0.5
     SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
-    early, late, offsets, rotation, channel_scales, high, low = states
+    early, late, offsets, rotation, channel_scales, high, low, _ = states
     k = tl.arange(0, C.K_STEP)
     y0 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
     y1 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
@@ -212,18 +213,18 @@ def _rotated(states, scales, part, C: tl.constexpr):
 
 
 @triton.jit
-def encode_block(early, late, offsets, packed, home, rotation, channel_scales, high, low, C: tl.constexpr):
+def encode_block(early, late, offsets, packed, home, rotation, channel_scales, high, low, loud, C: tl.constexpr):
     """Encode one block's keys or values as block `home` of those from pointer `packed` on.
 
     Args:
         early, offsets: A pointer or pointers [64, 1], and offsets [64, 1] or [1, 1], to the block's first 64 rows, in
             the order of `block_rows`.
         late: The same for the other 64.
-        high, low: The whole rotation from `load_rotation` where K_STEP is TILE, unused otherwise.
+        high, low, loud: From `resident_rotation`.
         C: An `EncodeShape`.
     """
     WIDTH: tl.constexpr = part_width(C.TILE)
-    states = BlockStates(early, late, offsets, rotation, channel_scales, high, low)
+    states = BlockStates(early, late, offsets, rotation, channel_scales, high, low, loud)
     words = packed + home * C.BLOCK_WORDS + C.WORDS_AT
     scales = (packed + home * C.BLOCK_WORDS + C.SCALES_AT).to(tl.pointer_type(tl.float16), bitcast=True)
     if C.LOUD > 0:
@@ -323,7 +324,7 @@ def encode_blocks_of(
     else:
         offsets, token = tl.zeros([1, 1], tl.int32), block_rows()  # [64]
     channel_scales = new.channel_scales + head * C.HEAD_DIM
-    high, low = resident_rotation(new.rotation, channel_scales, C)
+    high, low, loud = resident_rotation(new.rotation, channel_scales, C)
     for task in tl.range(worker, total, workers, num_stages=STAGES):
         if places.block_table is None:
             early = states + new.stride_t.to(tl.int64) * (task * TOKENS)
@@ -347,7 +348,7 @@ def encode_blocks_of(
                 new.stride_t, new.stride_h, ROW, START, SINKS, RING, ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
             home = page * places.blocks_b + head
-        encode_block(early, late, offsets, packed, home, new.rotation, channel_scales, high, low, C)
+        encode_block(early, late, offsets, packed, home, new.rotation, channel_scales, high, low, loud, C)
 
 
 @triton.jit

@@ -32,11 +32,11 @@ def loud_rank(factor):
 
 
 @triton.jit
-def loud_channels_of(channel_scales, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
-    """Loud channels of a head, int32 [LOUD_TILE], and the sizes of their channel scales, float32, 0 for none."""
+def loud_channels_of(channel_scales, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Loud channels of a head, int32 [WIDTH], and the sizes of their channel scales, float32, 0 for none."""
     k = tl.arange(0, TILE)
     factor = tl.load(channel_scales + k, mask=k < HEAD_DIM, other=1.0).to(tl.float32)
-    here = loud_rank(factor)[:, None] == tl.arange(0, LOUD_TILE)[None, :]  # [TILE, LOUD_TILE]
+    here = loud_rank(factor)[:, None] == tl.arange(0, WIDTH)[None, :]  # [TILE, WIDTH]
     index = tl.sum(tl.where(here, k[:, None], 0), 0)
     return index, tl.sum(tl.where(here, -factor[:, None], 0.0), 0)
 
@@ -59,20 +59,19 @@ def store_loud(z0, z1, unit, words, LOUD: tl.constexpr):
     """Store the codes of a block's loud channels.
 
     Args:
-        z0, z1: [64, LOUD_TILE] float32 less their means, in the rows of `store_codes`.
-        unit: [LOUD_TILE] fp16 from `loud_unit`.
+        z0, z1: [64, LOUD] float32 less their means, in the rows of `store_codes`.
+        unit: [LOUD] fp16 from `loud_unit`.
         words: Pointer to the first word.
     """
     of_code = unit.to(tl.float32) * FP8_LEVEL_SCALE
     inverse = tl.where(of_code > 0.0, 1.0 / tl.where(of_code > 0.0, of_code, 1.0), 0.0)[None, :]
-    i, group = tl.arange(0, 64)[:, None], tl.arange(0, LOUD_TILE // 4)[None, :]
+    i, group = tl.arange(0, 64)[:, None], tl.arange(0, LOUD // 4)[None, :]
     at = words + (8 * (i >> 4) + (i & 7)) * LOUD + ((i >> 3) & 1) * (LOUD // 4) + group
     byte = 8 * tl.arange(0, 4)[None, None, :]
     for half in tl.static_range(2):
         z = (z0 if half == 0 else z1) * inverse
         codes = float_to_e4m3(tl.clamp(tl.where(z == z, z, 0.0), -FP8_MAX, FP8_MAX))
-        word = tl.sum(tl.reshape(codes, [64, LOUD_TILE // 4, 4]) << byte, 2)
-        tl.store(at + half * (LOUD // 2), word, mask=group < LOUD // 4)
+        tl.store(at + half * (LOUD // 2), tl.sum(tl.reshape(codes, [64, LOUD // 4, 4]) << byte, 2))
 
 
 _ASM = tl.constexpr("""{ .reg .b32 a, b, c, d;

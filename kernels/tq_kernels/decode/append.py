@@ -165,11 +165,11 @@ def _append(
     tl.store(rows + row * DIM + d, tl.load(states + i * stride + d, mask=written), mask=written)
     if due > 0:
         tl.debug_barrier()
-        high, low = resident_rotation(rotation, channel_scales, C)
+        high, low, loud = resident_rotation(rotation, channel_scales, C)
         early = rows + due_row * DIM
         late = early + HALF_TOKENS * DIM
         encode_block(
-            early, late, block_rows()[:, None] * DIM, packed, home, rotation, channel_scales, high, low, C
+            early, late, block_rows()[:, None] * DIM, packed, home, rotation, channel_scales, high, low, loud, C
         )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
 def _loud_rows(rows, row_mask, largest, blocks: PrefixBlocks, C: tl.constexpr):
     """Load the loud channels of query rows at pointers `rows` [BR], divided by `largest` [BR] and by the sizes of their
     channel scales: [BR, LOUD_TILE] float32."""
-    index, size = loud_channels_of(blocks.key_channel_scales + tl.program_id(1) * C.DK, C.DK, C.BLOCK_DK)
+    index, size = loud_channels_of(blocks.key_channel_scales + tl.program_id(1) * C.DK, C.DK, C.BLOCK_DK, LOUD_TILE)
     q = tl.load(rows[:, None] + index[None, :], mask=row_mask[:, None] & (size > 0)[None, :], other=0.0)
     return q.to(tl.float32) / (largest[:, None] * tl.where(size > 0, size, 1.0)[None, :])
 
