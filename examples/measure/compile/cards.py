@@ -89,7 +89,8 @@ class Fit:
 def packed_bytes(batch: int, length: int, heads: tuple[int, int, int], preset: str) -> float:
     """Bytes of a layer's packed blocks, sinks and window apart."""
     _, kv_heads, dim = heads
-    return batch * kv_heads * length / TOKENS * PRESETS[preset].layout(dim, dim).block_bytes
+    layout = replace(PRESETS[preset], loud=False).layout(dim)  # as measured and counted, before loud channels
+    return batch * kv_heads * length / TOKENS * layout.block_bytes
 
 
 def dense_bytes(batch: int, length: int, heads: tuple[int, int, int]) -> float:
