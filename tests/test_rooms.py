@@ -113,8 +113,6 @@ PRODUCT, TESTS = 28_614, 35_870
 Prefixes in files and grammars were granted 700, prompts at the speed of their products 400: all are paid for. Loud
 channels were granted 600."""
 FILES = 130  # joined.py; {codec/loud,stores/assigned,ops/latent_pages}.py; batching/{linear,prefixes,grammars}.py
-    130  # joined.py; {codec/loud,stores/assigned,ops/latent_pages}.py; latents; batching/{linear,prefixes,grammars}.py
-)
 
 
 @pytest.mark.parametrize("package", ROOMS)
