@@ -32,7 +32,7 @@ class LatentStep(Step):
 
     @property
     def config(self) -> TurboQuantConfig:
-        return replace(super().config, value_bits=self.rotary_bits)
+        return replace(super().config, value_bits=self.rotary_bits, loud=False)
 
 
 CASES = [
