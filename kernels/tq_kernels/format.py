@@ -20,9 +20,9 @@ MOST_SINKS = 8
 CHANNEL_MULTIPLE = 8
 """Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
 
-LOUD_HEADS, LOUD_EVERY, MOST_LOUD = 64, 32, 16
+LOUD_HEADS, LOUD_EVERY, MOST_LOUD, LARGEST_UNIT = 64, 32, 16, 2.0**15
 """Heads of `LOUD_HEADS` channels or more have loud ones: one in `LOUD_EVERY` or fewer, a power of two from four to
-`MOST_LOUD`. Measured by `examples/measure/quality/bound.py`."""
+`MOST_LOUD`. Measured by `examples/measure/quality/bound.py`. Units of their codes are `LARGEST_UNIT` at most."""
 
 SMALL_UNIT = 2.0**-18
 """Factor of small levels: n / 64 * 2**-18 is the subnormal fp16 with bits n. One byte is then looked up, and the other

@@ -16,7 +16,7 @@ per block.)
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, code_of
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, LARGEST_UNIT, code_of
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
@@ -26,8 +26,6 @@ from .codebook import CEILINGS, codes_of_ceilings, levels
 from .packing import pack, pack_loud, unpack, unpack_loud
 from .rotation import rotate, rotate_back
 
-LARGEST_UNIT = 2.0**15
-"""Largest unit of loud channels."""
 TILE_BLOCKS = 16
 """Number of blocks in a tile, over all sequences and heads. Temporaries stay small beside the cache, and with 128
 channels (1 MiB of float32) they fit into a processor's cache."""

@@ -11,11 +11,11 @@ import triton.language as tl
 
 from ..common.device import AMPERE
 from ..common.unpack import scaled, unpack_scales
-from ..format import MOST_LOUD
+from ..format import LARGEST_UNIT, MOST_LOUD
 from .quantize import FP8_LEVEL_SCALE, FP8_MAX, float_to_e4m3
 
 LOUD_TILE = tl.constexpr(MOST_LOUD)
-LARGEST_UNIT = tl.constexpr(2.0**15)
+_LARGEST_UNIT = tl.constexpr(LARGEST_UNIT)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def finite_size(x):
 def loud_unit(largest):
     """Units of an fp16 level, fp16, for the largest elements of channels: twice the power of two below each."""
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.minimum(2 * power, LARGEST_UNIT).to(tl.float16)
+    return tl.minimum(2 * power, _LARGEST_UNIT).to(tl.float16)
 
 
 @triton.jit

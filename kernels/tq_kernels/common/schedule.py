@@ -48,17 +48,19 @@ class BlockParts(NamedTuple):
     """Pointers to the parts of a block (`tq_kernels.layout`)."""
 
     key_words: Any
+    loud: Any
     value_words: Any
     scales: Any
     means: Any
 
 
 @triton.jit
-def parts_of(block, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """Parts of the block at pointer `block`; KEY and VALUE are the bits of a token's key and of its value."""
-    value_words = block + 4 * KEY
+def parts_of(block, KEY: tl.constexpr, VALUE: tl.constexpr, LOUD: tl.constexpr):
+    """Parts of the block at pointer `block`: codes of KEY and VALUE bits a token, and LOUD channels of keys."""
+    loud = block + 4 * KEY
+    value_words = loud + 32 * LOUD
     scales = value_words + 4 * VALUE
-    return BlockParts(block, value_words, scales, (scales + TOKENS).to(tl.pointer_type(tl.float16), bitcast=True))
+    return BlockParts(block, loud, value_words, scales, (scales + TOKENS).to(tl.pointer_type(tl.float16), bitcast=True))
 
 
 @triton.jit

@@ -266,9 +266,7 @@ def scaled(levels, scale, mean, ASM: tl.constexpr):
     scale = tl.broadcast_to(scale, levels.shape)
     if mean is None:
         if ASM >= AMPERE:
-            return tl.inline_asm_elementwise(
-                "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [levels, scale], dtype=tl.float16, is_pure=True, pack=2
-            )
+            return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [levels, scale], tl.float16, True, 2)
         else:
             return (levels.to(tl.float32) * scale.to(tl.float32)).to(tl.float16)
     else:

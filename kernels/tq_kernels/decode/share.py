@@ -96,7 +96,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     n = tl.arange(0, 32)
     kc = tl.arange(0, C.BLOCK_KC)
     vc = tl.arange(0, C.BLOCK_VC)
-    KEY: tl.constexpr = C.DKP * C.KEY_BITS + 8 * C.LOUD
+    KEY: tl.constexpr = C.DKP * C.KEY_BITS
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
     KEY_WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     VALUE_HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
@@ -133,7 +133,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         page_words = (blocks.page_blocks * C.BLOCK_WORDS).to(tl.int64)
         at = blocks.head + tl.load(blocks.block_table + first).to(tl.int64) * page_words
         page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
-    words = load_scales(parts_of(at, KEY, VALUE).scales + n, first < last)
+    words = load_scales(parts_of(at, KEY, VALUE, C.LOUD).scales + n, first < last)
     if C.MASK == 1:
         mask_at = mask.start + (sink_count + n).to(tl.int64) * mask.stride_t
         bias = load_bias(mask_at, first, mask.stride_t)
@@ -142,19 +142,19 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             next_at = at + C.BLOCK_WORDS
         else:
             next_at = blocks.head + page.to(tl.int64) * page_words
-        parts = parts_of(at, KEY, VALUE)
+        parts = parts_of(at, KEY, VALUE, C.LOUD)
         # Mean: mean . rotated queries, the same for all tokens of the block; and loud channels.
         shared = mean_scores(parts.means, q_mean, km, C)
         others = (shared, shared, shared, shared)
         if C.LOUD > 0:
-            loud = loud_rows(parts.key_words + 4 * C.DKP * C.KEY_BITS, parts.means + C.DKP, C.LOUD, C.ASM)
+            loud = loud_rows(parts.loud, parts.means + C.DKP, C.LOUD, C.ASM)
             others = ()
             for plane in tl.static_range(4):
                 others += (tl.dot(loud, q_loud[plane], shared),)
         # Scores: key levels . rotated queries, then the keys' scales.
         scores = key_scores(parts.key_words, q, n[:, None], kc[None, :], C)
         key_scale, value_scale = scales_of(words)
-        words = load_scales(parts_of(next_at, KEY, VALUE).scales + n, block + 1 < last)
+        words = load_scales(parts_of(next_at, KEY, VALUE, C.LOUD).scales + n, block + 1 < last)
         # Each step for all four planes: softcap's exponentials stay in this order.
         x = ()
         for plane in tl.static_range(4):

@@ -116,7 +116,7 @@ def _packed_tile(block, token, C: tl.constexpr):
     Returns:
         Chunks of latents [TILE, DK / CHUNKS], and rotary keys [DV, TILE], fp16, plane after plane.
     """
-    parts = parts_of(block, C.DK * C.KEY_BITS, C.DV * C.VALUE_BITS)
+    parts = parts_of(block, C.DK * C.KEY_BITS, C.DV * C.VALUE_BITS, 0)
     key_scales, value_scales = (), ()
     for plane in tl.static_range(4):
         key_scale, value_scale = unpack_scales(tl.load(parts.scales + 32 * plane + token))

@@ -166,8 +166,7 @@ def _attend_blocks(
     sinks, scratch: PrefixScratch, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to packed blocks `first` to `last`, and rotate the accumulator back."""
-    LOUD_AT: tl.constexpr = 4 * C.DKP * C.KEY_BITS
-    KEY: tl.constexpr = C.DKP * C.KEY_BITS + 8 * C.LOUD
+    KEY: tl.constexpr = C.DKP * C.KEY_BITS
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
     r = first_row + tl.arange(0, C.BLOCK_R)
     dk = tl.arange(0, C.BLOCK_DK)
@@ -177,10 +176,10 @@ def _attend_blocks(
     head = blocks.packed + blocks.kv_head * blocks.stride_h * C.BLOCK_WORDS
     if blocks.block_table is None:
         head += blocks.batch * blocks.stride_b * C.BLOCK_WORDS
-        first_parts = parts_of(head + first * C.BLOCK_WORDS, KEY, VALUE)
+        first_parts = parts_of(head + first * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
     else:
         page = tl.load(blocks.block_table + first).to(tl.int64)
-        first_parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE)
+        first_parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
     rotated = tl.dot(plain, matrix) * (C.DKP**-0.5)
     scale0, _ = unpack_scales(tl.load(first_parts.scales))
     reference = reference_key(first_parts.means + key_channel, scale0, dk, key_exists)  # [BDK]
@@ -200,9 +199,9 @@ def _attend_blocks(
     # A second block ahead would take registers that the products need: 13 % slower (H200, 4 bits).
     for block in tl.range(first, last, num_stages=1):
         if blocks.block_table is None:
-            parts = parts_of(head + block * C.BLOCK_WORDS, KEY, VALUE)
+            parts = parts_of(head + block * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
         else:
-            parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE)
+            parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
             page = tl.load(blocks.block_table + block + 1, mask=block + 1 < last, other=0).to(tl.int64)
         scales_at = parts.scales + tl.arange(0, 32)
         key_scales, value_scales = (), ()
@@ -215,7 +214,7 @@ def _attend_blocks(
         keys = key_tiles(parts.key_words, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
         loud = (None, None)
         if C.LOUD > 0:
-            loud = loud_tiles(parts.key_words + LOUD_AT, parts.means + C.DKP, loud_reference, C.LOUD, C.ASM)
+            loud = loud_tiles(parts.loud, parts.means + C.DKP, loud_reference, C.LOUD, C.ASM)
         values = value_tiles(parts.value_words, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
         t = sinks + block * TOKENS + tl.arange(0, TILE)
         x0 = logits(rotated, keys[0], loud_rows, loud[0], common, scale, mask, t, C.MASK, C.BOUNDS)

@@ -196,16 +196,13 @@ def decode_split_fragments(
                             seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
                             allowed += (load_flag(seen, r < rows),)
             home = block if block_table is None else tl.load(pages + block).to(tl.int64) * blocks_b
-            parts = parts_of(
-                head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS + 8 * C.LOUD, C.DVP * C.VALUE_BITS
-            )  # fmt: skip
-            loud_words = parts.key_words + (4 * C.DKP * C.KEY_BITS + half * (16 * C.LOUD))
+            parts = parts_of(head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS, C.DVP * C.VALUE_BITS, C.LOUD)
             place = BlockParts(
-                parts.key_words + half * (8 * KEY_WIDTH), parts.value_words + half * 8, parts.scales + half * 16,
-                parts.means,
+                parts.key_words + half * (8 * KEY_WIDTH), parts.loud + half * (16 * C.LOUD),
+                parts.value_words + half * 8, parts.scales + half * 16, parts.means,
             )  # fmt: skip
             acc, sums, maximum = attend_packed(
-                acc, sums, maximum, q, q_loud, factor, cap_log2, place, loud_words, allowed, g, t,
+                acc, sums, maximum, q, q_loud, factor, cap_log2, place, allowed, g, t,
                 PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES, C.LOUD),
             )  # fmt: skip
         store_partial(

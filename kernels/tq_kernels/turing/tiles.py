@@ -286,7 +286,7 @@ class PackedShape(NamedTuple):
 
 @triton.jit
 def attend_packed(
-    acc, sums, maximum, q, q_loud, factor, cap_log2, half: BlockParts, loud_words, allowed, g, t, C: tl.constexpr
+    acc, sums, maximum, q, q_loud, factor, cap_log2, half: BlockParts, allowed, g, t, C: tl.constexpr
 ):  # fmt: skip
     """Attend to half a block.
 
@@ -295,8 +295,7 @@ def attend_packed(
         q: TILES tuples of `load_rows`, rotated.
         q_loud: TILES tuples of `loud_pairs`.
         factor: 2 * TILES factors to base-2 logits, over `Code.small_unit`.
-        half: Pointers to its first rows of words and of scales, and to the block's mean.
-        loud_words: Pointer to its first row of loud channels.
+        half: Pointers to its first rows of words, of loud channels and of scales, and to the block's means.
         allowed: If MASKED, flags; plane p, row tile i and element j of its quad are flag 4 * (p * TILES + i) + j.
         C: A `PackedShape`.
     """
@@ -308,7 +307,7 @@ def attend_packed(
     shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
     shared = shared + shared + shared + shared
     if C.LOUD > 0:
-        shared = add_loud_scores(shared, loud_words, q_loud, half.means + C.DKP, g, t, C.LOUD, C.TILES)
+        shared = add_loud_scores(shared, half.loud, q_loud, half.means + C.DKP, g, t, C.LOUD, C.TILES)
     x, value_scale = (), ()
     for plane in tl.static_range(4):
         key_scale = ()
