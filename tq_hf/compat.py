@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
@@ -105,8 +105,7 @@ def _lacks(owner: Any, name: str, parts: str) -> set[str]:
 
 @lru_cache
 def check_required_names(feature: str, instead: str) -> None:
-    """Raise `ImportError` if the installed transformers lacks names that `feature` needs. The message lists them, and
-    ends with the sentence `instead` about an alternative."""
+    """Raise an `ImportError` with the names that `feature` needs and transformers lacks, and the sentence `instead`."""
     if missing := missing_names(feature):
         raise ImportError(f"{feature} {_lacking(', '.join(missing))} {instead}")
 
@@ -147,12 +146,10 @@ def tested(name: str) -> str:
 
 def untested(installed: dict[str, str]) -> list[str]:
     """List the packages outside of the tested versions, one clause each, from the installed version of each package."""
-    clauses = []
-    for name, (oldest, newest) in TESTED.items():
-        number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
-        if number is not None and not oldest <= (int(number[1]), int(number[2])) <= newest:
-            clauses.append(f"{name} {installed[name]} (tested: {tested(name)})")
-    return clauses
+    numbers = {name: re.match(r"(\d+)\.(\d+)", installed.get(name, "")) for name in TESTED}
+    releases = {name: (int(number[1]), int(number[2])) for name, number in numbers.items() if number}
+    outside = [name for name, release in releases.items() if not TESTED[name][0] <= release <= TESTED[name][1]]
+    return [f"{name} {installed[name]} (tested: {tested(name)})" for name in outside]
 
 
 def report_untested() -> None:
@@ -246,8 +243,7 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            # Suppress errors if the capture had not begun, or if torch has ended it (2.13 may then keep the memory of
-            # the pool).
+            # The capture may not have begun, or torch has ended it (2.13 may then keep the memory of the pool).
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device.index, pool)
                 torch._C._cuda_releasePool(device.index, pool)
@@ -292,8 +288,12 @@ def trace_apart() -> None:
 def flash_varlen(new: Any, ends: torch.Tensor, most: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal FlashAttention `[T, Hq, D]` of queries, keys and values of sequences with these `ends`, up to `most`
     tokens each, and base-e logarithms `[Hq, T]`. (`torch.nn.attention.varlen` has other arguments in each release.)"""
-    flash = torch.ops.aten._flash_attention_forward
-    return flash(*new, ends, ends, most, most, 0.0, True, False, scale=scaling)[:2]
+    return torch.ops.aten._flash_attention_forward(*new, ends, ends, most, most, 0.0, True, False, scale=scaling)[:2]
+
+
+def cudnn_attention(states: Sequence[Any], causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cuDNN's attention `[1, Hq, S, D]` of queries, keys and values, and base-e logarithms `[1, Hq, S, 1]`."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(*states, None, True, 0.0, causal, scale=scaling)[:2]
 
 
 def current_raw_stream(device: int) -> int:

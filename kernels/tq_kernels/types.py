@@ -285,6 +285,7 @@ class Sequences(NamedTuple):
             the new one. `None` for sliding windows, which have no blocks.
         max_q: Upper bound of the new tokens of a sequence; 1 if and only if all have one at most.
         lengths: Number of new tokens of the first sequences, if the host knows them; the others have none.
+        past: Number of cached tokens of these sequences, if the host knows them.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -293,6 +294,7 @@ class Sequences(NamedTuple):
     packed: torch.Tensor | None
     max_q: int
     lengths: tuple[int, ...] | None = None
+    past: tuple[int, ...] | None = None
 
     @property
     def least_padding(self) -> int:

@@ -63,7 +63,7 @@ def sequences_of(step: Step, past: tuple[int, ...], new: tuple[int, ...], block_
     own = (min(step.prefix, due_blocks(p, step.sinks, 0)) for p in past)
     packed = [max(q, due_blocks(p, step.sinks, step.residual)) for p, q in zip(past, own, strict=True)]
     packed = torch.tensor(packed, dtype=torch.int32, device=block_table.device)
-    return Sequences(cu_seqlens_q, cu_seqlens_k, block_table, packed, max(1, *new), new)
+    return Sequences(cu_seqlens_q, cu_seqlens_k, block_table, packed, max(1, *new), new, past)
 
 
 @contextmanager
@@ -96,8 +96,8 @@ class Inputs:
     def to(self, device: torch.device) -> Inputs:
         """A copy on `device`."""
         tokens = Tokens(*(x.to(device, copy=True) for x in self.tokens))
-        *tensors, max_q, lengths = self.sequences
-        sequences = Sequences(*(x.to(device, copy=True) for x in tensors), max_q, lengths)
+        tensors, host = self.sequences[:4], self.sequences[4:]
+        sequences = Sequences(*(x.to(device, copy=True) for x in tensors), *host)
         s_aux = None if self.s_aux is None else self.s_aux.to(device)
         channel_scales = self.channel_scales.map(lambda x: x.to(device))
         return Inputs(self.step, self.pool.to(device, copy=True), channel_scales, tokens, sequences, s_aux)

@@ -163,8 +163,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
         self.prefixes: PrefixStore | None = None
         """Pages of prefixes in host memory and files."""
-        self.lengths: tuple[int, ...] | None = None
-        """Number of new tokens of each request in the running step."""
+        self.lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """Numbers of new and of cached tokens of each request in the running step."""
         self._plans: dict[int, Any] = {}
         """Plans of the running step (see `_planned`), by index of the allocator."""
         self._latents: KeyValue | None = None

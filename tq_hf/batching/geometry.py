@@ -77,10 +77,11 @@ def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
 
 
 def sequences_of(
-    kwargs: dict[str, Any], shape: TableShape, index: int = 0, lengths: tuple[int, ...] | None = None
+    kwargs: dict[str, Any], shape: TableShape, index: int = 0, lengths: tuple[tuple[int, ...], ...] | None = None
 ) -> Sequences:
     """Build the sequences of a step for layers of kind `index`, with tables in this shape, by the arguments that the
-    engine passes to attention functions. No value is read on the host, so graphs can replay this."""
+    engine passes to attention functions, and `lengths` and `past` on the host, if known. No value is read from the
+    device, so graphs can replay this."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
         table, max_q = kwargs["block_table"][index], 1
@@ -103,9 +104,8 @@ def sequences_of(
     past = cu_seqlens_k.diff() - cu_seqlens_q.diff()
     packed = (past - shape.sinks - shape.residual).clamp(min=0) // BLOCK_TOKENS
     # The number of shared blocks is -1 in a table that does not list it.
-    return Sequences(
-        cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.shared_blocks]), max_q, lengths
-    )
+    packed = torch.maximum(packed, table[:, shape.shared_blocks])
+    return Sequences(cu_seqlens_q, cu_seqlens_k, table, packed, max_q, *(lengths or ()))
 
 
 class StateStep(NamedTuple):

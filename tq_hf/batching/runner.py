@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from tq_kernels.format import BLOCK_TOKENS
 from transformers import CompileConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -356,8 +357,10 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         batch_data.pop("is_causal", None)
         host, device = self.buffers()
         # Kernels of single tokens beside prompts are compiled, too.
-        lengths = tuple(future.query_length for future in host.requests_in_batch)
-        self.cache.lengths = lengths + (1,) * self.only_compiles
+        lengths = [(each.query_length, each.state.position_offset) for each in host.requests_in_batch]
+        if self.only_compiles:  # and little history, which cuDNN would read
+            lengths = [*((new, min(length, new + 16 * BLOCK_TOKENS)) for new, length in lengths), (1, 1)]
+        self.cache.lengths = tuple(new for new, _ in lengths), tuple(length - new for new, length in lengths)
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
