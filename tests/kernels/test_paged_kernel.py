@@ -155,7 +155,7 @@ def cudnn_in_torch(states: list[torch.Tensor], causal: bool, scaling: float) -> 
     """As `cudnn_attention`, which sees few shapes."""
     query, key, value = (x[0].transpose(0, 1) for x in states)
     assert len(query) % triton_pages.DIVISOR == 0
-    assert len(key) == len(query) if causal else len(key) // 128 in triton_pages.PIECES
+    assert len(key) == len(query) if causal else len(key) // 128 in (2, 4)
     out, lse = causal_in_torch(query, key, value, scaling, causal)
     return out.transpose(0, 1)[None], lse[None, ..., None]
 
@@ -170,12 +170,13 @@ if INTERPRETED:
         pieces, dequantize = [], triton_pages.blocks.dequantize
         for name, value in {
             "flash_takes": lambda *_: True,
-            "cudnn_takes": lambda _: True,
+            "cudnn_takes": lambda *_: True,
             "flash_varlen": flash_in_torch,
             "cudnn_attention": cudnn_in_torch,
             "LONG_PROMPT": long,
             "DIVISOR": 8,
-            "PIECES": (4, 2),
+            "LEAST_PIECE": 2,
+            "PIECE": 4,
         }.items():
             monkeypatch.setattr(triton_pages, name, value)
         monkeypatch.setattr(
@@ -232,6 +233,17 @@ def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
     )
     check(many)
     check(replace(many, past=past[:12], new=new))
+
+
+@gpu
+@pytest.mark.parametrize(("dim", "preset"), [(64, "4bit_nc"), (128, "2bit_nc"), (128, "k8v4"), (256, "3bit_nc")])
+def test_long_prompts_on_a_gpu(dim: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which cuDNN computes the most, from Hopper on."""
+    seen, attend = [], triton_pages.cudnn_attention
+    monkeypatch.setattr(triton_pages, "cudnn_attention", lambda *x: (seen.append(x[1]), attend(*x))[1])
+    prompts = Step(past=(2500, 0, 700, 130), new=(1100, 1536, 90, 1), Hq=8, Hkv=2, D=dim, preset=preset, nobody=5)
+    check(replace(prompts, sinks=4, residual=128, dtype=BF16), slack=1.2)
+    assert seen == [True, True, False] or torch.cuda.get_device_capability() < (9, 0)
 
 
 @gpu

@@ -357,7 +357,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         batch_data.pop("is_causal", None)
         host, device = self.buffers()
         # Kernels of single tokens beside prompts are compiled, too.
-        lengths = [(each.query_length, each.state.position_offset) for each in host.requests_in_batch]
+        lengths = [(future.query_length, future.state.position_offset) for future in host.requests_in_batch]
         if self.only_compiles:  # and little history, which cuDNN would read
             lengths = [*((new, min(length, new + 16 * BLOCK_TOKENS)) for new, length in lengths), (1, 1)]
         self.cache.lengths = tuple(new for new, _ in lengths), tuple(length - new for new, length in lengths)

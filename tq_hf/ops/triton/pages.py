@@ -8,6 +8,7 @@ caller's workspace.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import accumulate, groupby
 
 import torch
@@ -42,8 +43,8 @@ LONG_PROMPT = 1024
 2 and as `prefix_attention` (H200, 8k tokens: 550 to 670 TFLOP/s)."""
 DIVISOR = 512
 """Divisor of cuDNN's numbers of queries: a shape that it has not seen takes 40 ms."""
-PIECES = (64, 32, 16, 8)
-"""Numbers of blocks of history that are dequantized at once for cuDNN."""
+LEAST_PIECE, PIECE = 8, 64
+"""Blocks of history that are dequantized at once for cuDNN: a multiple, and the most."""
 
 
 def widest_paged_head(device: torch.device) -> int | None:
@@ -104,8 +105,11 @@ def prompt_buffer_bytes(
     if not supports_paged_decode(like, layout):
         return 0
     if supports_paged_prompts(like, layout):
-        largest = max(PIECES) * BLOCK_TOKENS
-        length = min(length, largest) if like.is_cuda and cudnn_takes(like.new_empty(1, 1, layout.key_dim)) else 0
+        length = (
+            min(length, PIECE * BLOCK_TOKENS)
+            if like.is_cuda and cudnn_takes(layout.key_dim, like.dtype, like.device)
+            else 0
+        )
     states = (layout.key_dim + layout.value_dim) * like.element_size()
     return heads[1] * length * (states + layout.slot_bytes)
 
@@ -133,17 +137,18 @@ def flash_takes(query: torch.Tensor, options: AttentionOptions) -> bool:
     return query.shape[2] <= 256 and query.shape[2] % 8 == 0 and target(query.device).asm >= AMPERE
 
 
-def cudnn_takes(query: torch.Tensor) -> bool:
-    """Whether cuDNN attends from long prompts with these queries `[T, Hq, D]`, where `flash_takes` them."""
-    like = query.transpose(0, 1)[None]
+@lru_cache
+def cudnn_takes(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN attends from long prompts with heads of `dim` channels, where `flash_takes` them."""
+    like = torch.empty(1, 1, DIVISOR, dim, dtype=dtype, device=device)
     able = can_use_cudnn_attention(SDPAParams(like, like, like, None, 0.0, True, False))
-    return able and target(query.device).dependent_launch
+    return able and target(device).dependent_launch
 
 
 def long_prompts(query: torch.Tensor, sequences: Sequences) -> dict[int, slice]:
     """Sequences that cuDNN attends from, and the slices of their new tokens. The host knows `lengths`."""
     lengths = sequences.lengths or (0,)
-    if max(lengths) < LONG_PROMPT or not cudnn_takes(query):
+    if max(lengths) < LONG_PROMPT or not cudnn_takes(query.shape[2], query.dtype, query.device):
         return {}
     ends = [0, *accumulate(lengths)]
     return {i: slice(ends[i], ends[i + 1]) for i, count in enumerate(lengths) if count >= LONG_PROMPT}
@@ -195,34 +200,34 @@ def attend_history(
         The sequences without these blocks. They fill whole rings, so the rows after them stay where they are.
     """
     held, layout, table = pages.tensors, pages.layout, sequences.block_table
-    if sequences.past is None or BLOCK_TOKENS * PIECES[-1] % held.ring_rows:
+    if sequences.past is None or BLOCK_TOKENS * LEAST_PIECE % held.ring_rows:
         return sequences
     column, left_out = held.first_block_column, [0] * len(table)
     rest = table
     for i, own in long_prompts(new.query, sequences).items():
-        tokens = max(0, sequences.past[i] - held.sinks - pages.config.residual_length)
-        if tokens < BLOCK_TOKENS * PIECES[-1]:
+        number = (sequences.past[i] - held.sinks - pages.config.residual_length) // (BLOCK_TOKENS * LEAST_PIECE)
+        if number < 1:
             continue
         # In fp16, as in the kernel: bfloat16 would round keys to the size of their means.
         query, mean, total = new.query[own].half(), out[own].half(), lse[:, own]
-        for size in PIECES:
-            while tokens // BLOCK_TOKENS - left_out[i] >= size:
-                first = column + left_out[i]
-                packed = pages.packed(table[i, first : first + size].long())
-                shapes = ((1, pages.kv_heads, size * BLOCK_TOKENS, d) for d in (layout.key_dim, layout.value_dim))
-                keys, values = map(query.new_empty, shapes)
-                blocks.dequantize(pages.config, packed, keys, values)
-                piece = Tokens(query, keys[0].transpose(0, 1), values[0].transpose(0, 1))
-                found, found_lse = _attend_long(piece, False, options.scaling)
-                total = torch.logaddexp(total, found_lse)
-                mean.lerp_(found, (found_lse - total).exp().T[..., None].half())
-                left_out[i] += size
+        while (size := min(PIECE, number * LEAST_PIECE - left_out[i])) > 0:
+            first = column + left_out[i]
+            packed = pages.packed(table[i, first : first + size].long())
+            shapes = ((1, pages.kv_heads, size * BLOCK_TOKENS, d) for d in (layout.key_dim, layout.value_dim))
+            keys, values = map(query.new_empty, shapes)
+            blocks.dequantize(pages.config, packed, keys, values)
+            piece = Tokens(query, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+            found, found_lse = _attend_long(piece, False, options.scaling)
+            total = torch.logaddexp(total, found_lse)
+            mean.lerp_(found, (found_lse - total).exp().half().T.contiguous()[..., None])
+            left_out[i] += size
         out[own], lse[:, own] = mean, total
         rest = table.clone() if rest is table else rest
         rest[i, column : table.shape[1] - left_out[i]] = table[i, column + left_out[i] :]
     if rest is table:
         return sequences
-    fewer = torch.tensor([0, *left_out], dtype=torch.int32, device=table.device)
+    # Without `non_blocking` the host would wait for the device.
+    fewer = torch.tensor([0, *left_out], dtype=torch.int32).to(table.device, non_blocking=True)
     lengths = sequences.cu_seqlens_k - BLOCK_TOKENS * fewer.cumsum(0, dtype=torch.int32)
     assert sequences.packed is not None
     return sequences._replace(cu_seqlens_k=lengths, block_table=rest, packed=sequences.packed - fewer[1:])
