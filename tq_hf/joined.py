@@ -82,11 +82,11 @@ def _are_alike(modules: list[Any], device: str | None) -> bool:
 
 def join(model: nn.Module, device: str | None = None) -> None:
     """Join projections of a model in place, until `separate`; those on devices of one kind, by default on all."""
-    found: list[list[Any]] = []
-    for parent in model.modules():
+    found, modules = list[list[Any]](), [*model.modules()]
+    for parent in modules:
         children = dict(parent.named_children())  # one that has two names is shared, and has the first only
         found += [each for names in GROUPS if _are_alike(each := [children.get(name) for name in names], device)]
-    used = Counter(id(x) for each in model.modules() if found for x in each.parameters(recurse=False))
+    used = Counter(id(x) for each in modules if found for x in each.parameters(recurse=False))
     for group in found:
         if all(used[id(each.weight)] == 1 for each in group):
             Joined(group)

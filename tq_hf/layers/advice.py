@@ -25,6 +25,8 @@ OFTEN = 4
 """Number of times that a layer encodes assigned rows again before a warning."""
 SAMPLED_TOKENS = 128
 """Number of newest prompt tokens to check (fewer if fewer are dense)."""
+SAMPLED_NUMBERS = 1 << 23
+"""Most numbers to check at once: all layers of a sequence, one by one those of a large batch."""
 SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
 """Range of a head's RMS. Outside, scales exceed fp16 or are subnormal, with too few bits."""
 
@@ -88,25 +90,32 @@ def warn_beyond_fp16(layers: Mapping[int, Any]) -> None:
     Checks dense tokens of compressed `layers`, by their index in the model, after their first prompt. Waits for the
     device, once.
     """
-    checked, sizes = [], []
+    groups: dict[Any, list[Any]] = {}
     for index, layer in layers.items():
         parts = layer.store.view().dense_parts() if layer.store is not None else []
         if not parts or parts[-1][1][0].is_meta or parts[-1][1][0].shape[2] == 0:
             continue
         channel_scales = layer.store.blocks.channel_scales
         for name, states, scales in zip(("Keys", "Values"), parts[-1][1], channel_scales, strict=True):
-            rows = states[:, :, -SAMPLED_TOKENS:].float()
-            rows = rows * scales[:, :, None].to(rows)
-            centered = rows - rows.mean(2, keepdim=True) if name == "Keys" else rows
-            norms = (torch.linalg.vector_norm(x, dim=(2, 3)) for x in (rows, centered))
-            size, rms = (norm / (rows.shape[2] * rows.shape[3]) ** 0.5 for norm in norms)  # [B, Hkv]
+            rows = states[:, :, -SAMPLED_TOKENS:]
+            groups.setdefault((name, rows.shape, rows.dtype, rows.device), []).append((index, rows, scales[:, :, None]))
+    checked, sizes = [], []
+    for (name, shape, *_), members in groups.items():
+        at_once = max(1, SAMPLED_NUMBERS // shape.numel())
+        for some in (members[start : start + at_once] for start in range(0, len(members), at_once)):
+            indices, states, factors = zip(*some, strict=True)
+            rows = torch.stack(states).float() * torch.stack(factors).float()
+            centered = rows - rows.mean(3, keepdim=True) if name == "Keys" else rows
+            norms = (torch.linalg.vector_norm(x, dim=(3, 4)) for x in (rows, centered))
+            size, rms = (norm / (shape[2] * shape[3]) ** 0.5 for norm in norms)  # [layers, B, Hkv]
             # Equal rows (padding) leave rounding; 0 is exact, NaN is no error here.
             beyond = (rms > LARGEST_RMS) | ((rms > 1e-6 * size) & (rms < SMALLEST_RMS))
-            checked.append((name, index))
-            sizes.append(torch.where(beyond, rms, 0).amax())
+            checked += [(name, index) for index in indices]
+            sizes.append(torch.where(beyond, rms, 0).amax((1, 2)))
     # One wait for all layers: each wait for the device takes as long as a layer's launches.
-    found = torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []
+    found = torch.cat([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []
     wrong = [(name, index, rms) for (name, index), rms in zip(checked, found, strict=True) if rms]
+    wrong.sort(key=lambda each: each[1])
     if wrong:
         (name, index, rms), skipped = wrong[0], tuple(sorted({index for _, index, _ in wrong}))
         balanced = all(layers[index].config.balance for index in skipped)
