@@ -238,10 +238,10 @@ def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
 @gpu
 @pytest.mark.parametrize(("dim", "preset"), [(64, "4bit_nc"), (128, "2bit_nc"), (128, "k8v4"), (256, "3bit_nc")])
 def test_long_prompts_on_a_gpu(dim: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which cuDNN computes the most, from Hopper on."""
+    """From Hopper on cuDNN attends to most of the tokens."""
     seen, attend = [], triton_pages.cudnn_attention
     monkeypatch.setattr(triton_pages, "cudnn_attention", lambda *x: (seen.append(x[1]), attend(*x))[1])
-    prompts = Step(past=(2500, 0, 700, 130), new=(1100, 1536, 90, 1), Hq=8, Hkv=2, D=dim, preset=preset, nobody=5)
+    prompts = Step(past=(1200, 0, 700, 130), new=(1030, 1024, 90, 1), Hq=4, Hkv=1, D=dim, preset=preset, nobody=5)
     check(replace(prompts, sinks=4, residual=128, dtype=BF16), slack=1.2)
     assert seen == [True, True, False] or torch.cuda.get_device_capability() < (9, 0)
 

@@ -146,8 +146,10 @@ class Oracle:
         for prompt, one, other in zip(inputs, found, expected, strict=True):
             at = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
             if at is not None:
-                ids = torch.tensor([prompt + one[:at]], device=self.model.device)
-                logits = self.model(ids, **as_input(self.cache())).logits[0, -1].float()
+                cache = self.cache()
+                for ids in (prompt, *([token] for token in one[:at])):  # as the answers came
+                    tokens = torch.tensor([ids], device=self.model.device)
+                    logits = self.model(tokens, **as_input(cache)).logits[0, -1].float()
                 distances.append(float((logits[one[at]] - logits[other[at]]).abs() / logits.std()))
         self.model.set_attn_implementation(before)
         return max(distances)
