@@ -51,8 +51,8 @@ def record(name: str) -> dict[str, Any]:
 
 
 def real_records() -> list[dict[str, Any]]:
-    """Results on real weights with loud channels, of the two longest lengths, shorter first."""
-    found = [record(path.stem) for path in RESULTS.glob("real-smollm2-*-loud.json")]
+    """Results on real weights, of the two longest lengths, shorter first."""
+    found = [record(path.stem) for path in RESULTS.glob("real-smollm2-*.json")]
     return sorted(found, key=lambda one: one["document_tokens"])[-2:]
 
 

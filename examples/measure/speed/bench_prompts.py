@@ -28,7 +28,7 @@ from tq_hf import TurboQuantBatching, TurboQuantConfig
 PRESET = "4bit_nc"
 KINDS = {
     "products": ("nvjet", "gemm", "cutlass_80", "splitK"),
-    "attention": ("prefix_attention", "flash_fwd", "decode_split", "reduce_splits", "merge_splits"),
+    "attention": ("prefix_attention", "flash_fwd", "cudnn", "lerp", "decode_split", "reduce_splits", "merge_splits"),
     "blocks and rows": ("encode_blocks", "append"),
     "elementwise and norms": ("triton_", "elementwise"),
 }
