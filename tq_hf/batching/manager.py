@@ -116,7 +116,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Requests that limit the size of the pool; `None` if memory or the user's options set the size."""
         self._default_requests = default_requests(model, requested)
         self._last_model: tuple[Any, ...] | None = None
-        """Identity of the model at the end of the last session. Pages kept from it depend on them."""
+        """Identity of the model in the last session. Pages kept from it depend on it."""
+        self._is_checked = False
+        """Whether `_last_model` was compared with the model for the session that begins or runs."""
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
         options.default_compile_level = 0  # our runner compiles layers
@@ -153,12 +155,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return self.model.device, fingerprint.identify(self.model), edits
 
     def model_is_unchanged(self) -> bool:
-        """Whether the model is unchanged since the end of the last session. Pages and graphs depend on its weights.
-        Edits of single numbers through `.data`, which torch does not count, are not noticed."""
-        if self._last_model is not None:
-            if self.model.device != self._last_model[0] or self._identity() != self._last_model:
-                return False
-            self._last_model = None  # check once per session
+        """Whether the model is what it was in the last session. Pages and graphs depend on its weights. Edits of single
+        numbers through `.data`, which torch does not count, are not noticed."""
+        if self._last_model is not None and not self._is_checked:
+            self._is_checked = self.model.device == self._last_model[0] and self._identity() == self._last_model
+            return self._is_checked
         return True
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -453,7 +454,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if serving.get(self.model) is self:
             del serving[self.model]
         if self._keeps_pages and self.batch_processor is not None:
-            self._last_model = self._identity()
+            self._last_model = self._last_model or self._identity()
+        self._is_checked = False
 
     def stop(
         self,
@@ -473,7 +475,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if runner is not None and self.batch_processor is None and not self.is_running():
             runner.cancel(timeout if block else 0)
         self._wake_up_loop.set()
-        if not self.is_running() and self._last_model is None:  # it was not started, or has failed
+        if not self.is_running() and (self._is_checked or self._last_model is None):  # not started, or failed
             self._end_session()
         if self.batch_processor is None:
             self._last_model = None
@@ -489,6 +491,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             finally:
                 # Ranks must agree.
                 changed = self.distributed_helper.tp_size > 1 or self._identity() != before
+                self._last_model = None if changed else self._last_model
                 if changed and isinstance(self.batch_processor, TurboQuantBatchProcessor):
                     self.batch_processor.forget_prefixes()
 
