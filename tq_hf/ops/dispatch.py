@@ -506,11 +506,10 @@ def windowed_step(
 
 def _attend_windows(new: Tokens, windows: LayerWindows, step: WindowStep, options: AttentionOptions) -> torch.Tensor:
     """Store the N new tokens of requests with one each, then attend to their windows: `[N, Hq, D]`."""
-    arguments = (new, windows, step.past, step.block_table, options)
     if triton_pages.supports_attend_windows(new.query, new.key, windows):
-        return triton_pages.attend_windows(*arguments)
+        return triton_pages.attend_windows(new, windows, step, options)
     say_torch_computes("A sliding layer's decode step of a batch", new.query, new.query.shape[-1])
-    return sliding_pages.attend_windows(*arguments)
+    return sliding_pages.attend_windows(new, windows, step, options)
 
 
 def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

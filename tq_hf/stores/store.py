@@ -184,7 +184,12 @@ class LayerStore:
         self.scales_are_fixed = True
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        defer: bool = False,
+        padding: Padding | None = None,
+        is_step: bool = False,
     ) -> View:
         """Store new tokens and return what their queries attend to. A kernel that reads the view may write a token.
 
@@ -193,6 +198,8 @@ class LayerStore:
             values: `[B, Hkv, S, Dv]`.
             defer: Leave a prompt whose queries decide the channel scales to `encode_deferred`.
             padding: Padding of a call of several tokens, if known.
+            is_step: Whether they are several tokens of a decode step of a preallocated store, which has room for them
+                (`take_steps_of`).
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
@@ -216,7 +223,7 @@ class LayerStore:
                 return self._append_token(keys, values)
         else:
             check_fits(keys, values, row)
-            if self.device_counts is not None and self.takes_step(keys.shape[2]):
+            if is_step:
                 return self._append_on_device(keys, values)
         held = self.settle().without_encoded_rows()
         if self.max_cache_len is None:
@@ -229,11 +236,6 @@ class LayerStore:
         except BaseException:
             self._undo(before)
             raise
-
-    def takes_step(self, tokens: int) -> bool:
-        """Whether a preallocated store appends this number of tokens in a decode step."""
-        is_held = torch.compiler.is_dynamo_compiling() or self.num_tokens != 0
-        return tokens == 1 or (is_held and 1 < tokens <= self.step_tokens)
 
     @outside_inference_mode
     def take_steps_of(self, tokens: int) -> None:

@@ -220,7 +220,24 @@ class LayerWindows:
         self.rows[page, :, row] = torch.stack([keys, values], 1)
 
 
-class WindowStep(NamedTuple):
+class WindowRows(NamedTuple):
+    """Rows of the windows of N requests with one new token, the same in all layers. Padding tokens hold nothing.
+
+    Args:
+        exists: Whether a token is no padding, `[N]` bool.
+        new: Page and row of the new token, `[N]` int64 each.
+        held: Whether a row has a token, the new one included, `[N, window]` bool.
+        places: Page (0, which is zero, if nothing is held) and row, `[N, window]` int64 each.
+    """
+
+    exists: torch.Tensor
+    new: tuple[torch.Tensor, torch.Tensor]
+    held: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(eq=False)
+class WindowStep:
     """The requests of a step, N of them with one new token.
 
     Args:
@@ -235,3 +252,15 @@ class WindowStep(NamedTuple):
     past: torch.Tensor
     block_table: torch.Tensor
     prompts: list[tuple[slice, int, torch.Tensor]]
+    _rows: WindowRows | None = field(init=False, repr=False, default=None)
+
+    def rows(self, windows: LayerWindows) -> WindowRows:
+        """Rows of the windows, which the first layer that asks computes for all."""
+        if self._rows is None:
+            exists, slots = self.past >= 0, torch.arange(windows.window, device=self.past.device)
+            page, row = windows.places(self.block_table, self.past.clamp(min=0)[:, None])
+            new = torch.where(exists, page[:, 0], windows.trash), row[:, 0]
+            held = slots <= self.past[:, None]
+            page, row = windows.places(self.block_table, slots.expand_as(held))
+            self._rows = WindowRows(exists, new, held, (torch.where(held, page, 0), row))
+        return self._rows
