@@ -25,12 +25,13 @@ from array import array
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import takewhile
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import ChannelScales, KeyValue
+from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
 from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -42,8 +43,11 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 
 from ..config import TurboQuantConfig
-from ..tensors.pages import LayerPages, LayerWindows, window_page
-from .geometry import TableShape, listed
+from ..ops.dispatch import paged_step, windowed_step
+from ..ops.sliding_pages import WINDOW_BYTES, plan_step
+from ..ops.workspace import Workspace
+from ..tensors.pages import LayerPages, LayerWindows, WindowStep, window_page
+from .geometry import StateStep, TableShape, listed, sequences_of, states_of
 
 SECOND = SLIDING_ATTENTION
 """Key of the allocator beside that of full attention, of windows or of states: the engine's inputs know two keys."""
@@ -119,11 +123,28 @@ def block_hash(parent: int | None, tokens: list[int]) -> int:
     return int.from_bytes(digest, "little") & ~1
 
 
-class _PoolAllocator(FullAttentionCacheAllocator):
-    """Allocator of pages in the pool of all layers. Only the attention `turboquant_paged` reads the pool."""
+class PoolAllocator(FullAttentionCacheAllocator):
+    """Allocator of the pages of one kind of layers, in the pool of all layers. Only the attention `turboquant_paged`
+    reads the pool.
+
+    A kind of layers is a subclass, which the cache asks for sizes and for the plan of a step. With keys and values it
+    has a method `attend`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
+    layers may read the same pages), and returns their attention `[T, Hq, D]`.
+    """
 
     shape: TableShape
     """Columns of a block table."""
+    scratch_bytes = 0
+    """Bytes of scratch of a step, whatever number of tokens it has, besides those of full attention."""
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of `tokens` more tokens of a request."""
+        return 0
+
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> Any:
+        """Plan of a step of `total` tokens, the same for all layers: pages of the requests, by the arguments that the
+        engine passes to attention functions."""
+        return sequences_of(kwargs, self.shape, self.index, lengths)
 
     def _set_block(self, size: int, tokens: int) -> None:
         """Set the bytes and tokens of a page in all layers. transformers takes a block to be a page of one layer."""
@@ -174,7 +195,7 @@ class _PoolAllocator(FullAttentionCacheAllocator):
     get_cache_for_block_table = update
 
 
-class TurboQuantAllocator(_PoolAllocator):
+class TurboQuantAllocator(PoolAllocator):
     """Allocator of the packed pages of all full-attention layers.
 
     Args:
@@ -224,6 +245,11 @@ class TurboQuantAllocator(_PoolAllocator):
             view = LayerPages.of_pool(page[:, None], 0, self.tq_config, self.layout, self.cache_dtype)
             scales = self.channel_scales.get(layer)
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
+
+    def attend(
+        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
+    ) -> torch.Tensor:
+        return paged_step(new, self.pages[layer], plan, options, scratch, store=store)
 
     def _sink_hash(self, tokens: list[int]) -> int:
         """Hash of the sink page, made from the sink tokens. It is odd, those of blocks are even."""
@@ -349,11 +375,12 @@ class TurboQuantAllocator(_PoolAllocator):
         return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
 
 
-class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
+class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
     """Allocator of dense pages for the windows of all sliding layers. A page has a multiple of `unit` bytes.
     `options` are arguments of transformers' allocator, without `page_size`."""
 
     supports_block_table = True
+    scratch_bytes = WINDOW_BYTES
 
     def __init__(self, unit: int, **options: Any) -> None:
         heads, dtype = options["num_key_value_heads"], options["cache_dtype"]
@@ -374,6 +401,17 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         for i, layer in enumerate(self.layer_indices):
             self.windows[layer] = LayerWindows(rows[:, i], self.sliding_window, self.write_trash_index)
 
+    def bytes_of(self, tokens: int) -> int:
+        return ceil(self.bytes_per_block * tokens / self.tokens_per_page)
+
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> WindowStep:
+        return plan_step(super().plan(kwargs, total, lengths), total)
+
+    def attend(
+        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
+    ) -> torch.Tensor:
+        return windowed_step(new, self.windows[layer], plan, options, store=store)
+
 
 def as_words(states: torch.Tensor) -> torch.Tensor:
     """View contiguous rows `[B, ...]` as elements of 16 bytes `[B, n]` where they have whole ones: torch's kernels that
@@ -382,7 +420,7 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
     return flat if flat.shape[1] * flat.itemsize % 16 else flat.view(torch.complex128)
 
 
-class StateAllocator(_PoolAllocator):
+class StateAllocator(PoolAllocator):
     """Allocator of the states of all linear layers: one page per request, from its first token to its last, as large as
     a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size`.
 
@@ -407,6 +445,9 @@ class StateAllocator(_PoolAllocator):
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         return max(0, 1 - allocated_blocks)
+
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> StateStep:
+        return states_of(kwargs, self.shape, self.index, self.write_trash_index)
 
     def register_cache_tensor(self, *arguments: Any) -> None:
         """View the bytes of the cache as states of each layer."""

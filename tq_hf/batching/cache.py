@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
-from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences, Tokens
+from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
@@ -19,20 +19,13 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 
 from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig, holds_latents
-from ..ops import dispatch, latent_pages
-from ..ops.dispatch import (
-    SCRATCH,
-    decode_scratch_bytes,
-    latent_scratch,
-    paged_step,
-    prompt_buffer_bytes,
-    step_scratch_bytes,
-)
-from ..ops.sliding_pages import WINDOW_BYTES, plan_step
+from ..ops import latent_pages
+from ..ops.dispatch import SCRATCH, decode_scratch_bytes, latent_scratch, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.workspace import Workspace
 from .allocators import (
     SECOND,
     LayerSpec,
+    PoolAllocator,
     StateAllocator,
     TurboQuantAllocator,
     WindowAllocator,
@@ -40,7 +33,7 @@ from .allocators import (
     page_owners,
     paged_layers,
 )
-from .geometry import StateStep, sequences_of, states_of
+from .geometry import StateStep
 from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
@@ -193,20 +186,20 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         self.bytes_per_block = allocator.bytes_per_block
         """Bytes of `BLOCK_TOKENS` tokens in all layers."""
-        self.windows: WindowAllocator | None = None
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
-        if SLIDING_ATTENTION in kinds:
-            windows = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
-            self.windows = self.cache_allocators[SECOND] = windows
-            self.bytes_per_sector = windows.bytes_per_block
-            self.bytes_per_block += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
-            if self.max_blocks_per_request:
-                self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
         self.states: StateAllocator | None = None
         if probe.linear.sizes.shapes:
             self.states = StateAllocator(self.bytes_per_sector, probe.linear.sizes, index=1, **full)
-            self.cache_allocators[SECOND] = self.states
-            self.bytes_per_sector = self.states.bytes_per_block
+        self.second: PoolAllocator | None = self.states
+        """Allocator beside that of full attention: of windows or of states."""
+        if SLIDING_ATTENTION in kinds:
+            self.second = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
+        if self.second is not None:
+            self.cache_allocators[SECOND] = self.second
+            self.bytes_per_sector = self.second.bytes_per_block
+            self.bytes_per_block += self.second.bytes_of(BLOCK_TOKENS)
+            if self.max_blocks_per_request:
+                self.max_blocks_per_request = max(self.max_blocks_per_request, self.second.shape.ring_pages)
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
         self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
 
@@ -258,8 +251,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.memory.scratch_bytes = fixed + reserved
         if self.states is not None and blocks is not None:
             self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))
-        if self.windows is not None:
-            self.memory.scratch_bytes += WINDOW_BYTES
+        if self.second is not None:
+            self.memory.scratch_bytes += self.second.scratch_bytes
             self.memory.max_blocks_per_request = self.max_blocks_per_request
         return reserved
 
@@ -283,7 +276,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def _sectors_of(self, length: int) -> int:
         """Number of sectors that a single request of `length` tokens takes."""
         packed = ceil(self.allocator.pages_of(length) * self.allocator.bytes_per_block / self.bytes_per_sector)
-        return packed + sum(each.pages_of(length) for each in (self.windows, self.states) if each is not None)
+        return packed + (0 if self.second is None else self.second.pages_of(length))
 
     @property
     def max_request_tokens(self) -> int:
@@ -379,13 +372,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
         linear layer asks for them before it reads."""
         self.before_layer()
         assert self.states is not None
-        own = self.states
-        return self._planned(layer_idx, own, lambda: states_of(kwargs, own.shape, own.index, own.write_trash_index))
+        return self._planned(layer_idx, self.states, kwargs)
 
-    def _planned(self, layer_idx: int, own: Any, plan: Callable[[], Any]) -> Any:
+    def _planned(self, layer_idx: int, own: PoolAllocator, kwargs: dict[str, Any], total: int = 0) -> Any:
         """The plan of a step, which the first layer of each allocator makes for all layers of the allocator `own`."""
         if own.index not in self._plans or layer_idx == own.layer_indices[0]:
-            self._plans[own.index] = plan()
+            self._plans[own.index] = own.plan(kwargs, total, self.lengths)
         return self._plans[own.index]
 
     def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
@@ -393,17 +385,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]`; `kwargs` are those that the engine passes to attention."""
         self.before_layer()
         owner, own = self.owners[layer_idx], cast(Any, self.layer_to_allocator[layer_idx])
-        store = layer_idx == self.last_readers[owner]
         new = Tokens(*(x[0].transpose(0, 1) for x in states))
-
-        def sequences() -> Sequences:
-            return sequences_of(kwargs, own.shape, own.index, self.lengths)
-
-        if isinstance(own, WindowAllocator):
-            step = self._planned(layer_idx, own, lambda: plan_step(sequences(), len(new.query)))
-            return dispatch.windowed_step(new, own.windows[owner], step, options, store=store)[None]
-        step = self._planned(layer_idx, own, sequences)
-        return paged_step(new, self.allocator.pages[owner], step, options, self.scratch, store=store)[None]
+        plan = self._planned(layer_idx, own, kwargs, len(new.query))
+        return own.attend(owner, new, plan, options, self.scratch, store=layer_idx == self.last_readers[owner])[None]
 
     def attend_latents(
         self,
@@ -426,8 +410,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
             kwargs, options: As for `attend`.
         """
         self.before_layer()
-        own = self.allocator
-        sequences = self._planned(layer_idx, own, lambda: sequences_of(kwargs, own.shape))
-        return latent_pages.latent_step(
-            query, expanded, new, weight, own.pages[layer_idx], sequences, options, self.scratch
-        )
+        plan = self._planned(layer_idx, self.allocator, kwargs)
+        pages = self.allocator.pages[layer_idx]
+        return latent_pages.latent_step(query, expanded, new, weight, pages, plan, options, self.scratch)

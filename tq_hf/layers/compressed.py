@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -253,6 +253,16 @@ class TurboQuantLayer(FullAttentionLayer):
             self._warn_about_dequantized_steps(view)
         return handle.attached(handle.dense())
 
+    def allocate_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """`update` of a cache on the meta device, which only allocates: for estimates."""
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.store is not None
+        if self.max_cache_len is None:  # a preallocated layer has allocated everything
+            self.store.scales_are_fixed = True  # meta tensors have no values to estimate scales from
+            self.store.append(key_states, value_states)
+            self.store.settle()  # in place of attention
+
     def _lost(self, view: View, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors without their gradients in a later call: its `states`, which the store has copied, and one tensor
         that represents the states of earlier calls. A long call reads its own states, with their gradients."""
@@ -451,6 +461,11 @@ class TurboQuantLayer(FullAttentionLayer):
         """Move the store to the CPU, unless the encoding of a prompt is deferred."""
         if self.store is not None and not self.store.is_deferred:
             super().offload()
+
+
+def compressed(layers: Iterable[Any]) -> dict[int, TurboQuantLayer]:
+    """The compressed layers of a cache, by index."""
+    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, TurboQuantLayer)}
 
 
 def _as_appended(view: View, states: KeyValue) -> KeyValue:

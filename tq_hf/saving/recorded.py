@@ -51,7 +51,8 @@ class Call:
 
     def replay(self, layer: Any, batch: int, tokens: int) -> None:
         """Repeat the call on `layer`, on the meta device, for `batch` sequences of `tokens` tokens."""
-        getattr(layer, self.method)(*self.tensors(batch, tokens, "meta"), **dict(self.options))
+        method = getattr(layer, "allocate_for" if hasattr(layer, "allocate_for") else self.method)
+        method(*self.tensors(batch, tokens, "meta"), **dict(self.options))
 
 
 @contextmanager

@@ -391,7 +391,8 @@ class LayerStore:
         first, stop = tokens or (0, states[0].shape[2])
         if blocks := (stop - first) // BLOCK_TOKENS:
             self._make_room(start, start + blocks)
-            dispatch.encode(self.config, states, self.tensors.blocks, start, tokens)
+            if not states[0].is_meta:  # an estimate counts bytes only
+                dispatch.encode(self.config, states, self.tensors.blocks, start, tokens)
 
     def _make_room(self, held: int, needed: int) -> None:
         """Make room for `needed` blocks, and keep the first `held`."""

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..config import TurboQuantConfig
-from ..layers.compressed import TurboQuantLayer
+from ..layers.compressed import compressed
 from .display import ERRORS, print_rows, with_progress
 from .estimate import Estimator
 
@@ -54,8 +54,7 @@ class Reader:
                 "text, more `--tokens`, or a model with more positions."
             )
         self.model, self.ids = model, ids
-        layers = enumerate(TurboQuantCache(model.config).layers)
-        self.layers = [index for index, layer in layers if isinstance(layer, TurboQuantLayer)]
+        self.layers = list(compressed(TurboQuantCache(model.config).layers))
         """Indices of the layers that can be packed."""
         if not self.layers:
             raise ValueError(f"{type(model).__name__} has no layer that can be packed.")
