@@ -124,7 +124,7 @@ def block_hash(parent: int | None, tokens: list[int]) -> int:
 
 
 class PoolAllocator(FullAttentionCacheAllocator):
-    """Allocator of the pages of one kind of layers, in the pool of all layers. Only the attention `turboquant_paged`
+    """Allocator for one kind of layers, with pages in the pool of all layers. Only the attention `turboquant_paged`
     reads the pool.
 
     A kind of layers is a subclass, which the cache asks for sizes and for the plan of a step. With keys and values it

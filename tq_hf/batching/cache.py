@@ -380,36 +380,31 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self._plans[own.index] = own.plan(kwargs, total, self.lengths)
         return self._plans[own.index]
 
-    def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        """Store the new tokens of a layer and compute their attention, `[1, T, Hq, D]`. `states` are queries
-        `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]`; `kwargs` are those that the engine passes to attention."""
-        self.before_layer()
-        owner, own = self.owners[layer_idx], cast(Any, self.layer_to_allocator[layer_idx])
-        new = Tokens(*(x[0].transpose(0, 1) for x in states))
-        plan = self._planned(layer_idx, own, kwargs, len(new.query))
-        return own.attend(owner, new, plan, options, self.scratch, store=layer_idx == self.last_readers[owner])[None]
-
-    def attend_latents(
+    def attend(
         self,
         layer_idx: int,
-        weight: torch.Tensor,
-        query: torch.Tensor,
-        new: KeyValue,
-        expanded: KeyValue | None,
+        states: Tokens,
         kwargs: dict[str, Any],
         options: AttentionOptions,
+        weight: torch.Tensor | None = None,
+        expanded: KeyValue | None = None,
     ) -> torch.Tensor:
-        """Store the new tokens of a layer with latents and compute their attention, `[1, T, Hq, Dv]`.
+        """Store the new tokens of a layer and compute their attention, `[1, T, Hq, Dv]`.
 
         Args:
             layer_idx: Index of the layer.
-            weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
-            query: `[1, Hq, T, Dk]`.
-            new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]` of the new tokens.
-            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of them, or `None`.
-            kwargs, options: As for `attend`.
+            states: Queries `[1, Hq, T, Dk]`, keys `[1, Hkv, T, Dk]` and values `[1, Hkv, T, Dv]`, or with `weight`
+                latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
+            kwargs: Arguments that the engine passes to attention.
+            options: Causal and without biases.
+            weight: Up-projection `[Hq * (Dk - Dr + Dv), R]` of latents.
+            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of latents, or `None`.
         """
         self.before_layer()
-        plan = self._planned(layer_idx, self.allocator, kwargs)
-        pages = self.allocator.pages[layer_idx]
-        return latent_pages.latent_step(query, expanded, new, weight, pages, plan, options, self.scratch)
+        owner, own, (query, *new) = self.owners[layer_idx], cast(Any, self.layer_to_allocator[layer_idx]), states
+        plan = self._planned(layer_idx, own, kwargs, query.shape[2])
+        if weight is not None:
+            pages = own.pages[owner]
+            return latent_pages.latent_step(query, expanded, (*new,), weight, pages, plan, options, self.scratch)
+        rows = Tokens(*(x[0].transpose(0, 1) for x in states))
+        return own.attend(owner, rows, plan, options, self.scratch, store=layer_idx == self.last_readers[owner])[None]

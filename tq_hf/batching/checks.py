@@ -6,7 +6,7 @@ import os
 import threading
 from copy import copy
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -106,23 +106,24 @@ class StepProbe(TurboQuantPagedCache):
         """Note the states `[B, ...]` of a linear layer."""
         self.linear.sizes.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
-    def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        if self.holds_latents:
-            raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
-        return self._note(layer_idx, *states)
-
-    def attend_latents(
-        self, layer_idx: int, weight: torch.Tensor, query: torch.Tensor, new: KeyValue, expanded: Any, *others: Any
+    def attend(
+        self,
+        layer_idx: int,
+        states: Tokens,
+        kwargs: dict[str, Any],
+        options: AttentionOptions,
+        weight: torch.Tensor | None = None,
+        expanded: KeyValue | None = None,
     ) -> torch.Tensor:
-        self.unexplained += [] if weight.is_meta or agrees(weight, new, expanded) else [layer_idx]
-        self._note(layer_idx, query, *new)
-        return query.new_zeros(*query.transpose(1, 2).shape[:3], expanded[1].shape[3])
-
-    def _note(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Note the heads of a layer. Returns zeros in the shape of its attention."""
-        self.twice += [layer] if layer in self.specs else []
-        self.specs[layer] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
+        query, key, value = states
+        if self.holds_latents and (weight is None or expanded is None):
+            raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
+        if weight is not None and not weight.is_meta and not agrees(weight, (key, value), cast(KeyValue, expanded)):
+            self.unexplained.append(layer_idx)
+        self.twice += [layer_idx] if layer_idx in self.specs else []
+        self.specs[layer_idx] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        return query.new_zeros(*query.transpose(1, 2).shape[:3], (value if expanded is None else expanded[1]).shape[3])
 
 
 probes: WeakKeyDictionary[Any, StepProbe] = WeakKeyDictionary()

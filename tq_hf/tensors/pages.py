@@ -76,29 +76,16 @@ class LayerPages:
     def of_pool(
         cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
     ) -> LayerPages:
-        """Make the view of one layer of a pool, with channel scales of one.
-
-        Args:
-            pool: `[pages, layers, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks.
-            index: Index of the layer.
-            config: Configuration of the blocks.
-            layout: Sizes of a block.
-            dtype: Dtype of the model.
-        """
+        """Make the view of layer `index` of a pool, with channel scales of one, for a model of `dtype`. `pool` is
+        `[pages, layers, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks."""
         page = pool[:, index]
         assert page.stride(0) % layout.block_bytes == 0
         return cls._of(page, page.view(torch.int32), config, layout, dtype)
 
     @classmethod
     def dense(cls, page: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> LayerPages:
-        """Make the view of a layer that is not compressed. Its blocks are rows; rings and sinks are as in other layers.
-
-        Args:
-            page: `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]` uint8.
-            config: Configuration of other layers' blocks.
-            layout: Sizes of these blocks.
-            dtype: Dtype of the model.
-        """
+        """Make the view of a layer that is not compressed. Its blocks are rows; rings and sinks are as in other layers,
+        whose blocks have `config` and `layout`. `page` is `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]` uint8."""
         pages = cls._of(page, page.new_empty(0).view(torch.int32), config, layout, dtype)
         return replace(pages, blocks=page.view(dtype).unflatten(-1, (BLOCK_TOKENS, layout.key_dim + layout.value_dim)))
 
