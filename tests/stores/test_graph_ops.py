@@ -30,7 +30,7 @@ def test_operators_pass_opcheck(masked: bool) -> None:
     graph_ops.append_pending_token(view)
     step = graph_ops._arguments(view)
     torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None))
-    torch.library.opcheck(graph_ops._dense_tokens, (step[1], view.counts.step_counts, *step[3:]))
+    torch.library.opcheck(graph_ops._dense_tokens, (step[1][3:], view.counts.step_counts, *step[2:]))
 
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:

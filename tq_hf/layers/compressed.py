@@ -18,8 +18,7 @@ from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores import graph_ops
 from ..stores.assigned import assign
-from ..stores.checks import widened
-from ..stores.sizes import STEP_TOKENS
+from ..stores.sizes import STEP_TOKENS, widened
 from ..stores.store import LayerStore
 from ..tensors.layer import Counts, View
 from ..tensors.sinks import Padding, check_index

@@ -40,8 +40,7 @@ from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, c
 from ..tensors.residual import CutBlocks, PendingToken, ring_capacity, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
-from .checks import check_fits
-from .sizes import GROWTH, SHORT_CALL, new_tensors, residual_capacity
+from .sizes import GROWTH, SHORT_CALL, check_fits, new_tensors, residual_capacity
 
 
 class LayerStore:
