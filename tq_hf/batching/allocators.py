@@ -1,22 +1,15 @@
 """Allocators for the pages of requests: transformers' own, with packed pages and sliding windows in one pool.
 
-The block table of a request lists its pages in this order (`tq_hf.tensors.pages` has the layouts): the pages of the
-ring, the sink page if there are sinks, one page per complete block. All state of a request is in its pages, and their
-order stays the same as the request grows. Forks and offloading therefore copy whole pages.
+`tq_hf.tensors.pages` draws the block table of a request. All state of a request is in its pages, and their order stays
+the same as the request grows. Forks and offloading, which are transformers' own, therefore copy whole pages.
 
 Shared pages are pages that no later step writes: the sink page once all sinks are written, and the page of a block
 after the step that completes the block. Each is registered under the hash of its own tokens and of all tokens before
-them, because its bytes depend on all of them. A request that begins with shared pages has no rows of their tokens in
-its ring. It reads those blocks packed even where they are among its newest tokens. Its table contains the number of
-these blocks (`prefix_blocks`).
+them, because its bytes depend on all of them.
 
-In transformers, blocks of both kinds of layers have as many tokens, and a sector is the least common multiple of their
-bytes. Dense and packed blocks would make that gigabytes. Here a sector is one page of all sliding
-layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`). One pool therefore serves both kinds in
-any proportion. Forks, preemption and offloading are transformers' own.
-
-A linear layer (gated delta rule, Mamba, short convolution) has states of a fixed size instead of keys and values. All
-states of a request are in one page of the same pool, as large as a sector (`StateAllocator`).
+In transformers a sector is the least common multiple of the bytes of all kinds of blocks, which would be gigabytes.
+Here a sector is one page of all sliding layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`),
+or has all states of a request, of a fixed size, in linear layers (gated delta rule, Mamba, short convolution).
 """
 
 from __future__ import annotations

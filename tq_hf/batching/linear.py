@@ -36,15 +36,12 @@ class RequestStates:
         self.states = states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False: tokens are never taken back."""
-        return False
+        return False  # tokens are never taken back
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Inputs of the convolution before the new ones, `[B, channels, width]`."""
         return self.states.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Recurrent state, `[B, ...]`."""
         return self.states.get(("recurrent", state_idx))
 
     def update_conv_state(
@@ -56,7 +53,7 @@ class RequestStates:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Append inputs `[B, channels, n]` of the convolution. Returns the inputs before, and the new ones."""
-        before = self.states.get(("conv", state_idx))
+        before = self.get_conv_state(layer_idx, state_idx)
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size or conv_states.shape[-1])
         inputs = torch.cat([before, conv_states], -1)
@@ -66,7 +63,6 @@ class RequestStates:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Replace the recurrent state."""
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
 

@@ -93,18 +93,9 @@ class LayerStore:
         max_cache_len: int | None = None,
         prompt: bool = False,
     ) -> LayerStore:
-        """Make an empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them.
-
-        Args:
-            config: Configuration of the blocks.
-            keys, values: States with the shape, dtype and device of those to come.
-            max_cache_len: Number of tokens to preallocate for and never exceed; `None` to grow.
-            prompt: Whether they are a prompt that is appended next. It writes the channel scales and the counts on the
-                device, which are not filled here then.
-
-        Raises:
-            ValueError: The tensors do not fit each other.
-        """
+        """Make an empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them. A `prompt`
+        is appended next, and writes the channel scales and the counts on the device, which are not filled here then.
+        Raise `ValueError` if the tensors do not fit each other."""
         tensors = new_tensors(config, keys, values, max_cache_len, prompt)
         if max_cache_len is None:
             return cls(tensors)

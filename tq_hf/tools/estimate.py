@@ -144,13 +144,12 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes of a cache with one preset, or of transformers' own cache."""
+    """Sizes of a cache with one preset, or of transformers' own cache: after the prefill, and after the first new
+    token."""
 
     preset: str | None
     footprint: MemoryFootprint
-    """After the prefill."""
     decoding: MemoryFootprint
-    """After the first new token."""
     max_context: int | None = None
     max_batch: int | None = None
 

@@ -1,8 +1,7 @@
 """`tq-hf sweep`: the loss from packing each layer alone, and the presets by layer that fit into a number of bytes.
 
-The measurement is that of `examples/measure/quality`. A text is read in chunks through the cache, so that tokens are
-predicted from packed blocks. The loss is the KL divergence from dense layers, the mean over tokens, in nats. One layer
-is packed at a time. All other layers are dense and use the same attention function.
+The measurement is that of `examples/measure/quality`: a text is read in chunks through the cache, so that tokens are
+predicted from packed blocks. All layers use the same attention function.
 """
 
 from __future__ import annotations
@@ -138,11 +137,8 @@ def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context:
 
 
 def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
-    """Choose the preset of each layer so that all layers take at most `most` bytes. The smallest presets must fit.
-
-    The search is greedy. Every layer starts at its smallest preset. The change of one layer that removes the most KL
-    per byte and still fits is made, until no change is left. This assumes that the KL of single layers adds up.
-    """
+    """Choose the preset of each layer so that all layers take at most `most` bytes. The smallest presets must fit. The
+    greedy search (see `tq-hf sweep --help`) assumes that the KL of single layers adds up."""
     chosen = {layer: min(row, key=lambda name: (row[name], kl[layer][name])) for layer, row in sizes.items()}  # noqa: B023
     left = most - sum(sizes[layer][name] for layer, name in chosen.items())
     while True:
