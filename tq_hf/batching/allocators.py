@@ -53,13 +53,8 @@ StateName = tuple[str, int]
 """A state of a linear layer: "conv" or "recurrent", and its index among the layer's states of that kind."""
 
 
-class StateSizes(NamedTuple):
-    """Sizes of the states of linear layers: shape and dtype of each by layer and name, and the bytes that a linear
-    layer takes at its peak per new token of a step, and per request of a step of one new token each."""
-
-    shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]
-    token_bytes: int = 0
-    request_bytes: int = 0
+StateShapes = dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]
+"""Shape and dtype of each state of linear layers, by layer and name."""
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
@@ -422,8 +417,7 @@ class StateAllocator(PoolAllocator):
 
     supports_block_sharing = False
 
-    def __init__(self, unit: int, sizes: StateSizes, **options: Any) -> None:
-        shapes = sizes.shapes
+    def __init__(self, unit: int, shapes: StateShapes, **options: Any) -> None:
         super().__init__(page_size=1, **(options | {"layer_indices": sorted(shapes)}))
         self.shapes, size = shapes, 0
         self._places: dict[tuple[int, StateName], slice] = {}

@@ -188,8 +188,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Bytes of `BLOCK_TOKENS` tokens in all layers."""
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
         self.states: StateAllocator | None = None
-        if probe.linear.sizes.shapes:
-            self.states = StateAllocator(self.bytes_per_sector, probe.linear.sizes, index=1, **full)
+        if probe.linear.shapes:
+            self.states = StateAllocator(self.bytes_per_sector, probe.linear.shapes, index=1, **full)
         self.second: PoolAllocator | None = self.states
         """Allocator beside that of full attention: of windows or of states."""
         if SLIDING_ATTENTION in kinds:
@@ -236,7 +236,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
         lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
         longest = min(filter(None, lengths), default=0)
-        _, self.memory.token_bytes, self.memory.request_bytes = probe.linear.sizes
+        self.memory.token_bytes, self.memory.request_bytes = probe.linear.peaks
         if self.holds_latents:
             reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
             states = like.new_empty(0, allocator.layout.key_dim), like.new_empty(0, allocator.layout.value_dim)

@@ -104,7 +104,7 @@ class StepProbe(TurboQuantPagedCache):
 
     def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
         """Note the states `[B, ...]` of a linear layer."""
-        self.linear.sizes.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
+        self.linear.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
     def attend(
         self,
@@ -174,7 +174,7 @@ def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], pag
     if probe.unexplained:
         why = f"expands latents (MLA) of layer {probe.unexplained[0]} not by the weight of `kv_b_proj`, as pages need"
         refuse(model, why, f"Merge adapters. {INSTEAD}")
-    if missing := sorted(linear - probe.linear.sizes.shapes.keys()):
+    if missing := sorted(linear - probe.linear.shapes.keys()):
         do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
         refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
     if specs.keys() != paged:
