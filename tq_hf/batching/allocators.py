@@ -116,7 +116,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
     reads the pool.
 
     A kind of layers is a subclass, which the cache asks for sizes and for the plan of a step. With keys and values it
-    has a method `attend`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
+    has a method `step`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
     layers may read the same pages), and returns their attention `[T, Hq, D]`.
     """
 
@@ -234,7 +234,7 @@ class TurboQuantAllocator(PoolAllocator):
             scales = self.channel_scales.get(layer)
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
 
-    def attend(
+    def step(
         self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
     ) -> torch.Tensor:
         return paged_step(new, self.pages[layer], plan, options, scratch, store=store)
@@ -395,7 +395,7 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
     def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> WindowStep:
         return plan_step(super().plan(kwargs, total, lengths), total)
 
-    def attend(
+    def step(
         self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
     ) -> torch.Tensor:
         return windowed_step(new, self.windows[layer], plan, options, store=store)

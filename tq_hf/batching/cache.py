@@ -351,8 +351,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeyValue:
-        """Return the new keys and values of a layer unchanged: `attend` stores them. Latents and rotary keys, which the
-        model expands next, are kept for `take_latents`.
+        """Return the new keys and values of a layer unchanged: `layer_step` stores them. Latents and rotary keys, which
+        the model expands next, are kept for `take_latents`.
 
         Models call this method from transformers 5.24 on, models with latents in all versions.
         """
@@ -380,7 +380,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self._plans[own.index] = own.plan(kwargs, total, self.lengths)
         return self._plans[own.index]
 
-    def attend(
+    def layer_step(
         self,
         layer_idx: int,
         states: Tokens,
@@ -407,4 +407,4 @@ class TurboQuantPagedCache(PagedAttentionCache):
             pages = own.pages[owner]
             return latent_pages.latent_step(query, expanded, (*new,), weight, pages, plan, options, self.scratch)
         rows = Tokens(*(x[0].transpose(0, 1) for x in states))
-        return own.attend(owner, rows, plan, options, self.scratch, store=layer_idx == self.last_readers[owner])[None]
+        return own.step(owner, rows, plan, options, self.scratch, store=layer_idx == self.last_readers[owner])[None]

@@ -106,7 +106,7 @@ class StepProbe(TurboQuantPagedCache):
         """Note the states `[B, ...]` of a linear layer."""
         self.linear.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
-    def attend(
+    def layer_step(
         self,
         layer_idx: int,
         states: Tokens,

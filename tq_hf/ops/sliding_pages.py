@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from ..tensors.pages import LayerWindows, WindowStep
-from .cpu.attention import attend_buffer, attend_dense, supports_sdpa
+from .cpu.attention import attend_dense, dense_sdpa, supports_sdpa
 
 WINDOW_BYTES = 256 << 20
 """Most bytes of scratch that a layer takes in torch."""
@@ -92,6 +92,6 @@ def attend_prompt(
             mask = ((position[first:end] <= own) & (position[first:end] > own - window))[None, None]
         if supports_sdpa(options) and mask is not None:  # sdpa's fast kernels take no mask beside groups of heads
             seen, shown = (x.repeat_interleave(rows.shape[1] // x.shape[1], 1) for x in (seen, shown))
-        attend = attend_buffer if supports_sdpa(options) else attend_dense
+        attend = dense_sdpa if supports_sdpa(options) else attend_dense
         parts.append(attend(rows, (seen, shown), mask, options)[0])
     return torch.cat(parts)

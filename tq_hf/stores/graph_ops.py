@@ -99,7 +99,7 @@ def _attend_token(
 
 
 @_attend_token.register_fake
-def _attended(query: torch.Tensor, row: Any, held: Any, config: str, *rest: Any) -> torch.Tensor:
+def _empty_output(query: torch.Tensor, row: Any, held: Any, config: str, *rest: Any) -> torch.Tensor:
     (batch, heads, queries, dim), weight = query.shape, rest[6] if len(rest) > 6 else None
     value_dim = LayerTensors.from_arguments(config, held[3:]).layout.value_dim
     if weight is not None:  # values are rotary keys
@@ -135,7 +135,7 @@ def attend_token(query: torch.Tensor, view: View, mask: Mask, options: Attention
     elif not options.causal and query.shape[2] > 1:
         mask = torch.ones(1, 1, query.shape[2], view.length, dtype=torch.bool, device=query.device)
     if not dispatch.supports_mask(mask, options):
-        return _attend_with_biases(query, view, mask, options)
+        return _over_dense_states(query, view, mask, options)
     if torch.compiler.is_dynamo_compiling():
         scaling, _, softcap, s_aux, _ = options
         out = _attend_token(query, *_arguments(view), mask, s_aux, scaling, softcap)
@@ -205,7 +205,7 @@ def dense(view: View) -> KeyValue:
     return dispatch.dense_tokens(tensors, counts.step_counts, length)
 
 
-def _attend_with_biases(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
+def _over_dense_states(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention with biases by head (T5, ALiBi, masks the model learnt), over dequantized states. States after the last
     token are empty room."""
     states = dense(view)
