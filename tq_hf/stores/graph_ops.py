@@ -89,7 +89,7 @@ def _attend_token(
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
-    weight: torch.Tensor | None = None,
+    weight: torch.Tensor | None,
 ) -> torch.Tensor:
     view, options = _view_of(row, held, config, max_cache_len), AttentionOptions(scaling, softcap=softcap, s_aux=s_aux)
     if weight is None:
@@ -100,7 +100,7 @@ def _attend_token(
 
 @_attend_token.register_fake
 def _empty_output(query: torch.Tensor, row: Any, held: Any, config: str, *rest: Any) -> torch.Tensor:
-    (batch, heads, queries, dim), weight = query.shape, rest[6] if len(rest) > 6 else None
+    (batch, heads, queries, dim), weight = query.shape, rest[-1]
     value_dim = LayerTensors.from_arguments(config, held[3:]).layout.value_dim
     if weight is not None:  # values are rotary keys
         value_dim += weight.shape[0] // heads - dim
@@ -138,7 +138,7 @@ def attend_token(query: torch.Tensor, view: View, mask: Mask, options: Attention
         return _over_dense_states(query, view, mask, options)
     if torch.compiler.is_dynamo_compiling():
         scaling, _, softcap, s_aux, _ = options
-        out = _attend_token(query, *_arguments(view), mask, s_aux, scaling, softcap)
+        out = _attend_token(query, *_arguments(view), mask, s_aux, scaling, softcap, None)
         pending.states = None
         return out
     try:
