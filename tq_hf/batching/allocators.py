@@ -401,6 +401,10 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
         return windowed_step(new, self.windows[layer], plan, options, store=store)
 
 
+BESIDE: dict[str, Any] = {SLIDING_ATTENTION: WindowAllocator}
+"""Allocators of layers with keys and values that a pool may hold beside full attention, by kind of layer."""
+
+
 def as_words(states: torch.Tensor) -> torch.Tensor:
     """View contiguous rows `[B, ...]` as elements of 16 bytes `[B, n]` where they have whole ones: torch's kernels that
     copy rows by index take an element a thread."""

@@ -12,7 +12,7 @@ from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
@@ -23,12 +23,12 @@ from ..ops import latent_pages
 from ..ops.dispatch import SCRATCH, decode_scratch_bytes, latent_scratch, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.workspace import Workspace
 from .allocators import (
+    BESIDE,
     SECOND,
     LayerSpec,
     PoolAllocator,
     StateAllocator,
     TurboQuantAllocator,
-    WindowAllocator,
     packed_layout,
     page_owners,
     paged_layers,
@@ -192,8 +192,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.states = StateAllocator(self.bytes_per_sector, probe.linear.shapes, index=1, **full)
         self.second: PoolAllocator | None = self.states
         """Allocator beside that of full attention: of windows or of states."""
-        if SLIDING_ATTENTION in kinds:
-            self.second = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
+        for kind in kinds.keys() & BESIDE.keys():
+            self.second = BESIDE[kind](self.bytes_per_sector, index=1, **kinds[kind])
         if self.second is not None:
             self.cache_allocators[SECOND] = self.second
             self.bytes_per_sector = self.second.bytes_per_block

@@ -22,7 +22,7 @@ from ..compat import CACHE_NAME, attention_of_parts, restore_attention
 from ..config import TurboQuantConfig, config_of, holds_latents, number_of_positions
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
-from .allocators import LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
+from .allocators import BESIDE, LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
 from .attention import NAME, PAGES, NoPages
 from .cache import TurboQuantPagedCache
 from .geometry import StateStep
@@ -144,7 +144,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
         advice = "Load it on one, or with tensor parallelism (`tp_plan='auto'`)."
         refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device", advice)
     kinds, linear = paged_layers(decoder), linear_layers(decoder)
-    if others := sorted(kinds.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
+    if others := sorted(kinds.keys() - BESIDE.keys() - {FULL_ATTENTION}):
         held = "full attention, sliding windows and the states of linear layers"
         refuse(model, f"has layers of the kind {', '.join(others)}, and pages hold {held} only")
     unpacked = INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory."
@@ -240,7 +240,7 @@ def engine_options(
     decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)
     latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans
-    reads = dense or SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or latents
+    reads = dense or len(paged_layers(decoder)) > 1 or linear_layers(decoder) or latents
     if (graphs[0] and (reads or (on_gpu and not supports_paged_prompts(states, layout)))) or (graphs[1] and dense):
         what, instead = f"steps with prompts of this {type(model).__name__}", ", or say `(False, True)`"
         if dense:

@@ -133,11 +133,8 @@ class LayerStore:
         return self._deferred is not None
 
     def settle(self, wait: bool = True) -> Counts:
-        """Finish postponed work: encode a deferred call, write the pending token, read counts from the device.
-
-        Args:
-            wait: Whether to read counts of a preallocated store, unless it is empty. That waits for the device.
-        """
+        """Finish postponed work: encode a deferred call, write the pending token and, if told to `wait` for the device,
+        read counts of a preallocated store there, unless it is empty."""
         if self._deferred is not None:
             self.encode_deferred()
         if self.pending.states is not None:
@@ -150,12 +147,8 @@ class LayerStore:
         return self.counts
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """Encode what the last call appended, if it was deferred.
-
-        Args:
-            queries: `[B, Hq, S, Dk]` of that call, if anybody saw them.
-            attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
-        """
+        """Encode what the last call appended, if it was deferred. `queries` are of that call, `[B, Hq, S, Dk]`, if
+        known, and `attended` is true for its tokens that are not padding, `[B or 1, S]` bool; `None` for all."""
         if self._deferred is not None:
             states, order, real = self._deferred
             before = self.tensors, self.counts, self._deferred
