@@ -225,13 +225,10 @@ class TurboQuantAllocator(PoolAllocator):
         super().register_cache_tensor(*arguments)
         layers = self._copy_view.split(self.layer_bytes, 1)
         for layer, states in zip(self.layer_indices, layers, strict=True):
-            if layer in self.dense:
-                page = states[:, : self.row_bytes].unflatten(1, (self.num_key_value_heads, -1))
-                self.pages[layer] = LayerPages.dense(page, self.tq_config, self.layout, self.cache_dtype)
-                continue
-            page = states.unflatten(1, (self.num_key_value_heads, -1))
-            view = LayerPages.of_pool(page[:, None], 0, self.tq_config, self.layout, self.cache_dtype)
-            scales = self.channel_scales.get(layer)
+            is_packed = layer not in self.dense
+            page = (states if is_packed else states[:, : self.row_bytes]).unflatten(1, (self.num_key_value_heads, -1))
+            view = LayerPages.of(page, self.tq_config, self.layout, self.cache_dtype, is_packed)
+            scales = self.channel_scales.get(layer) if is_packed else None
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
 
     def step(

@@ -73,31 +73,31 @@ class LayerPages:
     """A backend's launches for these tensors, as of `tq_hf.tensors.layer.LayerTensors`."""
 
     @classmethod
-    def of_pool(
-        cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
+    def of(
+        cls,
+        page: torch.Tensor,
+        config: TurboQuantConfig,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        is_packed: bool = True,
     ) -> LayerPages:
-        """Make the view of layer `index` of a pool, with channel scales of one, for a model of `dtype`. `pool` is
-        `[pages, layers, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks."""
-        page = pool[:, index]
-        assert page.stride(0) % layout.block_bytes == 0
-        return cls._of(page, page.view(torch.int32), config, layout, dtype)
+        """Make the view of one layer of a pool, with channel scales of one, for a model of `dtype`.
 
-    @classmethod
-    def dense(cls, page: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> LayerPages:
-        """Make the view of a layer that is not compressed. Its blocks are rows; rings and sinks are as in other layers,
-        whose blocks have `config` and `layout`. `page` is `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]` uint8."""
-        pages = cls._of(page, page.new_empty(0).view(torch.int32), config, layout, dtype)
-        return replace(pages, blocks=page.view(dtype).unflatten(-1, (BLOCK_TOKENS, layout.key_dim + layout.value_dim)))
-
-    @classmethod
-    def _of(
-        cls, page: torch.Tensor, blocks: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
-    ) -> LayerPages:
+        Args:
+            page: `[pages, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks. Of a layer that
+                is not compressed `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]`; blocks are rows there, rings and
+                sinks are as in other layers.
+            config, layout: Configuration and sizes of packed blocks, also of other layers.
+        """
         shape = rows_per_page(layout, dtype), layout.key_dim + layout.value_dim
         rows = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, page.device)
         scales, ring = (ones.keys[0], ones.values[0]), ring_pages(config, layout, dtype)
-        return cls(config, layout, Pages(layout, blocks, rows, *scales, config.sink_tokens, ring))
+        packed = page if is_packed else page.new_empty(0)
+        assert not is_packed or page.stride(0) % layout.block_bytes == 0
+        pages = Pages(layout, packed.view(torch.int32), rows, *scales, config.sink_tokens, ring)
+        dense = None if is_packed else page.view(dtype).unflatten(-1, (BLOCK_TOKENS, shape[1]))
+        return cls(config, layout, pages, dense)
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
         """This view with other channel scales, `[1, Hkv, D]` on any device. Raises `ValueError` for scales of heads of
