@@ -71,9 +71,7 @@ def turboquant_attention(
         ValueError: An argument is not supported, alone or together with the cache.
     """
     if isinstance(key, LazyStates) and torch.compiler.is_dynamo_compiling():
-        return _attend_outside_of_graphs(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
+        return _outside_of_graphs(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     if "sinks" in kwargs or (attention_mask is not None and attention_mask.dtype != torch.bool):
         _check_call(module, attention_mask, kwargs.pop("sinks", None))
     view, latents = None, take() if torch.compiler.is_dynamo_compiling() else None
@@ -212,7 +210,7 @@ def _read_packed(
 
 
 @torch.compiler.disable
-def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def _outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attend eagerly, over lazy states of an eager update: a compiler cannot trace them."""
     return turboquant_attention(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .compat import as_input, attention_of_parts, device_of_inputs, restore_attention
 from .config import TurboQuantConfig, number_of_positions
-from .layers.compressed import TurboQuantLayer
+from .layers.compressed import TurboQuantLayer, compressed
 from .ops.dispatch import compile_kernels
 
 PROBE_TOKENS = 512
@@ -56,12 +56,11 @@ class Balance:
             ValueError: A compressed layer holds no tokens yet.
         """
         scales = {}
-        for index, layer in enumerate(layers):
-            if isinstance(layer, TurboQuantLayer):
-                if layer.store is None:
-                    raise ValueError("The cache holds no tokens, so it has no channel scales. Run the model first.")
-                layer.store.encode_deferred()
-                scales[index] = layer.store.blocks.channel_scales.map(_mean)
+        for index, layer in compressed(layers).items():
+            if layer.store is None:
+                raise ValueError("The cache holds no tokens, so it has no channel scales. Run the model first.")
+            layer.store.encode_deferred()
+            scales[index] = layer.store.blocks.channel_scales.map(_mean)
         return cls(scales)
 
     @classmethod
@@ -99,13 +98,13 @@ class Balance:
 
     def set_scales(self, layers: Iterable[Any]) -> None:
         """Set the channel scales of the layers of an empty cache. Raise `ValueError` if a compressed layer has none."""
-        compressed = {index: layer for index, layer in enumerate(layers) if isinstance(layer, TurboQuantLayer)}
-        if missing := sorted(compressed.keys() - self.layers.keys()):
+        own = compressed(layers)
+        if missing := sorted(own.keys() - self.layers.keys()):
             raise ValueError(
                 f"`balance` has no channel scales of layer {missing[0]}, which is compressed. The scales belong to "
                 "another model, or to a cache that skipped this layer. Measure them again with `Balance.of(model)`."
             )
-        for index, layer in compressed.items():
+        for index, layer in own.items():
             layer.channel_scales = self.layers[index]
 
 

@@ -35,7 +35,7 @@ from .compat import (
 from .config import TurboQuantConfig, config_of
 from .layers.advice import warn_beyond_fp16
 from .layers.base import Copyable, FullAttentionLayer, like_held
-from .layers.compressed import TurboQuantLayer
+from .layers.compressed import TurboQuantLayer, compressed
 from .layers.dense import GrowingLayer, PreallocatedLayer, SlidingLayer
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
@@ -165,8 +165,8 @@ class TurboQuantCache(Copyable, DynamicCache):
         options: dict[str, Any] = {"preset": self.config}
         scales = {
             index: layer.channel_scales.map(torch.Tensor.cpu)  # the reader may have no GPU
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, TurboQuantLayer) and layer.channel_scales is not None
+            for index, layer in compressed(self.layers).items()
+            if layer.channel_scales is not None
         }
         if scales:
             options["balance"] = Balance(scales)
@@ -208,15 +208,15 @@ class TurboQuantCache(Copyable, DynamicCache):
                 f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
                 "Make a new cache, and pass the whole prompt again."
             )
-        compressed = isinstance(layer, TurboQuantLayer)
-        if not compressed:  # TurboQuantLayer casts its own inputs
+        is_compressed = isinstance(layer, TurboQuantLayer)
+        if not is_compressed:  # TurboQuantLayer casts its own inputs
             key_states, value_states = like_held(layer, key_states, value_states)
-        if self._padding is not None and compressed and key_states.shape[2:3] > (1,):  # dimensions are not checked yet
+        if self._padding is not None and is_compressed and key_states.shape[2:3] > (1,):  # not checked yet
             kwargs["padding"] = self._padding
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         tokens = key_states.shape[2]
         self.last_update = layer_idx, tokens
-        if compressed and tokens > 1:
+        if is_compressed and tokens > 1:
             if layer.store is not None and layer.store.is_deferred:
                 self._deferred = layer
             if self._unchecked is not None:
@@ -312,7 +312,7 @@ class TurboQuantCache(Copyable, DynamicCache):
     def _observe_padding(self) -> Padding | None:
         """Padding mask of the function that asks for the sizes of masks; `None` if no token is padded, or all rows
         have their sinks."""
-        stores = [layer.store for layer in self.layers if isinstance(layer, TurboQuantLayer)]
+        stores = [layer.store for layer in compressed(self.layers).values()]
         if all(store is not None and not store.lacks_sinks for store in stores):
             return None
         mask = padding_mask_of_caller()
@@ -325,9 +325,8 @@ class TurboQuantCache(Copyable, DynamicCache):
         if layer.store is not None and layer.store.is_deferred:
             layer.store.encode_deferred()
             # This model's attention never calls `resolve`: stop deferring in the other layers.
-            for other in self.layers:
-                if isinstance(other, TurboQuantLayer):
-                    other.needs_queries = False
+            for other in compressed(self.layers).values():
+                other.needs_queries = False
         if self.offloading:
             layer.offload()
 
@@ -472,7 +471,7 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
                 "which is not compressed. Leave this layer out."
             )
     _agree_on_masks(layers, decoder_config)
-    if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
+    if not compressed(layers):
         logger.warning(
             f"No layer of this {type(decoder_config).__name__} is compressed. Its layers have the class "
             f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; only full-attention layers outside "

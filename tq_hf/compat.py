@@ -378,7 +378,7 @@ def takes_other_states(module: Any) -> bool:
     return bool(_states_taken(type(module).forward) - {"hidden_states"})
 
 
-def attends_to_own_tokens(module: Any) -> bool:
+def is_self_attention(module: Any) -> bool:
     """Whether queries and keys of an attention module belong to the same tokens, unlike in cross-attention
     (transformers 5.17 to 5.24).
 

@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
-from tq_hf.batching import cache as paged_cache
+from tq_hf.batching import allocators
 from tq_hf.batching.checks import CPU_REQUESTS, CPU_TOKENS
 from tq_hf.config import number_of_positions
 
@@ -23,7 +23,7 @@ class Paused:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.go_on, self.layers = threading.Event(), threading.Event(), 0
-        real = paged_cache.paged_step
+        real = allocators.paged_step
 
         def step(new: Any, *args: Any, **more: Any) -> Any:
             if len(new.query) > 200:
@@ -32,7 +32,7 @@ class Paused:
                 assert self.go_on.wait(60)
             return real(new, *args, **more)
 
-        monkeypatch.setattr(paged_cache, "paged_step", step)
+        monkeypatch.setattr(allocators, "paged_step", step)
 
 
 @pytest.fixture

@@ -160,9 +160,9 @@ def test_memory_is_what_it_was_at_the_start(model: PreTrainedModel) -> None:
 def test_a_step_without_room_for_scratch_fails_its_requests_only(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tq_hf.batching import cache as paged_cache
+    from tq_hf.batching import allocators
 
-    inputs, real, left = prompts([300, 40]), paged_cache.paged_step, iter([True])
+    inputs, real, left = prompts([300, 40]), allocators.paged_step, iter([True])
 
     def without_room(*args, **kwargs):
         if next(left, False):
@@ -172,7 +172,7 @@ def test_a_step_without_room_for_scratch_fails_its_requests_only(
     with Session(model, allow_block_sharing=False) as session:
         session.capture()
         expected = session.run(inputs, greedy(10))
-        monkeypatch.setattr(paged_cache, "paged_step", without_room)
+        monkeypatch.setattr(allocators, "paged_step", without_room)
         results = session.batching.generate_batch(inputs, greedy(10), session.options, persistent_manager=True)
         assert "no room" in [result.error for result in results.values()]
         assert agreement(session.run(inputs, greedy(10)), expected) > 0.7

@@ -14,9 +14,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from tests.support.batching_cases import Oracle, Session, greedy, model_of, options, outputs_of, prompts, serve
 from tq_hf import TurboQuantBatching
-from tq_hf.batching import cache as paged_cache
+from tq_hf.batching import allocators, requests
 from tq_hf.batching import manager as managers
-from tq_hf.batching import requests
 from tq_hf.batching.processors import History, answer_ids
 from tq_hf.batching.requests import AnswerRouter
 
@@ -38,7 +37,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.go_on, self.error = threading.Event(), threading.Event(), None
-        real = paged_cache.paged_step
+        real = allocators.paged_step
 
         def step(*args: Any, **more: Any) -> Any:
             self.reached.set()
@@ -47,7 +46,7 @@ class Steps:
                 raise self.error
             return real(*args, **more)
 
-        monkeypatch.setattr(paged_cache, "paged_step", step)
+        monkeypatch.setattr(allocators, "paged_step", step)
 
     error: BaseException | None
 

@@ -22,7 +22,7 @@ def layer_pages(
     """The middle layer of a pool of noise, and the pool."""
     pool = torch.zeros(PAGES, LAYERS, HEADS, config.layout(dim).block_bytes, dtype=torch.uint8)
     pool.random_(0, 60, generator=torch.Generator().manual_seed(5))
-    pages = LayerPages.of_pool(pool, 1, config, config.layout(dim), dtype)
+    pages = LayerPages.of(pool[:, 1], config, config.layout(dim), dtype)
     keys, values = (1 + torch.rand(1, HEADS, dim, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     keys = marked(keys, torch.Generator().manual_seed(4))
     return pages.with_channel_scales(ChannelScales(keys.bfloat16().half(), values.bfloat16().half())), pool

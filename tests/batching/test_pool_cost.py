@@ -35,9 +35,9 @@ def layer(kind: str, pages: int) -> LayerPages | LayerWindows:
         return LayerWindows(torch.zeros(pages, LAYERS, 2, 36, HEADS, DIM).bfloat16()[:, -1], WINDOW, trash=1)
     if kind == "dense":
         page = torch.zeros(pages, LAYERS, HEADS, 128 * 2 * DIM * 2, dtype=torch.uint8)[:, -1]
-        return LayerPages.dense(page, config, config.layout(DIM), torch.bfloat16)
+        return LayerPages.of(page, config, config.layout(DIM), torch.bfloat16, False)
     pool = torch.zeros(pages, LAYERS, HEADS, config.layout(DIM).block_bytes, dtype=torch.uint8)
-    return LayerPages.of_pool(pool, LAYERS - 1, config, config.layout(DIM), torch.bfloat16)
+    return LayerPages.of(pool[:, LAYERS - 1], config, config.layout(DIM), torch.bfloat16)
 
 
 def step_of(held: LayerPages | LayerWindows, new: int, **softcap: float) -> Callable[[], torch.Tensor]:

@@ -52,7 +52,7 @@ def test_pages_of_a_model_with_windows_hold_as_many_tokens_as_asked_for() -> Non
     """Of short requests, whose windows grow with them: those of longer ones leave more room for packed pages."""
     with Session(mixed("gemma3"), num_blocks=300, max_batch_tokens=512) as session:
         session.run(prompts([5]), greedy(1))
-        cache, memory, windows = session.cache, session.cache.memory, session.cache.windows
+        cache, memory, windows = session.cache, session.cache.memory, session.cache.second
         packed = 2 * cache.allocator.tq_config.layout(32).block_bytes
         dense = windows.bytes_per_block * 128 / windows.tokens_per_page
         assert cache.num_blocks == 300

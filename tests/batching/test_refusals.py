@@ -19,7 +19,7 @@ from examples.measure.quality.family_configs import tiny_model
 from tests.support.batching_cases import Session, greedy, model_of, options, outputs_of, prompts, serve
 from tests.support.tiny_models import build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
-from tq_hf.batching import batch_processor, checks, entry
+from tq_hf.batching import allocators, batch_processor, checks, entry
 from tq_hf.batching import cache as paged_cache
 
 INDEXED = ("dots3_note_text", "deepseek_v32", "glm_moe_dsa")
@@ -237,7 +237,7 @@ class Broken:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: int | None = None
-        real = paged_cache.paged_step
+        real = allocators.paged_step
 
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
             if self.left is not None:
@@ -247,7 +247,7 @@ class Broken:
                     raise RuntimeError("a bit fell over")
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(paged_cache, "paged_step", step)
+        monkeypatch.setattr(allocators, "paged_step", step)
 
     def after(self, layers: int) -> None:
         """Fail once, after so many layers have done theirs."""

@@ -67,7 +67,9 @@ class NoReading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
-def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) -> None:
+def test_a_step_of_single_tokens_reads_nothing_from_the_device_and_looks_up_rows_once(
+    options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     windows = LayerWindows(torch.zeros(PAGES, 2, 36, HEADS, DIM), 96, trash=1)
     sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), None, 1)
     new = Tokens(*(torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS)))
@@ -75,6 +77,8 @@ def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) ->
         plan = plan_step(sequences, 3)
         out = windowed_step(new, windows, plan, AttentionOptions(0.2, **options))
     assert (out[:2] != 0).all() and (out[2] == 0).all()
+    monkeypatch.setattr(LayerWindows, "places", None)
+    assert torch.equal(windowed_step(new, windows, plan, AttentionOptions(0.2, **options)), out), "of another layer"
 
 
 SHAPES = {

@@ -28,7 +28,7 @@ def test_the_kinds_of_layers_are_those_of_the_model() -> None:
     with Session(mixed("qwen2")) as session:
         session.run(prompts([5]), greedy(1))
         cache = session.cache
-        assert cache.allocator.layer_indices == [0] and cache.windows.layer_indices == [1]
+        assert cache.allocator.layer_indices == [0] and cache.second.layer_indices == [1]
         assert not cache.use_prefix_sharing
 
 
@@ -38,7 +38,7 @@ def test_tables_have_room_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mixed("gemma3", sliding_window=1100)
     with Session(model, max_blocks_per_request=28) as session:
         assert session.run([prompt], greedy(6)) == [session.oracle.generate(prompt, 6)]
-        assert session.cache.windows.pages_of(1100) > 28
+        assert session.cache.second.pages_of(1100) > 28
     assert steps.kinds() == {"table", "lists"}
 
 

@@ -111,7 +111,7 @@ def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_updates
     with torch.no_grad():
         torch.testing.assert_close(logits(torch.compile(model, backend="eager")), logits(model))
     assert len(counters["graph_break"]) == 2
-    for function in ("TurboQuantCache._update_outside_of_graphs", "_attend_outside_of_graphs"):
+    for function in ("TurboQuantCache._update_outside_of_graphs", "_outside_of_graphs"):
         assert any(f"<function {function} at" in reason for reason in counters["graph_break"])
 
 

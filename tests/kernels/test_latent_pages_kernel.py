@@ -72,7 +72,7 @@ class LatentInputs:
     @property
     def pages(self) -> LayerPages:
         layout = self.step.config.layout(self.step.D, self.step.rotary)
-        pages = LayerPages.of_pool(self.pool, 1, self.step.config, layout, self.step.dtype)
+        pages = LayerPages.of(self.pool[:, 1], self.step.config, layout, self.step.dtype)
         return pages.with_channel_scales(self.scales)
 
     def to(self, device: torch.device) -> LatentInputs:

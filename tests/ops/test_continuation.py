@@ -52,7 +52,7 @@ def test_heads_that_no_fused_kernel_reads_in_groups_are_read_one_by_one(kind: st
     heads = {"causal": 0, "one mask": 1, "a mask a head": 4}[kind]
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(2, heads, 9, 30, generator=generator) > 0.3 if heads else None
-    found = cpu_attention.attend_buffer(query, (keys, values), mask, options)
+    found = cpu_attention.dense_sdpa(query, (keys, values), mask, options)
     assert relative_error(found, reference.attend(query, (keys, values), mask, options)) < 1e-5
 
 

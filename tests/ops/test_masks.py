@@ -50,7 +50,7 @@ def test_a_step_of_several_tokens_refuses_a_short_mask_once_they_are_appended() 
     store = LayerStore.allocate(all_packed(), *pair, 300)
     store.take_steps_of(4)
     store.append(*pair)
-    view = store.append(*states(1, heads=1, tokens=4, dim=32))
+    view = store.append(*states(1, heads=1, tokens=4, dim=32), is_step=True)
     query = states(2, heads=4, tokens=4, dim=32)[0]
     first = graph_ops.attend_token(query, view, mask(4, 254), AttentionOptions(0.1))
     with pytest.raises(ValueError, match="251 columns for 254 tokens"):

@@ -26,11 +26,11 @@ def test_operators_pass_opcheck(masked: bool) -> None:
     step, query = graph_ops._arguments(view), states(1, 2, 2 * HEADS, 1, DIM)[0]
     mask = torch.ones(2, 1, 1, store.max_cache_len, dtype=torch.bool) if masked else None
     torch.library.opcheck(graph_ops._append_token, step)
-    torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None))
+    torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None, None))
     graph_ops.append_pending_token(view)
     step = graph_ops._arguments(view)
-    torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None))
-    torch.library.opcheck(graph_ops._dense_tokens, (step[1], view.counts.step_counts, *step[3:]))
+    torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None, None))
+    torch.library.opcheck(graph_ops._dense_tokens, (step[1][3:], view.counts.step_counts, *step[2:]))
 
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:

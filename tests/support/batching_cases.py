@@ -16,7 +16,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 
 from tests.support.tiny_models import VOCAB, build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
-from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.batching import TurboQuantBatchingManager, allocators
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.cache import TurboQuantPagedCache
 from tq_hf.batching.geometry import TableShape
@@ -100,14 +100,14 @@ def outputs_of(manager: TurboQuantBatchingManager, number: int) -> dict[str, Any
 
 def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     """Steps in torch take no scratch: let them take a kilobyte a token, and sessions reserve so many bytes."""
-    real = paged_cache.paged_step
+    real = allocators.paged_step
 
     def with_scratch(new: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         args[-1].floats(paged_cache.SCRATCH, 256 * len(new.query))
         return real(new, *args, **kwargs)
 
     monkeypatch.setattr(paged_cache, "step_scratch_bytes", lambda *args: reserved)
-    monkeypatch.setattr(paged_cache, "paged_step", with_scratch)
+    monkeypatch.setattr(allocators, "paged_step", with_scratch)
 
 
 NEAR_TIE = 0.5
@@ -271,7 +271,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[str, list[int], list[int]]] = []
-        real = paged_cache.sequences_of
+        real = allocators.sequences_of
 
         def spied(kwargs: dict[str, Any], shape: TableShape, *args: Any, **options: Any) -> Sequences:
             sequences = real(kwargs, shape, *args, **options)
@@ -282,7 +282,7 @@ class Steps:
             self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))
             return sequences
 
-        monkeypatch.setattr(paged_cache, "sequences_of", spied)
+        monkeypatch.setattr(allocators, "sequences_of", spied)
 
     def kinds(self) -> set[str]:
         return {kind for kind, _, _ in self.seen}

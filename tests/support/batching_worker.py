@@ -82,8 +82,8 @@ def main() -> None:
         again = session.run(inputs, greedy(NEW))
         cache = session.cache
         heads = [pages.kv_heads for pages in cache.allocator.pages.values()]
-        if cache.windows is not None:
-            heads += [windows.rows.shape[-2] for windows in cache.windows.windows.values()]
+        if cache.second is not None:
+            heads += [windows.rows.shape[-2] for windows in cache.second.windows.values()]
         found = {"tokens": tokens, "again": again, "heads": heads, "pages_in_use": session.pages_in_use()}
         found["cancelled"] = cancelled(session, inputs[-1], folder / "cancelled")
     with continuous_batching(model):  # as a trainer asks for rollouts

@@ -90,7 +90,7 @@ class Inputs:
     @property
     def pages(self) -> LayerPages:
         config = self.step.config
-        pages = LayerPages.of_pool(self.pool, 1, config, config.layout(self.step.D), self.step.dtype)
+        pages = LayerPages.of(self.pool[:, 1], config, config.layout(self.step.D), self.step.dtype)
         return pages.with_channel_scales(self.channel_scales)
 
     def to(self, device: torch.device) -> Inputs:

@@ -313,7 +313,7 @@ def test_an_engine_that_has_ended_says_so(
     def ends(*given: Any, **options: Any) -> Any:
         raise SystemExit("gone")
 
-    monkeypatch.setattr("tq_hf.batching.cache.paged_step", ends)
+    monkeypatch.setattr("tq_hf.batching.allocators.paged_step", ends)
     failed, refused = (client.post("/v1/chat/completions", json=chat()) for _ in range(2))
     assert failed.status_code in (500, 503) and "gone" in failed.json()["error"]["message"]
     assert refused.status_code == 503 and "engine has stopped" in refused.json()["error"]["message"]
@@ -384,7 +384,7 @@ def test_an_error_in_a_stream_has_openais_form(client: Any, monkeypatch: pytest.
     def fails_with_quotes(*given: Any, **options: Any) -> Any:
         raise RuntimeError('a "bit"\nfell over')
 
-    monkeypatch.setattr("tq_hf.batching.cache.paged_step", fails_with_quotes)
+    monkeypatch.setattr("tq_hf.batching.allocators.paged_step", fails_with_quotes)
     whole = client.post("/v1/chat/completions", json=chat())
     assert whole.status_code == 500 and whole.json()["error"]["type"] == "server_error"
     streamed = client.post("/v1/chat/completions", json=chat(stream=True)).text

@@ -1,22 +1,15 @@
 """Allocators for the pages of requests: transformers' own, with packed pages and sliding windows in one pool.
 
-The block table of a request lists its pages in this order (`tq_hf.tensors.pages` has the layouts): the pages of the
-ring, the sink page if there are sinks, one page per complete block. All state of a request is in its pages, and their
-order stays the same as the request grows. Forks and offloading therefore copy whole pages.
+`tq_hf.tensors.pages` draws the block table of a request. All state of a request is in its pages, and their order stays
+the same as the request grows. Forks and offloading, which are transformers' own, therefore copy whole pages.
 
 Shared pages are pages that no later step writes: the sink page once all sinks are written, and the page of a block
 after the step that completes the block. Each is registered under the hash of its own tokens and of all tokens before
-them, because its bytes depend on all of them. A request that begins with shared pages has no rows of their tokens in
-its ring. It reads those blocks packed even where they are among its newest tokens. Its table contains the number of
-these blocks (`prefix_blocks`).
+them, because its bytes depend on all of them.
 
-In transformers, blocks of both kinds of layers have as many tokens, and a sector is the least common multiple of their
-bytes. Dense and packed blocks would make that gigabytes. Here a sector is one page of all sliding
-layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`). One pool therefore serves both kinds in
-any proportion. Forks, preemption and offloading are transformers' own.
-
-A linear layer (gated delta rule, Mamba, short convolution) has states of a fixed size instead of keys and values. All
-states of a request are in one page of the same pool, as large as a sector (`StateAllocator`).
+In transformers a sector is the least common multiple of the bytes of all kinds of blocks, which would be gigabytes.
+Here a sector is one page of all sliding layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`),
+or has all states of a request, of a fixed size, in linear layers (gated delta rule, Mamba, short convolution).
 """
 
 from __future__ import annotations
@@ -25,12 +18,13 @@ from array import array
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import takewhile
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import ChannelScales, KeyValue
+from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
 from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -42,8 +36,11 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 
 from ..config import TurboQuantConfig
-from ..tensors.pages import LayerPages, LayerWindows, window_page
-from .geometry import TableShape, listed
+from ..ops.dispatch import paged_step, windowed_step
+from ..ops.sliding_pages import WINDOW_BYTES, plan_step
+from ..ops.workspace import Workspace
+from ..tensors.pages import LayerPages, LayerWindows, WindowStep, window_page
+from .geometry import StateStep, TableShape, listed, sequences_of, states_of
 
 SECOND = SLIDING_ATTENTION
 """Key of the allocator beside that of full attention, of windows or of states: the engine's inputs know two keys."""
@@ -56,13 +53,8 @@ StateName = tuple[str, int]
 """A state of a linear layer: "conv" or "recurrent", and its index among the layer's states of that kind."""
 
 
-class StateSizes(NamedTuple):
-    """Sizes of the states of linear layers: shape and dtype of each by layer and name, and the bytes that a linear
-    layer takes at its peak per new token of a step, and per request of a step of one new token each."""
-
-    shapes: dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]
-    token_bytes: int = 0
-    request_bytes: int = 0
+StateShapes = dict[int, dict[StateName, tuple[torch.Size, torch.dtype]]]
+"""Shape and dtype of each state of linear layers, by layer and name."""
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
@@ -119,11 +111,28 @@ def block_hash(parent: int | None, tokens: list[int]) -> int:
     return int.from_bytes(digest, "little") & ~1
 
 
-class _PoolAllocator(FullAttentionCacheAllocator):
-    """Allocator of pages in the pool of all layers. Only the attention `turboquant_paged` reads the pool."""
+class PoolAllocator(FullAttentionCacheAllocator):
+    """Allocator for one kind of layers, with pages in the pool of all layers. Only the attention `turboquant_paged`
+    reads the pool.
+
+    A kind of layers is a subclass, which the cache asks for sizes and for the plan of a step. With keys and values it
+    has a method `step`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
+    layers may read the same pages), and returns their attention `[T, Hq, D]`.
+    """
 
     shape: TableShape
     """Columns of a block table."""
+    scratch_bytes = 0
+    """Bytes of scratch of a step, whatever number of tokens it has, besides those of full attention."""
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of `tokens` more tokens of a request."""
+        return 0
+
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> Any:
+        """Plan of a step of `total` tokens, the same for all layers: pages of the requests, by the arguments that the
+        engine passes to attention functions."""
+        return sequences_of(kwargs, self.shape, self.index, lengths)
 
     def _set_block(self, size: int, tokens: int) -> None:
         """Set the bytes and tokens of a page in all layers. transformers takes a block to be a page of one layer."""
@@ -174,7 +183,7 @@ class _PoolAllocator(FullAttentionCacheAllocator):
     get_cache_for_block_table = update
 
 
-class TurboQuantAllocator(_PoolAllocator):
+class TurboQuantAllocator(PoolAllocator):
     """Allocator of the packed pages of all full-attention layers.
 
     Args:
@@ -216,14 +225,16 @@ class TurboQuantAllocator(_PoolAllocator):
         super().register_cache_tensor(*arguments)
         layers = self._copy_view.split(self.layer_bytes, 1)
         for layer, states in zip(self.layer_indices, layers, strict=True):
-            if layer in self.dense:
-                page = states[:, : self.row_bytes].unflatten(1, (self.num_key_value_heads, -1))
-                self.pages[layer] = LayerPages.dense(page, self.tq_config, self.layout, self.cache_dtype)
-                continue
-            page = states.unflatten(1, (self.num_key_value_heads, -1))
-            view = LayerPages.of_pool(page[:, None], 0, self.tq_config, self.layout, self.cache_dtype)
-            scales = self.channel_scales.get(layer)
+            is_packed = layer not in self.dense
+            page = (states if is_packed else states[:, : self.row_bytes]).unflatten(1, (self.num_key_value_heads, -1))
+            view = LayerPages.of(page, self.tq_config, self.layout, self.cache_dtype, is_packed)
+            scales = self.channel_scales.get(layer) if is_packed else None
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
+
+    def step(
+        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
+    ) -> torch.Tensor:
+        return paged_step(new, self.pages[layer], plan, options, scratch, store=store)
 
     def _sink_hash(self, tokens: list[int]) -> int:
         """Hash of the sink page, made from the sink tokens. It is odd, those of blocks are even."""
@@ -349,11 +360,12 @@ class TurboQuantAllocator(_PoolAllocator):
         return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
 
 
-class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
+class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
     """Allocator of dense pages for the windows of all sliding layers. A page has a multiple of `unit` bytes.
     `options` are arguments of transformers' allocator, without `page_size`."""
 
     supports_block_table = True
+    scratch_bytes = WINDOW_BYTES
 
     def __init__(self, unit: int, **options: Any) -> None:
         heads, dtype = options["num_key_value_heads"], options["cache_dtype"]
@@ -374,6 +386,21 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
         for i, layer in enumerate(self.layer_indices):
             self.windows[layer] = LayerWindows(rows[:, i], self.sliding_window, self.write_trash_index)
 
+    def bytes_of(self, tokens: int) -> int:
+        return ceil(self.bytes_per_block * tokens / self.tokens_per_page)
+
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> WindowStep:
+        return plan_step(super().plan(kwargs, total, lengths), total)
+
+    def step(
+        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
+    ) -> torch.Tensor:
+        return windowed_step(new, self.windows[layer], plan, options, store=store)
+
+
+BESIDE: dict[str, Any] = {SLIDING_ATTENTION: WindowAllocator}
+"""Allocators of layers with keys and values that a pool may hold beside full attention, by kind of layer."""
+
 
 def as_words(states: torch.Tensor) -> torch.Tensor:
     """View contiguous rows `[B, ...]` as elements of 16 bytes `[B, n]` where they have whole ones: torch's kernels that
@@ -382,7 +409,7 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
     return flat if flat.shape[1] * flat.itemsize % 16 else flat.view(torch.complex128)
 
 
-class StateAllocator(_PoolAllocator):
+class StateAllocator(PoolAllocator):
     """Allocator of the states of all linear layers: one page per request, from its first token to its last, as large as
     a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size`.
 
@@ -391,8 +418,7 @@ class StateAllocator(_PoolAllocator):
 
     supports_block_sharing = False
 
-    def __init__(self, unit: int, sizes: StateSizes, **options: Any) -> None:
-        shapes = sizes.shapes
+    def __init__(self, unit: int, shapes: StateShapes, **options: Any) -> None:
         super().__init__(page_size=1, **(options | {"layer_indices": sorted(shapes)}))
         self.shapes, size = shapes, 0
         self._places: dict[tuple[int, StateName], slice] = {}
@@ -407,6 +433,9 @@ class StateAllocator(_PoolAllocator):
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         return max(0, 1 - allocated_blocks)
+
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> StateStep:
+        return states_of(kwargs, self.shape, self.index, self.write_trash_index)
 
     def register_cache_tensor(self, *arguments: Any) -> None:
         """View the bytes of the cache as states of each layer."""

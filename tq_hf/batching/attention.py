@@ -90,9 +90,7 @@ def turboquant_paged_attention(
         tensors = [query, key, value, module.__dict__[LAYER]]
         return attend_pages(tensors, weight, options.s_aux, options.scaling, options.softcap), None
     layer: Any = module.layer_idx
-    if weight is not None:
-        return cache.attend_latents(layer, weight, query, (key, value), expanded, kwargs, options), None
-    return cache.attend(layer, Tokens(query, key, value), kwargs, options), None
+    return cache.layer_step(layer, Tokens(query, key, value), kwargs, options, weight, expanded), None
 
 
 class Running(threading.local):
@@ -113,19 +111,17 @@ def attend_pages(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Call `TurboQuantPagedCache.attend` of the running step, or `attend_latents` with the up-projection `weight`.
-    `tensors` are queries, keys (or latents), values (or rotary keys) and the index of the layer."""
+    """Call `TurboQuantPagedCache.layer_step` of the running step. `tensors` are queries, keys (or latents), values (or
+    rotary keys) and the index of the layer."""
     if (pages := running.pages) is None:
-        return _attended(tensors, weight).zero_()
-    query, key, value, layer = tensors[0], tensors[1], tensors[2], int(tensors[3])
-    arguments, options = running.arguments, AttentionOptions(scaling, True, softcap, s_aux)
-    if weight is not None:
-        return pages.attend_latents(layer, weight, query, (key, value), None, arguments, options)
-    return pages.attend(layer, Tokens(query, key, value), arguments, options).contiguous()
+        return _empty_output(tensors, weight).zero_()
+    *states, layer = tensors
+    options = AttentionOptions(scaling, True, softcap, s_aux)
+    return pages.layer_step(int(layer), Tokens(*states), running.arguments, options, weight).contiguous()
 
 
 @attend_pages.register_fake
-def _attended(tensors: list[torch.Tensor], weight: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
+def _empty_output(tensors: list[torch.Tensor], weight: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
     batch, heads, tokens, dim = tensors[0].shape
     if weight is not None:
         dim = weight.shape[0] // heads - (dim - tensors[2].shape[3])

@@ -9,38 +9,31 @@ from typing import Any, cast
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
-from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences, Tokens
+from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 
 from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig, holds_latents
-from ..ops import dispatch, latent_pages
-from ..ops.dispatch import (
-    SCRATCH,
-    decode_scratch_bytes,
-    latent_scratch,
-    paged_step,
-    prompt_buffer_bytes,
-    step_scratch_bytes,
-)
-from ..ops.sliding_pages import WINDOW_BYTES, plan_step
+from ..ops import latent_pages
+from ..ops.dispatch import SCRATCH, decode_scratch_bytes, latent_scratch, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.workspace import Workspace
 from .allocators import (
+    BESIDE,
     SECOND,
     LayerSpec,
+    PoolAllocator,
     StateAllocator,
     TurboQuantAllocator,
-    WindowAllocator,
     packed_layout,
     page_owners,
     paged_layers,
 )
-from .geometry import StateStep, sequences_of, states_of
+from .geometry import StateStep
 from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
@@ -193,20 +186,20 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         self.bytes_per_block = allocator.bytes_per_block
         """Bytes of `BLOCK_TOKENS` tokens in all layers."""
-        self.windows: WindowAllocator | None = None
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
-        if SLIDING_ATTENTION in kinds:
-            windows = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
-            self.windows = self.cache_allocators[SECOND] = windows
-            self.bytes_per_sector = windows.bytes_per_block
-            self.bytes_per_block += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
-            if self.max_blocks_per_request:
-                self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
         self.states: StateAllocator | None = None
-        if probe.linear.sizes.shapes:
-            self.states = StateAllocator(self.bytes_per_sector, probe.linear.sizes, index=1, **full)
-            self.cache_allocators[SECOND] = self.states
-            self.bytes_per_sector = self.states.bytes_per_block
+        if probe.linear.shapes:
+            self.states = StateAllocator(self.bytes_per_sector, probe.linear.shapes, index=1, **full)
+        self.second: PoolAllocator | None = self.states
+        """Allocator beside that of full attention: of windows or of states."""
+        for kind in kinds.keys() & BESIDE.keys():
+            self.second = BESIDE[kind](self.bytes_per_sector, index=1, **kinds[kind])
+        if self.second is not None:
+            self.cache_allocators[SECOND] = self.second
+            self.bytes_per_sector = self.second.bytes_per_block
+            self.bytes_per_block += self.second.bytes_of(BLOCK_TOKENS)
+            if self.max_blocks_per_request:
+                self.max_blocks_per_request = max(self.max_blocks_per_request, self.second.shape.ring_pages)
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
         self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
 
@@ -243,7 +236,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
         lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
         longest = min(filter(None, lengths), default=0)
-        _, self.memory.token_bytes, self.memory.request_bytes = probe.linear.sizes
+        self.memory.token_bytes, self.memory.request_bytes = probe.linear.peaks
         if self.holds_latents:
             reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
             states = like.new_empty(0, allocator.layout.key_dim), like.new_empty(0, allocator.layout.value_dim)
@@ -258,8 +251,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.memory.scratch_bytes = fixed + reserved
         if self.states is not None and blocks is not None:
             self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))
-        if self.windows is not None:
-            self.memory.scratch_bytes += WINDOW_BYTES
+        if self.second is not None:
+            self.memory.scratch_bytes += self.second.scratch_bytes
             self.memory.max_blocks_per_request = self.max_blocks_per_request
         return reserved
 
@@ -283,7 +276,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def _sectors_of(self, length: int) -> int:
         """Number of sectors that a single request of `length` tokens takes."""
         packed = ceil(self.allocator.pages_of(length) * self.allocator.bytes_per_block / self.bytes_per_sector)
-        return packed + sum(each.pages_of(length) for each in (self.windows, self.states) if each is not None)
+        return packed + (0 if self.second is None else self.second.pages_of(length))
 
     @property
     def max_request_tokens(self) -> int:
@@ -358,8 +351,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeyValue:
-        """Return the new keys and values of a layer unchanged: `attend` stores them. Latents and rotary keys, which the
-        model expands next, are kept for `take_latents`.
+        """Return the new keys and values of a layer unchanged: `layer_step` stores them. Latents and rotary keys, which
+        the model expands next, are kept for `take_latents`.
 
         Models call this method from transformers 5.24 on, models with latents in all versions.
         """
@@ -379,55 +372,39 @@ class TurboQuantPagedCache(PagedAttentionCache):
         linear layer asks for them before it reads."""
         self.before_layer()
         assert self.states is not None
-        own = self.states
-        return self._planned(layer_idx, own, lambda: states_of(kwargs, own.shape, own.index, own.write_trash_index))
+        return self._planned(layer_idx, self.states, kwargs)
 
-    def _planned(self, layer_idx: int, own: Any, plan: Callable[[], Any]) -> Any:
+    def _planned(self, layer_idx: int, own: PoolAllocator, kwargs: dict[str, Any], total: int = 0) -> Any:
         """The plan of a step, which the first layer of each allocator makes for all layers of the allocator `own`."""
         if own.index not in self._plans or layer_idx == own.layer_indices[0]:
-            self._plans[own.index] = plan()
+            self._plans[own.index] = own.plan(kwargs, total, self.lengths)
         return self._plans[own.index]
 
-    def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        """Store the new tokens of a layer and compute their attention, `[1, T, Hq, D]`. `states` are queries
-        `[1, Hq, T, D]`, keys and values `[1, Hkv, T, D]`; `kwargs` are those that the engine passes to attention."""
-        self.before_layer()
-        owner, own = self.owners[layer_idx], cast(Any, self.layer_to_allocator[layer_idx])
-        store = layer_idx == self.last_readers[owner]
-        new = Tokens(*(x[0].transpose(0, 1) for x in states))
-
-        def sequences() -> Sequences:
-            return sequences_of(kwargs, own.shape, own.index, self.lengths)
-
-        if isinstance(own, WindowAllocator):
-            step = self._planned(layer_idx, own, lambda: plan_step(sequences(), len(new.query)))
-            return dispatch.windowed_step(new, own.windows[owner], step, options, store=store)[None]
-        step = self._planned(layer_idx, own, sequences)
-        return paged_step(new, self.allocator.pages[owner], step, options, self.scratch, store=store)[None]
-
-    def attend_latents(
+    def layer_step(
         self,
         layer_idx: int,
-        weight: torch.Tensor,
-        query: torch.Tensor,
-        new: KeyValue,
-        expanded: KeyValue | None,
+        states: Tokens,
         kwargs: dict[str, Any],
         options: AttentionOptions,
+        weight: torch.Tensor | None = None,
+        expanded: KeyValue | None = None,
     ) -> torch.Tensor:
-        """Store the new tokens of a layer with latents and compute their attention, `[1, T, Hq, Dv]`.
+        """Store the new tokens of a layer and compute their attention, `[1, T, Hq, Dv]`.
 
         Args:
             layer_idx: Index of the layer.
-            weight: Up-projection `[Hq * (Dk - Dr + Dv), R]`.
-            query: `[1, Hq, T, Dk]`.
-            new: Latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]` of the new tokens.
-            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of them, or `None`.
-            kwargs, options: As for `attend`.
+            states: Queries `[1, Hq, T, Dk]`, keys `[1, Hkv, T, Dk]` and values `[1, Hkv, T, Dv]`, or with `weight`
+                latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
+            kwargs: Arguments that the engine passes to attention.
+            options: Causal and without biases.
+            weight: Up-projection `[Hq * (Dk - Dr + Dv), R]` of latents.
+            expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of latents, or `None`.
         """
         self.before_layer()
-        own = self.allocator
-        sequences = self._planned(layer_idx, own, lambda: sequences_of(kwargs, own.shape))
-        return latent_pages.latent_step(
-            query, expanded, new, weight, own.pages[layer_idx], sequences, options, self.scratch
-        )
+        owner, own, (query, *new) = self.owners[layer_idx], cast(Any, self.layer_to_allocator[layer_idx]), states
+        plan = self._planned(layer_idx, own, kwargs, query.shape[2])
+        if weight is not None:
+            pages = own.pages[owner]
+            return latent_pages.latent_step(query, expanded, (*new,), weight, pages, plan, options, self.scratch)
+        rows = Tokens(*(x[0].transpose(0, 1) for x in states))
+        return own.step(owner, rows, plan, options, self.scratch, store=layer_idx == self.last_readers[owner])[None]

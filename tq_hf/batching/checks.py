@@ -6,7 +6,7 @@ import os
 import threading
 from copy import copy
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from ..compat import CACHE_NAME, attention_of_parts, restore_attention
 from ..config import TurboQuantConfig, config_of, holds_latents, number_of_positions
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
-from .allocators import LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
+from .allocators import BESIDE, LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
 from .attention import NAME, PAGES, NoPages
 from .cache import TurboQuantPagedCache
 from .geometry import StateStep
@@ -104,25 +104,26 @@ class StepProbe(TurboQuantPagedCache):
 
     def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
         """Note the states `[B, ...]` of a linear layer."""
-        self.linear.sizes.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
+        self.linear.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
-    def attend(self, layer_idx: int, states: Tokens, kwargs: dict[str, Any], options: AttentionOptions) -> torch.Tensor:
-        if self.holds_latents:
-            raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
-        return self._note(layer_idx, *states)
-
-    def attend_latents(
-        self, layer_idx: int, weight: torch.Tensor, query: torch.Tensor, new: KeyValue, expanded: Any, *others: Any
+    def layer_step(
+        self,
+        layer_idx: int,
+        states: Tokens,
+        kwargs: dict[str, Any],
+        options: AttentionOptions,
+        weight: torch.Tensor | None = None,
+        expanded: KeyValue | None = None,
     ) -> torch.Tensor:
-        self.unexplained += [] if weight.is_meta or agrees(weight, new, expanded) else [layer_idx]
-        self._note(layer_idx, query, *new)
-        return query.new_zeros(*query.transpose(1, 2).shape[:3], expanded[1].shape[3])
-
-    def _note(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Note the heads of a layer. Returns zeros in the shape of its attention."""
-        self.twice += [layer] if layer in self.specs else []
-        self.specs[layer] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
+        query, key, value = states
+        if self.holds_latents and (weight is None or expanded is None):
+            raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
+        if weight is not None and not weight.is_meta and not agrees(weight, (key, value), cast(KeyValue, expanded)):
+            self.unexplained.append(layer_idx)
+        self.twice += [layer_idx] if layer_idx in self.specs else []
+        self.specs[layer_idx] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        return query.new_zeros(*query.transpose(1, 2).shape[:3], (value if expanded is None else expanded[1]).shape[3])
 
 
 probes: WeakKeyDictionary[Any, StepProbe] = WeakKeyDictionary()
@@ -143,7 +144,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
         advice = "Load it on one, or with tensor parallelism (`tp_plan='auto'`)."
         refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device", advice)
     kinds, linear = paged_layers(decoder), linear_layers(decoder)
-    if others := sorted(kinds.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
+    if others := sorted(kinds.keys() - BESIDE.keys() - {FULL_ATTENTION}):
         held = "full attention, sliding windows and the states of linear layers"
         refuse(model, f"has layers of the kind {', '.join(others)}, and pages hold {held} only")
     unpacked = INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory."
@@ -173,7 +174,7 @@ def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], pag
     if probe.unexplained:
         why = f"expands latents (MLA) of layer {probe.unexplained[0]} not by the weight of `kv_b_proj`, as pages need"
         refuse(model, why, f"Merge adapters. {INSTEAD}")
-    if missing := sorted(linear - probe.linear.sizes.shapes.keys()):
+    if missing := sorted(linear - probe.linear.shapes.keys()):
         do_not = "do not ask a cache for their states, as transformers' own do from version 5.23 on"
         refuse(model, f"has linear layers ({', '.join(map(str, missing))}) that {do_not}")
     if specs.keys() != paged:
@@ -239,7 +240,7 @@ def engine_options(
     decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)
     latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans
-    reads = dense or SLIDING_ATTENTION in paged_layers(decoder) or linear_layers(decoder) or latents
+    reads = dense or len(paged_layers(decoder)) > 1 or linear_layers(decoder) or latents
     if (graphs[0] and (reads or (on_gpu and not supports_paged_prompts(states, layout)))) or (graphs[1] and dense):
         what, instead = f"steps with prompts of this {type(model).__name__}", ", or say `(False, True)`"
         if dense:

@@ -161,15 +161,10 @@ class TurboQuantBatching(ContinuousMixin):
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
     ) -> TurboQuantBatchingManager:
-        """Create a manager.
+        """Create a manager, with the model's generation config and transformers' options of the engine by default.
 
         The manager of the last session (`persistent_manager=True`) is returned instead if generation config, weights
-        and adapters are the same and its pages suffice for `workload_hints`.
-
-        Args:
-            generation_config: By default the model's.
-            continuous_batching_config: Options of the engine, by default transformers'.
-            workload_hints: Lengths and number of requests, if known.
+        and adapters are the same and its pages suffice for `workload_hints`, lengths and number of requests.
 
         Raises:
             ValueError: Packed pages do not support the model, an option or the generation config, or an argument has

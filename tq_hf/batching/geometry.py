@@ -63,12 +63,8 @@ class TableShape(NamedTuple):
 
 
 def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
-    """Count the table entries of a request of `length` tokens that the engine's lists carry.
-
-    Returns:
-        Number of ring pages with tokens, and number of entries after the ring. A request of fewer than 128 tokens has
-        only the sink page after the ring, because it can share no blocks.
-    """
+    """Count the table entries of a request of `length` tokens that the engine's lists carry: ring pages with tokens,
+    and entries after the ring. A request of fewer than 128 tokens has only the sink page there: it shares no blocks."""
     rows = (length - shape.sinks) * (length > shape.sinks)
     reached = (rows + shape.page_rows - 1) // shape.page_rows
     ring = reached + (shape.ring_pages - reached) * (reached > shape.ring_pages)

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ..compat import outside_inference_mode
 from ..layers.base import Substitute
-from .allocators import StateName, StateSizes, linear_layers
+from .allocators import StateName, StateShapes, linear_layers
 from .attention import LAYER, pages_of_step, running
 from .cache import TurboQuantPagedCache
 
@@ -36,15 +36,12 @@ class RequestStates:
         self.states = states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False: tokens are never taken back."""
-        return False
+        return False  # tokens are never taken back
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Inputs of the convolution before the new ones, `[B, channels, width]`."""
         return self.states.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Recurrent state, `[B, ...]`."""
         return self.states.get(("recurrent", state_idx))
 
     def update_conv_state(
@@ -56,7 +53,7 @@ class RequestStates:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Append inputs `[B, channels, n]` of the convolution. Returns the inputs before, and the new ones."""
-        before = self.states.get(("conv", state_idx))
+        before = self.get_conv_state(layer_idx, state_idx)
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size or conv_states.shape[-1])
         inputs = torch.cat([before, conv_states], -1)
@@ -66,7 +63,6 @@ class RequestStates:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Replace the recurrent state."""
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
@@ -97,8 +93,10 @@ class LinearLayers:
         self.modules: list[tuple[int, Any, str]] = [found[layer] for layer in sorted(found)]
         """Index of a layer, its module, and the name of the cache among the module's parameters."""
         self.like = torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
-        self.sizes = StateSizes({})
+        self.shapes: StateShapes = {}
         """Filled by a probe."""
+        self.peaks = 0, 0
+        """Bytes of a layer at its peak, measured on a GPU: per new token of a step, and per request with one."""
         self._own: list[Any] | None = None
         """`forward` of each instance before `switch`: accelerate's hooks replace it, too."""
 
@@ -119,7 +117,7 @@ class LinearLayers:
 
     @outside_inference_mode
     def measure(self) -> None:
-        """On a GPU, measure the memory of one module, with states of the shapes in `sizes`."""
+        """On a GPU, measure the memory of one module, with states of these `shapes`."""
         device, peaks = self.like.device, list[int]()
         for layer, module, parameter in self.modules[:1] if device.type == "cuda" else ():
             for requests, tokens in (1, 512), (16, 1):
@@ -128,11 +126,11 @@ class LinearLayers:
                 row = self.like.new_zeros(requests, tokens, self.like.shape[-1])
                 module(row, **{parameter: RequestStates(self._zeros(layer, requests))})
                 peaks.append(-(-(torch.cuda.max_memory_allocated(device) - before) // (requests * tokens)))
-        self.sizes = StateSizes(self.sizes.shapes, *peaks)
+        self.peaks = (peaks[0], peaks[1]) if peaks else (0, 0)
 
     def _zeros(self, layer: int, requests: int) -> States:
         """States of this number of requests; none before a probe."""
-        shapes = self.sizes.shapes.get(layer, {}).items()
+        shapes = self.shapes.get(layer, {}).items()
         return {name: self.like.new_zeros(requests, *shape, dtype=dtype) for name, (shape, dtype) in shapes}
 
 

@@ -29,7 +29,7 @@ from ..config import TurboQuantConfig
 from ..joined import join, separate
 from ..ops.dispatch import check_choice
 from ..saving import fingerprint
-from .allocators import LINEAR, WITHOUT_CACHE, packed_layout
+from .allocators import layer_kinds, packed_layout
 from .attention import NAME
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
@@ -122,7 +122,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
         options.default_compile_level = 0  # our runner compiles layers
-        with self._restoring_on_failure(), layer_types_known(LINEAR + WITHOUT_CACHE):
+        with self._restoring_on_failure(), layer_types_known(layer_kinds(decoder)):
             # transformers would create processors for all requests from the generation config.
             super().__init__(model, GenerationConfig(eos_token_id=-1), options, workload_hints)
         self.generation_config = generation_config

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from tq_kernels.format import BLOCK_TOKENS
 from transformers.generation.continuous_batching.utils import stream_context
 from transformers.utils import logging
@@ -94,20 +96,18 @@ class PrefixFolder:
 
     def write(self, name: str, part: str, data: torch.Tensor) -> bool:
         """Write the bytes of a page, CPU `[n]` uint8, in one step. Returns whether the file is there."""
-        content: Any = memoryview(data.numpy())  # type: ignore[arg-type]
-        header = json.dumps(_header(name, part, len(data), sha256(content).hexdigest())).encode()
-        header += b" " * (-len(header) % 8)
+        content: Any = data.numpy()
+        about = _header(name, part, len(data), sha256(content).hexdigest())["__metadata__"]
         try:
-            with replacing(self.path / name) as temporary, open(temporary, "wb") as file:
-                file.write(len(header).to_bytes(8, "little") + header)
-                file.write(content)
+            with replacing(self.path / name) as temporary:
+                save_file({part: data}, temporary, metadata=about)
             self.known.add(name)
             self.bytes += len(data)
             # Others write, too: look again after a part of the limit.
             if self.bytes > min(self.size, self._listed + (1 - KEPT) * self.size):
                 self._trim()
             return True
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             logger.warning_once(f"Prefixes cannot be saved in {self.path}: {getattr(error, 'strerror', None) or error}")
             return False
 

@@ -72,8 +72,30 @@ def named(names: Collection[str]) -> str:
     return f"request{'s' * (len(names) != 1)} {', '.join(list(names)[:LISTED])}{more}"
 
 
-class ShortestFirst(FIFOScheduler):
-    """transformers' FIFO scheduler, except that shorter prompts go first, and that steps stay short.
+class PromptsInTurn(FIFOScheduler):
+    """transformers' FIFO scheduler, which schedules requests that are answered, then prompts in an order of its own."""
+
+    def take_turns(self, answered: int, prompts: list[RequestState], token_budget: int) -> Any:
+        """Prompts in their order, and the number of their tokens in a step with one token of `answered` requests
+        each."""
+        raise NotImplementedError
+
+    def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
+        answered = [state for state in candidates if state.status == RequestStatus.DECODING]
+        prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
+        prompts, most = self.take_turns(len(answered), prompts, token_budget)
+        return super()._process_candidates(answered + prompts, min(token_budget, len(answered) + most), *others)
+
+    def all_fit(self, prompts: list[RequestState]) -> bool:
+        """Whether there is room for the rest of all prompts that are partly read. They hold pages, and others that took
+        the last ones would stop them."""
+        begun = (state for state in prompts if state.status == RequestStatus.PREFILLING)
+        fits: Any = self.cache.can_store_request_tokens
+        return all(fits(state, len(state.remaining_prefill_tokens), dry_run=True) for state in begun)
+
+
+class ShortestFirst(PromptsInTurn):
+    """Scheduler by which shorter prompts go first, and steps stay short.
 
     Prompts are ordered by time of arrival plus `PATIENCE` seconds per token that is not read yet. Requests that arrive
     after that time do not overtake, so no request waits forever. In a burst most requests get their first token much
@@ -93,19 +115,13 @@ class ShortestFirst(FIFOScheduler):
     def _get_waiting_candidates(self) -> list[RequestState]:
         return self._in_turn(super()._get_waiting_candidates())
 
-    def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
-        """Schedule requests: those that are answered, then prompts in their order."""
-        answered = [state for state in candidates if state.status == RequestStatus.DECODING]
-        prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
-        if answered:
-            token_budget = min(token_budget, len(answered) + STEP_TOKENS)
-        if all_fit(self.cache, prompts):
-            prompts = self._in_turn(prompts)
-        return super()._process_candidates(answered + prompts, token_budget, *others)
+    def take_turns(self, answered: int, prompts: list[RequestState], token_budget: int) -> Any:
+        prompts = self._in_turn(prompts) if self.all_fit(prompts) else prompts
+        return prompts, STEP_TOKENS if answered else token_budget
 
 
-class ShortSteps(FIFOScheduler):
-    """transformers' FIFO scheduler with steps of `CPU_STEP_TOKENS` tokens of prompts, shared between prompts.
+class ShortSteps(PromptsInTurn):
+    """Scheduler by which prompts share `CPU_STEP_TOKENS` tokens of a step.
 
     Beside others, the prompt that came first gets half of that, so that no prompt waits forever. The other half is for
     the prompts with the fewest tokens left.
@@ -114,29 +130,16 @@ class ShortSteps(FIFOScheduler):
     _first: tuple[RequestState | None, int] = (None, 0)
     """The prompt that came first, and the number of its tokens that a step may read."""
 
-    def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
-        """Schedule requests: those that are answered, then prompts."""
-        answered = [state for state in candidates if state.status == RequestStatus.DECODING]
-        prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
-        if prompts and all_fit(self.cache, prompts):
+    def take_turns(self, answered: int, prompts: list[RequestState], token_budget: int) -> Any:
+        if prompts and self.all_fit(prompts):
             first, *later = sorted(prompts, key=lambda state: state.created_time)
             self._first = first, CPU_STEP_TOKENS // 2 if answered or later else CPU_STEP_TOKENS
             prompts = [first, *sorted(later, key=lambda state: len(state.remaining_prefill_tokens))]
-        token_budget = min(token_budget, len(answered) + CPU_STEP_TOKENS)
-        return super()._process_candidates(answered + prompts, token_budget, *others)
+        return prompts, CPU_STEP_TOKENS
 
     def _schedule_request(self, state: RequestState, tokens: list[int], token_budget: int, *others: Any) -> None:
         first, most = self._first
         super()._schedule_request(state, tokens, min(token_budget, most) if state is first else token_budget, *others)
-
-
-def all_fit(cache: Any, prompts: list[RequestState]) -> bool:
-    """Whether there is room for the rest of all prompts that are partly read. They hold pages, and others that took the
-    last ones would stop them."""
-    begun = [state for state in prompts if state.status == RequestStatus.PREFILLING]
-    return all(
-        cache.can_store_request_tokens(state, len(state.remaining_prefill_tokens), dry_run=True) for state in begun
-    )
 
 
 class Detokenizer:

@@ -21,8 +21,7 @@ from tq_kernels.types import KeyValue
 from transformers.cache_utils import CacheLayerMixin
 
 from ..compat import outside_inference_mode
-from ..stores.checks import check_fits, widened
-from ..stores.sizes import STEP_TOKENS
+from ..stores.sizes import STEP_TOKENS, check_fits, widened
 from ..tensors.layer import RowKind
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +18,7 @@ from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores import graph_ops
 from ..stores.assigned import assign
-from ..stores.checks import widened
-from ..stores.sizes import STEP_TOKENS
+from ..stores.sizes import STEP_TOKENS, widened
 from ..stores.store import LayerStore
 from ..tensors.layer import Counts, View
 from ..tensors.sinks import Padding, check_index
@@ -238,7 +237,8 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is None:
             view = self._begin(key_states, value_states, padding)
         else:
-            view = self.store.append(key_states, value_states, self.needs_queries, padding)
+            is_step = self.is_compileable and self.takes_step(key_states.shape[2])
+            view = self.store.append(key_states, value_states, self.needs_queries, padding, is_step)
         if view.counts is None:
             return self._first_states(view, self._with_empty_rows((key_states, value_states)))
         if torch.compiler.is_dynamo_compiling():
@@ -251,6 +251,16 @@ class TurboQuantLayer(FullAttentionLayer):
         if key_states.shape[2] == 1:
             self._warn_about_dequantized_steps(view)
         return handle.attached(handle.dense())
+
+    def allocate_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """`update` of a cache on the meta device, which only allocates: for estimates."""
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.store is not None
+        if self.max_cache_len is None:  # a preallocated layer has allocated everything
+            self.store.scales_are_fixed = True  # meta tensors have no values to estimate scales from
+            self.store.append(key_states, value_states)
+            self.store.settle()  # in place of attention
 
     def _lost(self, view: View, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors without their gradients in a later call: its `states`, which the store has copied, and one tensor
@@ -450,6 +460,11 @@ class TurboQuantLayer(FullAttentionLayer):
         """Move the store to the CPU, unless the encoding of a prompt is deferred."""
         if self.store is not None and not self.store.is_deferred:
             super().offload()
+
+
+def compressed(layers: Iterable[Any]) -> dict[int, TurboQuantLayer]:
+    """The compressed layers of a cache, by index."""
+    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, TurboQuantLayer)}
 
 
 def _as_appended(view: View, states: KeyValue) -> KeyValue:

@@ -49,12 +49,7 @@ class Result(NamedTuple):
 
 class Expansion:
     """Recorded operations on the states of a handle. Results 0 and 1 are its keys (latents) and values (rotary keys).
-
-    Args:
-        handle: The `Handle`.
-        like: Tensor of the dtype and device of the states.
-        lazy: Class of the handle's lazy states.
-    """
+    `like` is a tensor of their dtype and device, and `lazy` the class of the handle's lazy states."""
 
     def __init__(self, handle: Any, like: torch.Tensor, lazy: Any) -> None:
         self.handle, self.like, self.lazy = handle, like, lazy

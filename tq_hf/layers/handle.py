@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tq_kernels.types import KeyValue, Mask
 
-from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, autocast_dtype, has_forward_hooks
+from ..compat import METADATA, as_plain_tensors, autocast_dtype, has_forward_hooks, is_self_attention
 from ..ops import dispatch
 from ..tensors.layer import View
 from .base import replaced
@@ -243,7 +243,7 @@ def resolve(
     view, layer = handle.view, handle.layer
     if query is not None and view.new is not None and layer.store is not None and layer.store.is_deferred:
         tokens = view.new[0].shape[2]
-        own = query.shape[2] == tokens and attends_to_own_tokens(module)
+        own = query.shape[2] == tokens and is_self_attention(module)
         layer.store.encode_deferred(query if own else None, _unpadded(mask, view.length, tokens))
     have_one_handle = getattr(values, "_handle", None) is handle
     if not have_one_handle or handle.written:

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ..compat import foreach
 from .base import check_crop
-from .compressed import TurboQuantLayer
+from .compressed import compressed
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
@@ -101,19 +101,14 @@ def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:
 
 
 def take_back(layers: Sequence[Any], tokens: torch.Tensor) -> None:
-    """Remove the newest tokens of preallocated layers by their counts on the device, which the host does not wait for.
-    Exact for tokens of the last step.
-
-    Args:
-        layers: `TurboQuantLayer`, `PreallocatedLayer`, and `SlidingLayer` with an open ring, filled.
-        tokens: Number of tokens, `[]` or `[1]` integer on the device.
-    """
-    tokens = tokens.reshape(())
-    stores: list[Any] = [layer.store for layer in layers if isinstance(layer, TurboQuantLayer)]
+    """Remove the newest `tokens` (`[]` or `[1]` integer on the device) of filled preallocated layers, with open rings,
+    by their counts on the device, which the host does not wait for. Exact for tokens of the last step."""
+    tokens, packed = tokens.reshape(()), compressed(layers)
+    stores: list[Any] = [layer.store for layer in packed.values()]
     states = [store.device_counts.state for store in stores]
     sinks, _, rows, pending = ([state[i : i + 1] for state in states] for i in range(4))
     lengths = [store.device_counts.length for store in stores]
-    lengths += [layer.cumulative_length for layer in layers if not isinstance(layer, TurboQuantLayer)]
+    lengths += [layer.cumulative_length for index, layer in enumerate(layers) if index not in packed]
     for layer in layers:
         layer.count_replayed(None)
     foreach.add_(lengths, tokens, alpha=-1)

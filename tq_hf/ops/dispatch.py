@@ -124,7 +124,7 @@ def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> 
 
 def buffered_attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """`attend` by sdpa over all tokens of `view`, dense in the workspace that all layers share."""
-    return cpu_attention.attend_buffer(query, _buffered(view), mask, options)
+    return cpu_attention.dense_sdpa(query, _buffered(view), mask, options)
 
 
 def _buffered(view: View) -> KeyValue:
@@ -243,7 +243,7 @@ def attend_absorbed(
     if mask is not None:
         check_mask(mask, view.length if isinstance(view.counts, Counts) else 0)
 
-    def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    def means_of(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         if triton_blocks.supports_attend_latents(query, view, mask, options):
             return triton_blocks.attend_latents(latent, rotary, view, mask, options)
         batch, _, queries, _ = query.shape
@@ -254,7 +254,7 @@ def attend_absorbed(
         means = cpu_attention.attend_latents(by_batch, rotary, counted, mask, options)
         return means.permute(2, 0, 1, 3).flatten(1, 2)
 
-    return absorbed(query, weight, view.tensors.layout.value_dim, attend)
+    return absorbed(query, weight, view.tensors.layout.value_dim, means_of)
 
 
 def absorbed(
@@ -403,15 +403,15 @@ def paged_step(
     """
 
     # For heads without a kernel of many queries: more than 256 channels, on 8.x more than 128, on 7.5 all.
-    def attend_prompts(out: torch.Tensor) -> None:
+    def prompts_by_torch(out: torch.Tensor) -> None:
         for request in reference.requests(sequences, pages.tensors):
             if request.tokens.stop - request.tokens.start > 1:
-                out[request.tokens] = _attend_request(*_states_of(request, new), pages, request, options)
+                out[request.tokens] = _request_output(*_states_of(request, new), pages, request, options)
 
     query = new.query
     if triton_pages.supports_paged_step(query, new.key, pages):
         by_kernel = sequences.max_q == 1 or triton_pages.supports_paged_prompts(query, pages.layout)
-        by_torch = None if by_kernel else attend_prompts
+        by_torch = None if by_kernel else prompts_by_torch
         arguments = (new, pages, sequences, options, workspace)
         return triton_pages.paged_step(*arguments, store=store, attend_prompts=by_torch)
     if pages.blocks is None:  # the manager has reported dense layers
@@ -420,7 +420,7 @@ def paged_step(
     out = torch.zeros_like(query)
     for request in reference.requests(sequences, pages.tensors):
         queries, states = _states_of(request, new)
-        out[request.tokens] = _attend_request(queries, states, pages, request, options)
+        out[request.tokens] = _request_output(queries, states, pages, request, options)
         if store:
             store_request(pages, request, states)
     return out
@@ -432,7 +432,7 @@ def _states_of(request: reference.Request, new: Tokens) -> tuple[torch.Tensor, K
     return queries, (keys, values)
 
 
-def _attend_request(
+def _request_output(
     query: torch.Tensor, new: KeyValue, pages: LayerPages, request: reference.Request, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of a request's queries `[1, Hq, n, D]` before its `new` keys and values `[1, Hkv, n, D]` are stored,
@@ -443,7 +443,7 @@ def _attend_request(
         return attend(query, reference.view_of(pages, request, new), None, options)[0]
     if query.shape[-1] > MAX_FLASH_DIM:
         say_torch_computes("A prompt of a batch", query, query.shape[-1])
-        return cpu_attention.attend_buffer(query, new, None, options)[0]
+        return cpu_attention.dense_sdpa(query, new, None, options)[0]
     # Read a whole prompt as generate() does.
     out = scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True)
     return out[0].transpose(0, 1)
@@ -493,24 +493,23 @@ def windowed_step(
         `[T, Hq, D]` in the query's dtype, 0 for padding tokens.
     """
     if step.tokens is None:
-        return _attend_windows(new, windows, step, options)
+        return _window_step(new, windows, step, options)
     out = torch.zeros_like(new.query)
     if len(step.tokens):
         ones = Tokens(*(x[step.tokens] for x in new))
-        out[step.tokens] = _attend_windows(ones, windows, step, options)
+        out[step.tokens] = _window_step(ones, windows, step, options)
     for tokens, past, block_table in step.prompts:
         prompt = Tokens(*(x[tokens] for x in new))
         out[tokens] = sliding_pages.attend_prompt(prompt, windows, past, block_table, options, store)
     return out
 
 
-def _attend_windows(new: Tokens, windows: LayerWindows, step: WindowStep, options: AttentionOptions) -> torch.Tensor:
+def _window_step(new: Tokens, windows: LayerWindows, step: WindowStep, options: AttentionOptions) -> torch.Tensor:
     """Store the N new tokens of requests with one each, then attend to their windows: `[N, Hq, D]`."""
-    arguments = (new, windows, step.past, step.block_table, options)
     if triton_pages.supports_attend_windows(new.query, new.key, windows):
-        return triton_pages.attend_windows(*arguments)
+        return triton_pages.attend_windows(new, windows, step, options)
     say_torch_computes("A sliding layer's decode step of a batch", new.query, new.query.shape[-1])
-    return sliding_pages.attend_windows(*arguments)
+    return sliding_pages.attend_windows(new, windows, step, options)
 
 
 def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

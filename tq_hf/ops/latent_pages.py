@@ -52,10 +52,10 @@ def latent_step(
     def by_kernels(query: torch.Tensor, new: KeyValue, sequences: Sequences, scratch: Workspace | None) -> torch.Tensor:
         """`latent_step` of few new tokens of each request, whose lengths are read on the device."""
 
-        def attend(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        def means_of(latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
             return dispatch.attend_latent_pages(latent, rotary, new, pages, sequences, options, scratch)
 
-        return dispatch.absorbed(query, weight, pages.layout.value_dim, attend)
+        return dispatch.absorbed(query, weight, pages.layout.value_dim, means_of)
 
     if dispatch.supports_latent_step(query, new, pages, sequences.max_q, options):
         if sequences.max_q == 1:

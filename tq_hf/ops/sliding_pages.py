@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from ..tensors.pages import LayerWindows, WindowStep
-from .cpu.attention import attend_buffer, attend_dense, supports_sdpa
+from .cpu.attention import attend_dense, dense_sdpa, supports_sdpa
 
 WINDOW_BYTES = 256 << 20
 """Most bytes of scratch that a layer takes in torch."""
@@ -40,18 +40,10 @@ def plan_step(sequences: Sequences, total: int) -> WindowStep:
     return WindowStep(tokens, past[requests], sequences.block_table[requests], prompts)
 
 
-def attend_windows(
-    new: Tokens, windows: LayerWindows, past: torch.Tensor, block_table: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    """Store the N new tokens, then attend to the windows: `[N, Hq, D]`. `past` and `block_table` are those of a
-    `WindowStep`."""
-    (query, key, value), exists = new, past >= 0
-    page, row = windows.places(block_table, past.clamp(min=0)[:, None])
-    windows.write(torch.where(exists, page[:, 0], windows.trash), row[:, 0], key, value)
-    slots = torch.arange(windows.window, device=past.device)
-    held = slots <= past[:, None]  # [N, window], the new token included
-    page, row = windows.places(block_table, slots.expand_as(held))
-    page = torch.where(held, page, 0)
+def attend_windows(new: Tokens, windows: LayerWindows, plan: WindowStep, options: AttentionOptions) -> torch.Tensor:
+    """Store the N new tokens, then attend to the windows: `[N, Hq, D]`."""
+    (query, key, value), (exists, places, held, (page, row)) = new, plan.rows(windows)
+    windows.write(*places, key, value)
     count, heads = query.shape[:2]
     # Count the gathered rows twice: torch makes as much again of them.
     each = 2 * windows.window * (key[0].nbytes + value[0].nbytes)
@@ -100,6 +92,6 @@ def attend_prompt(
             mask = ((position[first:end] <= own) & (position[first:end] > own - window))[None, None]
         if supports_sdpa(options) and mask is not None:  # sdpa's fast kernels take no mask beside groups of heads
             seen, shown = (x.repeat_interleave(rows.shape[1] // x.shape[1], 1) for x in (seen, shown))
-        attend = attend_buffer if supports_sdpa(options) else attend_dense
+        attend = dense_sdpa if supports_sdpa(options) else attend_dense
         parts.append(attend(rows, (seen, shown), mask, options)[0])
     return torch.cat(parts)

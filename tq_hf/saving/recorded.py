@@ -49,10 +49,6 @@ class Call:
             zeros.append(torch.zeros(sizes, dtype=dtype, device=device or own))
         return zeros
 
-    def replay(self, layer: Any, batch: int, tokens: int) -> None:
-        """Repeat the call on `layer`, on the meta device, for `batch` sequences of `tokens` tokens."""
-        getattr(layer, self.method)(*self.tensors(batch, tokens, "meta"), **dict(self.options))
-
 
 @contextmanager
 def record(cache: Cache) -> Iterator[list[list[Call]]]:
@@ -91,7 +87,8 @@ def record(cache: Cache) -> Iterator[list[list[Call]]]:
 def replay(calls: Iterable[Call], layer: Any, batch: int, tokens: int) -> None:
     """Repeat calls on an empty layer on the meta device, for `batch` sequences of `tokens` tokens."""
     for call in calls:
-        call.replay(layer, batch, tokens)
+        method = getattr(layer, "allocate_for" if hasattr(layer, "allocate_for") else call.method)
+        method(*call.tensors(batch, tokens, "meta"), **dict(call.options))
 
 
 def shapes(layer: Any) -> dict[str, torch.Size]:

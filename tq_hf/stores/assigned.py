@@ -14,8 +14,7 @@ from ..compat import outside_inference_mode
 from ..ops import dispatch
 from ..tensors.layer import Counts, check_room
 from ..tensors.residual import write_tokens
-from .checks import check_fits
-from .sizes import GROWTH, residual_capacity
+from .sizes import GROWTH, check_fits, residual_capacity
 from .store import LayerStore
 
 

@@ -42,30 +42,25 @@ def tokens_held(counts: DeviceCounts, pending: PendingToken) -> torch.Tensor:
     return length if pending.states is None else length + pending.states[0].shape[2]
 
 
-def _arguments(view: View) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], str, int]:
-    """The view of a decode step as an operator takes it: states of the new tokens if they are pending, the layer's
-    tensors, its counts, its configuration as text, and `max_cache_len`."""
+def _arguments(view: View) -> tuple[list[torch.Tensor], list[torch.Tensor], str, int]:
+    """The view of a decode step as an operator takes it: states of the new tokens if they are pending, the counts of
+    the layer and its tensors, its configuration as text, and `max_cache_len`."""
     assert isinstance(view.counts, DeviceCounts) and view.pending is not None
     row = [] if view.pending.states is None else list(view.pending.states)
-    return row, view.tensors.arguments(), list(view.counts), view.tensors.config_text, view.length
+    return row, [*view.counts, *view.tensors.arguments()], view.tensors.config_text, view.length
 
 
-def _view_of(
-    row: list[torch.Tensor], tensors: list[torch.Tensor], counts: list[torch.Tensor], config: str, max_cache_len: int
-) -> View:
+def _view_of(row: list[torch.Tensor], held: list[torch.Tensor], config: str, max_cache_len: int) -> View:
     """The view of `_arguments`. Raises `ValueError` without room for `row`, on a CPU."""
-    device_counts = DeviceCounts(*counts)
+    device_counts, tensors = DeviceCounts(*held[:3]), LayerTensors.from_arguments(config, held[3:])
     if row and row[0].is_cpu:
         check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
-    pending = PendingToken((row[0], row[1]) if row else None)
-    return View(LayerTensors.from_arguments(config, tensors), device_counts, max_cache_len, pending)
+    return View(tensors, device_counts, max_cache_len, PendingToken((row[0], row[1]) if row else None))
 
 
-@torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
-def _append_token(
-    row: list[torch.Tensor], tensors: list[torch.Tensor], counts: list[torch.Tensor], config: str, max_cache_len: int
-) -> None:
-    _append_now(_view_of(row, tensors, counts, config, max_cache_len))
+@torch.library.custom_op("tq_hf::append_token", mutates_args=("held",))
+def _append_token(row: list[torch.Tensor], held: list[torch.Tensor], config: str, max_cache_len: int) -> None:
+    _append_now(_view_of(row, held, config, max_cache_len))
 
 
 def _append_now(view: View) -> None:
@@ -83,29 +78,33 @@ def append_pending_token(view: View) -> None:
     _append_now(view)
 
 
-@torch.library.custom_op("tq_hf::attend_token", mutates_args=("tensors", "counts"))
+@torch.library.custom_op("tq_hf::attend_token", mutates_args=("held",))
 def _attend_token(
     query: torch.Tensor,
     row: list[torch.Tensor],
-    tensors: list[torch.Tensor],
-    counts: list[torch.Tensor],
+    held: list[torch.Tensor],
     config: str,
     max_cache_len: int,
     mask: Mask,
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
+    weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    view = _view_of(row, tensors, counts, config, max_cache_len)
-    return dispatch.attend_token(query, view, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
+    view, options = _view_of(row, held, config, max_cache_len), AttentionOptions(scaling, softcap=softcap, s_aux=s_aux)
+    if weight is None:
+        return dispatch.attend_token(query, view, mask, options)
+    _append_now(view)
+    return dispatch.attend_absorbed(query, weight, view, mask, options)
 
 
 @_attend_token.register_fake
-def _attend_token_shape(
-    query: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *rest: Any
-) -> torch.Tensor:
-    batch, heads, rows, _ = query.shape
-    return query.new_empty(batch, rows, heads, LayerTensors.from_arguments(config, tensors).layout.value_dim)
+def _empty_output(query: torch.Tensor, row: Any, held: Any, config: str, *rest: Any) -> torch.Tensor:
+    (batch, heads, queries, dim), weight = query.shape, rest[-1]
+    value_dim = LayerTensors.from_arguments(config, held[3:]).layout.value_dim
+    if weight is not None:  # values are rotary keys
+        value_dim += weight.shape[0] // heads - dim
+    return query.new_empty(batch, queries, heads, value_dim)
 
 
 def causal_mask(view: View, queries: int) -> torch.Tensor:
@@ -136,10 +135,10 @@ def attend_token(query: torch.Tensor, view: View, mask: Mask, options: Attention
     elif not options.causal and query.shape[2] > 1:
         mask = torch.ones(1, 1, query.shape[2], view.length, dtype=torch.bool, device=query.device)
     if not dispatch.supports_mask(mask, options):
-        return _attend_with_biases(query, view, mask, options)
+        return _over_dense_states(query, view, mask, options)
     if torch.compiler.is_dynamo_compiling():
         scaling, _, softcap, s_aux, _ = options
-        out = _attend_token(query, *_arguments(view), mask, s_aux, scaling, softcap)
+        out = _attend_token(query, *_arguments(view), mask, s_aux, scaling, softcap, None)
         pending.states = None
         return out
     try:
@@ -151,32 +150,6 @@ def attend_token(query: torch.Tensor, view: View, mask: Mask, options: Attention
         raise
     pending.states = None
     return out
-
-
-@torch.library.custom_op("tq_hf::attend_absorbed", mutates_args=("tensors", "counts"))
-def _attend_absorbed(
-    query: torch.Tensor,
-    weight: torch.Tensor,
-    row: list[torch.Tensor],
-    tensors: list[torch.Tensor],
-    counts: list[torch.Tensor],
-    config: str,
-    max_cache_len: int,
-    mask: Mask,
-    scaling: float,
-) -> torch.Tensor:
-    view = _view_of(row, tensors, counts, config, max_cache_len)
-    _append_now(view)
-    return dispatch.attend_absorbed(query, weight, view, mask, AttentionOptions(scaling))
-
-
-@_attend_absorbed.register_fake
-def _attend_absorbed_shape(
-    query: torch.Tensor, weight: torch.Tensor, row: Any, tensors: Any, counts: Any, config: str, *rest: Any
-) -> torch.Tensor:
-    batch, heads, queries, dim = query.shape
-    rotary_dim = LayerTensors.from_arguments(config, tensors).layout.value_dim
-    return query.new_empty(batch, queries, heads, weight.shape[0] // heads - dim + rotary_dim)
 
 
 def attend_absorbed(
@@ -195,7 +168,7 @@ def attend_absorbed(
         if mask is not None:
             dispatch.check_mask(mask, view.length if past is None else past + query.shape[2])
         if compiling:
-            out = _attend_absorbed(query, weight, *_arguments(view), mask, options.scaling)
+            out = _attend_token(query, *_arguments(view), mask, None, options.scaling, None, weight)
             pending.states = None
             return out
         append_pending_token(view)
@@ -232,7 +205,7 @@ def dense(view: View) -> KeyValue:
     return dispatch.dense_tokens(tensors, counts.step_counts, length)
 
 
-def _attend_with_biases(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
+def _over_dense_states(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention with biases by head (T5, ALiBi, masks the model learnt), over dequantized states. States after the last
     token are empty room."""
     states = dense(view)

@@ -40,8 +40,7 @@ from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, c
 from ..tensors.residual import CutBlocks, PendingToken, ring_capacity, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
 from . import graph_ops
-from .checks import check_fits
-from .sizes import GROWTH, SHORT_CALL, new_tensors, residual_capacity
+from .sizes import GROWTH, SHORT_CALL, check_fits, new_tensors, residual_capacity
 
 
 class LayerStore:
@@ -94,18 +93,9 @@ class LayerStore:
         max_cache_len: int | None = None,
         prompt: bool = False,
     ) -> LayerStore:
-        """Make an empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them.
-
-        Args:
-            config: Configuration of the blocks.
-            keys, values: States with the shape, dtype and device of those to come.
-            max_cache_len: Number of tokens to preallocate for and never exceed; `None` to grow.
-            prompt: Whether they are a prompt that is appended next. It writes the channel scales and the counts on the
-                device, which are not filled here then.
-
-        Raises:
-            ValueError: The tensors do not fit each other.
-        """
+        """Make an empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them. A `prompt`
+        is appended next, and writes the channel scales and the counts on the device, which are not filled here then.
+        Raise `ValueError` if the tensors do not fit each other."""
         tensors = new_tensors(config, keys, values, max_cache_len, prompt)
         if max_cache_len is None:
             return cls(tensors)
@@ -143,11 +133,8 @@ class LayerStore:
         return self._deferred is not None
 
     def settle(self, wait: bool = True) -> Counts:
-        """Finish postponed work: encode a deferred call, write the pending token, read counts from the device.
-
-        Args:
-            wait: Whether to read counts of a preallocated store, unless it is empty. That waits for the device.
-        """
+        """Finish postponed work: encode a deferred call, write the pending token and, if told to `wait` for the device,
+        read counts of a preallocated store there, unless it is empty."""
         if self._deferred is not None:
             self.encode_deferred()
         if self.pending.states is not None:
@@ -160,12 +147,8 @@ class LayerStore:
         return self.counts
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """Encode what the last call appended, if it was deferred.
-
-        Args:
-            queries: `[B, Hq, S, Dk]` of that call, if anybody saw them.
-            attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
-        """
+        """Encode what the last call appended, if it was deferred. `queries` are of that call, `[B, Hq, S, Dk]`, if
+        known, and `attended` is true for its tokens that are not padding, `[B or 1, S]` bool; `None` for all."""
         if self._deferred is not None:
             states, order, real = self._deferred
             before = self.tensors, self.counts, self._deferred
@@ -184,7 +167,12 @@ class LayerStore:
         self.scales_are_fixed = True
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        defer: bool = False,
+        padding: Padding | None = None,
+        is_step: bool = False,
     ) -> View:
         """Store new tokens and return what their queries attend to. A kernel that reads the view may write a token.
 
@@ -193,6 +181,8 @@ class LayerStore:
             values: `[B, Hkv, S, Dv]`.
             defer: Leave a prompt whose queries decide the channel scales to `encode_deferred`.
             padding: Padding of a call of several tokens, if known.
+            is_step: Whether they are several tokens of a decode step of a preallocated store, which has room for them
+                (`take_steps_of`).
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
@@ -216,7 +206,7 @@ class LayerStore:
                 return self._append_token(keys, values)
         else:
             check_fits(keys, values, row)
-            if self.device_counts is not None and self.takes_step(keys.shape[2]):
+            if is_step:
                 return self._append_on_device(keys, values)
         held = self.settle().without_encoded_rows()
         if self.max_cache_len is None:
@@ -229,11 +219,6 @@ class LayerStore:
         except BaseException:
             self._undo(before)
             raise
-
-    def takes_step(self, tokens: int) -> bool:
-        """Whether a preallocated store appends this number of tokens in a decode step."""
-        is_held = torch.compiler.is_dynamo_compiling() or self.num_tokens != 0
-        return tokens == 1 or (is_held and 1 < tokens <= self.step_tokens)
 
     @outside_inference_mode
     def take_steps_of(self, tokens: int) -> None:
@@ -389,7 +374,8 @@ class LayerStore:
         first, stop = tokens or (0, states[0].shape[2])
         if blocks := (stop - first) // BLOCK_TOKENS:
             self._make_room(start, start + blocks)
-            dispatch.encode(self.config, states, self.tensors.blocks, start, tokens)
+            if not states[0].is_meta:  # an estimate counts bytes only
+                dispatch.encode(self.config, states, self.tensors.blocks, start, tokens)
 
     def _make_room(self, held: int, needed: int) -> None:
         """Make room for `needed` blocks, and keep the first `held`."""

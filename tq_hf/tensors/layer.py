@@ -58,13 +58,9 @@ class LayerTensors:
     rows: torch.Tensor
     order: SinkOrder | None = None
     row: RowKind = field(init=False, repr=False)
-    """Shapes, dtype and device of one token."""
     ring_rows: int = field(init=False, repr=False)
-    """Number of rows of the ring."""
     layout: BlockLayout = field(init=False, repr=False)
-    """Sizes of a block."""
     config_text: str = field(init=False, repr=False)
-    """The configuration as an operator of a graph takes it."""
     launches: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     """A backend's launches for these tensors. They hold addresses, so they die with this object and no copy has them.
     (A weak dictionary in the backend would do, but Dynamo compiles anew whenever its length changes.)"""

@@ -73,44 +73,31 @@ class LayerPages:
     """A backend's launches for these tensors, as of `tq_hf.tensors.layer.LayerTensors`."""
 
     @classmethod
-    def of_pool(
-        cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
+    def of(
+        cls,
+        page: torch.Tensor,
+        config: TurboQuantConfig,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        is_packed: bool = True,
     ) -> LayerPages:
-        """Make the view of one layer of a pool, with channel scales of one.
+        """Make the view of one layer of a pool, with channel scales of one, for a model of `dtype`.
 
         Args:
-            pool: `[pages, layers, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks.
-            index: Index of the layer.
-            config: Configuration of the blocks.
-            layout: Sizes of a block.
-            dtype: Dtype of the model.
+            page: `[pages, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks. Of a layer that
+                is not compressed `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]`; blocks are rows there, rings and
+                sinks are as in other layers.
+            config, layout: Configuration and sizes of packed blocks, also of other layers.
         """
-        page = pool[:, index]
-        assert page.stride(0) % layout.block_bytes == 0
-        return cls._of(page, page.view(torch.int32), config, layout, dtype)
-
-    @classmethod
-    def dense(cls, page: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> LayerPages:
-        """Make the view of a layer that is not compressed. Its blocks are rows; rings and sinks are as in other layers.
-
-        Args:
-            page: `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]` uint8.
-            config: Configuration of other layers' blocks.
-            layout: Sizes of these blocks.
-            dtype: Dtype of the model.
-        """
-        pages = cls._of(page, page.new_empty(0).view(torch.int32), config, layout, dtype)
-        return replace(pages, blocks=page.view(dtype).unflatten(-1, (BLOCK_TOKENS, layout.key_dim + layout.value_dim)))
-
-    @classmethod
-    def _of(
-        cls, page: torch.Tensor, blocks: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype
-    ) -> LayerPages:
         shape = rows_per_page(layout, dtype), layout.key_dim + layout.value_dim
         rows = page[..., : prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
         ones = ChannelScales.allocate(1, page.shape[1], layout.key_dim, layout.value_dim, page.device)
         scales, ring = (ones.keys[0], ones.values[0]), ring_pages(config, layout, dtype)
-        return cls(config, layout, Pages(layout, blocks, rows, *scales, config.sink_tokens, ring))
+        packed = page if is_packed else page.new_empty(0)
+        assert not is_packed or page.stride(0) % layout.block_bytes == 0
+        pages = Pages(layout, packed.view(torch.int32), rows, *scales, config.sink_tokens, ring)
+        dense = None if is_packed else page.view(dtype).unflatten(-1, (BLOCK_TOKENS, shape[1]))
+        return cls(config, layout, pages, dense)
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
         """This view with other channel scales, `[1, Hkv, D]` on any device. Raises `ValueError` for scales of heads of
@@ -220,7 +207,24 @@ class LayerWindows:
         self.rows[page, :, row] = torch.stack([keys, values], 1)
 
 
-class WindowStep(NamedTuple):
+class WindowRows(NamedTuple):
+    """Rows of the windows of N requests with one new token, the same in all layers. Padding tokens hold nothing.
+
+    Args:
+        exists: Whether a token is no padding, `[N]` bool.
+        new: Page and row of the new token, `[N]` int64 each.
+        held: Whether a row has a token, the new one included, `[N, window]` bool.
+        places: Page (0, which is zero, if nothing is held) and row, `[N, window]` int64 each.
+    """
+
+    exists: torch.Tensor
+    new: tuple[torch.Tensor, torch.Tensor]
+    held: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(eq=False)
+class WindowStep:
     """The requests of a step, N of them with one new token.
 
     Args:
@@ -235,3 +239,15 @@ class WindowStep(NamedTuple):
     past: torch.Tensor
     block_table: torch.Tensor
     prompts: list[tuple[slice, int, torch.Tensor]]
+    _rows: WindowRows | None = field(init=False, repr=False, default=None)
+
+    def rows(self, windows: LayerWindows) -> WindowRows:
+        """Rows of the windows, which the first layer that asks computes for all."""
+        if self._rows is None:
+            exists, slots = self.past >= 0, torch.arange(windows.window, device=self.past.device)
+            page, row = windows.places(self.block_table, self.past.clamp(min=0)[:, None])
+            new = torch.where(exists, page[:, 0], windows.trash), row[:, 0]
+            held = slots <= self.past[:, None]
+            page, row = windows.places(self.block_table, slots.expand_as(held))
+            self._rows = WindowRows(exists, new, held, (torch.where(held, page, 0), row))
+        return self._rows

@@ -1,7 +1,6 @@
 """`tq-hf compare`: one prompt on a `DynamicCache` and on packed caches, with memory, times and both answers.
 
-Each cache reads the prompt in one call and answers greedily. KL and agreement are measured on the answer of the
-`DynamicCache`: each packed cache reads the same tokens, so that one early difference does not count twice.
+KL and agreement are measured on the answer of the `DynamicCache`, so that one early difference does not count twice.
 """
 
 from __future__ import annotations

@@ -18,30 +18,19 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tq_kernels.types import KeyValue
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
 from ..config import TurboQuantConfig
-from ..layers.compressed import TurboQuantLayer
 from ..memory import MemoryFootprint, measure
-from ..saving.recorded import Call
-from ..stores.store import LayerStore
+from ..saving.recorded import replay
 from . import weights
 from .display import print_rows
 from .traced import trace
 
 MOST = 2**40
 """Largest number of tokens or sequences to try. A cache that fits at this number does not grow."""
-
-
-class _Sizes(LayerStore):
-    """A store that allocates blocks without encoding."""
-
-    def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
-        first, stop = tokens or (0, states[0].shape[2])
-        self._make_room(start, start + (stop - first) // self.layout.tokens)
 
 
 class Estimator:
@@ -131,8 +120,7 @@ class Estimator:
             kinds.setdefault((type(layer), tuple(calls), settings), []).append(layer)
         for (_, calls, _), alike in kinds.items():
             for tokens in (context, 1) if decoding else (context,):
-                for call in calls:
-                    _replay(call, alike[0], batch, tokens)
+                replay(calls, alike[0], batch, tokens)
             sizes = measure(alike[:1], context + decoding).sizes
             total.update({name: len(alike) * size for name, size in sizes.items()})
         return MemoryFootprint(**total)
@@ -156,13 +144,12 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes of a cache with one preset, or of transformers' own cache."""
+    """Sizes of a cache with one preset, or of transformers' own cache: after the prefill, and after the first new
+    token."""
 
     preset: str | None
     footprint: MemoryFootprint
-    """After the prefill."""
     decoding: MemoryFootprint
-    """After the first new token."""
     max_context: int | None = None
     max_batch: int | None = None
 
@@ -203,23 +190,6 @@ def parse_memory(text: str) -> int:
         raise ValueError(f"{text!r} is not an amount of memory; write for example 24GB, 24GiB or 24 (GiB).")
     number, unit, binary = float(match[1]), match[2] or "G", match[3] or match[2] is None
     return math.floor(number * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))
-
-
-def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
-    """Repeat a recorded call on `layer`, for `batch` sequences of `tokens` tokens, without encoding."""
-    if not isinstance(layer, TurboQuantLayer):
-        call.replay(layer, batch, tokens)
-        return
-    keys, values = call.tensors(batch, tokens)
-    if layer.store is None:
-        layer.lazy_initialization(keys, values)
-    if layer.max_cache_len is not None:
-        return  # a preallocated layer allocates everything at once
-    if not isinstance(layer.store, _Sizes):
-        layer.store = _Sizes.allocate(layer.config, keys, values)
-        layer.store.scales_are_fixed = True  # meta tensors have no values to estimate scales from
-    layer.store.append(keys, values)
-    layer.store.settle()  # in place of attention
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:

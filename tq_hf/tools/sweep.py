@@ -1,8 +1,7 @@
 """`tq-hf sweep`: the loss from packing each layer alone, and the presets by layer that fit into a number of bytes.
 
-The measurement is that of `examples/measure/quality`. A text is read in chunks through the cache, so that tokens are
-predicted from packed blocks. The loss is the KL divergence from dense layers, the mean over tokens, in nats. One layer
-is packed at a time. All other layers are dense and use the same attention function.
+The measurement is that of `examples/measure/quality`: a text is read in chunks through the cache, so that tokens are
+predicted from packed blocks. All layers use the same attention function.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers.cache_utils import Cache
 from ..cache import TurboQuantCache
 from ..compat import as_input
 from ..config import TurboQuantConfig
-from ..layers.compressed import TurboQuantLayer
+from ..layers.compressed import compressed
 from .display import ERRORS, print_rows, with_progress
 from .estimate import Estimator
 
@@ -54,8 +53,7 @@ class Reader:
                 "text, more `--tokens`, or a model with more positions."
             )
         self.model, self.ids = model, ids
-        layers = enumerate(TurboQuantCache(model.config).layers)
-        self.layers = [index for index, layer in layers if isinstance(layer, TurboQuantLayer)]
+        self.layers = list(compressed(TurboQuantCache(model.config).layers))
         """Indices of the layers that can be packed."""
         if not self.layers:
             raise ValueError(f"{type(model).__name__} has no layer that can be packed.")
@@ -139,11 +137,8 @@ def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context:
 
 
 def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
-    """Choose the preset of each layer so that all layers take at most `most` bytes. The smallest presets must fit.
-
-    The search is greedy. Every layer starts at its smallest preset. The change of one layer that removes the most KL
-    per byte and still fits is made, until no change is left. This assumes that the KL of single layers adds up.
-    """
+    """Choose the preset of each layer so that all layers take at most `most` bytes. The smallest presets must fit. The
+    greedy search (see `tq-hf sweep --help`) assumes that the KL of single layers adds up."""
     chosen = {layer: min(row, key=lambda name: (row[name], kl[layer][name])) for layer, row in sizes.items()}  # noqa: B023
     left = most - sum(sizes[layer][name] for layer, name in chosen.items())
     while True:

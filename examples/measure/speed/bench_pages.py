@@ -88,7 +88,7 @@ def over_pages(config: TurboQuantConfig, states: list[torch.Tensor], count: int,
     dense_pages = ring_pages(config, layout, DTYPE) + 1
     each = dense_pages + 1 + count + 1
     pool = torch.empty(batch * each, 1, heads, layout.block_bytes, dtype=torch.uint8, device=device)
-    layer = LayerPages.of_pool(pool, 0, config, layout, DTYPE)
+    layer = LayerPages.of(pool[:, 0], config, layout, DTYPE)
     randomized(PackedBlocks(layout, layer.tensors.blocks[:, :, None], layer.channel_scales))
     table = torch.randperm(batch * each, device=device).int().view(batch, each)
     own = table[:, :dense_pages].flatten().long()

@@ -193,7 +193,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S tokens `[B, Hq, S, Dk]` over all tokens of `view`; arguments as for `attend_dense`."""
     heads = view.tensors.row.keys[1]
-    return _attend(query, partial(_view_tiles, view), heads, view.length, mask, options)
+    return _over_tiles(query, partial(_view_tiles, view), heads, view.length, mask, options)
 
 
 @dataclass
@@ -237,7 +237,7 @@ def attend_latents(
         Means of latents `[B, S, Hq, R]` in the dtype of `latent`. Rows that may attend to nothing are 0.
     """
     query = torch.cat([latent, rotary], -1)
-    return _attend(
+    return _over_tiles(
         query, lambda q: _view_tiles(view, q, latents=True), 1, view.length, mask, options, tiles_at_once=False
     )
 
@@ -256,10 +256,10 @@ def attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, options: Att
         `[B, S, Hq, Dv]` in the query's dtype. Rows that may attend to nothing are 0.
     """
     (_, heads, length, _), tiles = states[0].shape, partial(_dense_tiles, 0, states)
-    return _attend(query, tiles, heads, length, mask, options)
+    return _over_tiles(query, tiles, heads, length, mask, options)
 
 
-def _attend(
+def _over_tiles(
     query: torch.Tensor,
     tiles: Callable[[torch.Tensor], Iterator[Tile]],
     kv_heads: int,
@@ -318,7 +318,7 @@ def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))
 
 
-def attend_buffer(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:
+def dense_sdpa(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S tokens over dense states by sdpa.
 
     Args:

@@ -20,7 +20,7 @@ from tq_kernels.types import AttentionOptions, KeyValue, Sequences, Tokens
 
 from ...compat import cudnn_attention, flash_varlen, is_capturing
 from ...config import TurboQuantConfig
-from ...tensors.pages import LayerPages, LayerWindows, ring_pages, rows_per_page
+from ...tensors.pages import LayerPages, LayerWindows, WindowStep, ring_pages, rows_per_page
 from ..backend import HAS_TRITON, explains_failures
 from ..workspace import Workspace, allocator
 from . import blocks
@@ -356,17 +356,15 @@ def supports_attend_windows(query: torch.Tensor, key: torch.Tensor, windows: Lay
 
 
 @explains_failures
-def attend_windows(
-    new: Tokens, windows: LayerWindows, past: torch.Tensor, block_table: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
+def attend_windows(new: Tokens, windows: LayerWindows, plan: WindowStep, options: AttentionOptions) -> torch.Tensor:
     """Attention of the N new tokens of as many requests over their windows, stored there: `[N, Hq, D]`."""
     with blocks.launching_on(new.query):
         return attend_window_rows(
             Tokens(*map(_rows, new)),
             windows.rows,
             windows.window,
-            block_table,
-            past,
+            plan.block_table,
+            plan.past,
             options,
             allocate=allocator(None, "attention over windows", new.query.device),
         )
