@@ -40,7 +40,7 @@ from ..ops.dispatch import paged_step, windowed_step
 from ..ops.sliding_pages import WINDOW_BYTES, plan_step
 from ..ops.workspace import Workspace
 from ..tensors.pages import LayerPages, LayerWindows, WindowStep, window_page
-from .geometry import StateStep, TableShape, listed, sequences_of, states_of
+from .geometry import HostLengths, StateStep, TableShape, listed, sequences_of, states_of
 
 SECOND = SLIDING_ATTENTION
 """Key of the allocator beside that of full attention, of windows or of states: the engine's inputs know two keys."""
@@ -129,7 +129,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
         """Bytes of `tokens` more tokens of a request."""
         return 0
 
-    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> Any:
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> Any:
         """Plan of a step of `total` tokens, the same for all layers: pages of the requests, by the arguments that the
         engine passes to attention functions."""
         return sequences_of(kwargs, self.shape, self.index, lengths)
@@ -389,7 +389,7 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
     def bytes_of(self, tokens: int) -> int:
         return ceil(self.bytes_per_block * tokens / self.tokens_per_page)
 
-    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> WindowStep:
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> WindowStep:
         return plan_step(super().plan(kwargs, total, lengths), total)
 
     def step(
@@ -434,7 +434,7 @@ class StateAllocator(PoolAllocator):
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         return max(0, 1 - allocated_blocks)
 
-    def plan(self, kwargs: dict[str, Any], total: int, lengths: tuple[int, ...] | None) -> StateStep:
+    def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> StateStep:
         return states_of(kwargs, self.shape, self.index, self.write_trash_index)
 
     def register_cache_tensor(self, *arguments: Any) -> None:

@@ -33,7 +33,7 @@ from .allocators import (
     page_owners,
     paged_layers,
 )
-from .geometry import StateStep
+from .geometry import HostLengths, StateStep
 from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
@@ -156,8 +156,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
         self.prefixes: PrefixStore | None = None
         """Pages of prefixes in host memory and files."""
-        self.lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        """Numbers of new and of cached tokens of each request in the running step."""
+        self.lengths: HostLengths | None = None
+        """Lengths of the running step, on the host."""
         self._plans: dict[int, Any] = {}
         """Plans of the running step (see `_planned`), by index of the allocator."""
         self._latents: KeyValue | None = None

@@ -24,6 +24,8 @@ from ..config import TurboQuantConfig
 from ..tensors.pages import ring_pages, rows_per_page
 
 Length = TypeVar("Length", int, torch.Tensor)
+HostLengths = tuple[tuple[int, ...], tuple[int, ...]]
+"""Numbers of new and of cached tokens of the requests of a step."""
 
 
 class TableShape(NamedTuple):
@@ -73,7 +75,7 @@ def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
 
 
 def sequences_of(
-    kwargs: dict[str, Any], shape: TableShape, index: int = 0, lengths: tuple[tuple[int, ...], ...] | None = None
+    kwargs: dict[str, Any], shape: TableShape, index: int = 0, lengths: HostLengths | None = None
 ) -> Sequences:
     """Build the sequences of a step for layers of kind `index`, with tables in this shape, by the arguments that the
     engine passes to attention functions, and `lengths` and `past` on the host, if known. No value is read from the
