@@ -81,7 +81,7 @@ class LayerPages:
         dtype: torch.dtype,
         is_packed: bool = True,
     ) -> LayerPages:
-        """Make the view of one layer of a pool, with channel scales of one, for a model of `dtype`.
+        """Make one layer's view of a pool, with channel scales of one, for a model of `dtype`.
 
         Args:
             page: `[pages, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks. Of a layer that
