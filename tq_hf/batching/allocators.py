@@ -7,7 +7,7 @@ Shared pages are pages that no later step writes: the sink page once all sinks a
 after the step that completes the block. Each is registered under the hash of its own tokens and of all tokens before
 them, because its bytes depend on all of them.
 
-In transformers a sector is the least common multiple of the bytes of all kinds of blocks, which would be gigabytes.
+In transformers a sector is the least common multiple of what blocks of each kind take, which would be gigabytes.
 Here a sector is one page of all sliding layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`),
 or has all states of a request, of a fixed size, in linear layers (gated delta rule, Mamba, short convolution).
 """

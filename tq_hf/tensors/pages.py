@@ -81,10 +81,10 @@ class LayerPages:
         dtype: torch.dtype,
         is_packed: bool = True,
     ) -> LayerPages:
-        """Make the view of one layer of a pool, with channel scales of one, for a model of `dtype`.
+        """Make one layer's view of a pool for a model in `dtype`, with channel scales of one.
 
         Args:
-            page: `[pages, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks. Of a layer that
+            page: `[pages, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks. In a layer that
                 is not compressed `[pages, Hkv, 128 * (Dk + Dv) * bytes of a number]`; blocks are rows there, rings and
                 sinks are as in other layers.
             config, layout: Configuration and sizes of packed blocks, also of other layers.
