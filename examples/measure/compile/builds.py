@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
-from tq_kernels.codec.encode import encode_blocks
+from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
 from tq_kernels.codec.launch import dequantize_config, encode_shape
 from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
 from tq_kernels.decode.launch import NO_PLACE
@@ -67,17 +67,10 @@ def build_encode(
     """`encode_blocks` of keys or of values."""
     on, layout = target_of(arch), layout_of(bits, dim, value_dim)
     config, shape = encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype])
-    constants = (shape, None, on.dependent_launch, config.stages, *[0] * 4)
-    types: list[str | None] = [f"*{dtype}", "*i32", "*fp32", "*fp16"]
+    constants = (shape, on.dependent_launch, config.stages)
+    types = [f"*{dtype}", "*i32", "*fp32", "*fp16", *["i32"] * 8]
     options = {"maxnreg": config.registers} if config.registers else {}
-    return build(
-        encode_blocks,
-        [*types, *[None] * 7, *["i32"] * 8, *[None] * 5],
-        constants,
-        arch,
-        num_warps=config.warps,
-        **options,
-    )
+    return build(encode_blocks, types, constants, arch, num_warps=config.warps, **options)
 
 
 def build_dequantize(
@@ -318,15 +311,14 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
 
 
 def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str) -> Compiled:
-    """`encode_blocks` over pages."""
+    """`encode_blocks_of_pages`."""
     on, own = target_of(arch), f"*{dtype}"
     config, of_keys = encode_shape(layout, False, STATES[dtype], on, MATRIX[dtype])
     _, of_values = encode_shape(layout, True, STATES[dtype], on, MATRIX[dtype])
     of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
-    constants = (of_keys, of_values, False, 1, *place_of(layout, dtype), SEQUENCES)
-    types = [own, "*i32", "*fp32", "*fp16", own, "*fp32", "*fp16", own, *["*i32"] * 3]
-    types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
-    return build(encode_blocks, types, constants, arch, num_warps=config.warps)
+    constants = (of_keys, of_values, *place_of(layout, dtype), SEQUENCES)
+    types = [own, own, "*i32", *["*fp32"] * 2, *["*fp16"] * 2, own, *["*i32"] * 3, *["i32"] * 7]
+    return build(encode_blocks_of_pages, types, constants, arch, num_warps=config.warps)
 
 
 def build_prompts(arch: int, preset: str, merge: bool = False) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -17,58 +17,34 @@ ROWS32 = tl.constexpr(32)
 """Number of tokens of a plane."""
 
 
-class DecodeShape(NamedTuple):
-    """Constants of a split kernel.
+DecodeShape = namedtuple(
+    "DecodeShape",
+    "DK DV DKP DVP DM KEY_BITS VALUE_BITS CAUSAL MASK BOUNDS KEY_CHUNKS VALUE_CHUNKS BLOCK_KC BLOCK_VC BLOCK_DK "
+    "BLOCK_DM BLOCK_MEAN BLOCK_R SMALL ASM PDL BLOCK_WORDS LOUD SINKS RING ROWS BLOCK_B",
+)
+"""Constants of a split kernel.
 
-    Args:
-        DK, DV: Channels of keys and of values as models see them.
-        DKP, DVP: The same, padded, as they are packed.
-        DM: max(DV, DVP), the stride of partial results.
-        KEY_BITS, VALUE_BITS: Bits of a code.
-        CAUSAL: Whether query s does not see the last S - 1 - s tokens.
-        MASK: 0: no mask, 1: one row for all queries, 2: a row for each.
-        BOUNDS: Bound of logits (see `bounded`).
-        KEY_CHUNKS, VALUE_CHUNKS: Number of parts of the channels, computed one after the other.
-        BLOCK_KC, BLOCK_VC: Channels of a part, padded to a power of two.
-        BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
-        BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
-        BLOCK_R: Query rows of a tile.
-        SMALL: Whether levels are small (`tq_kernels.format.SMALL_UNIT`).
-        ASM: `Target.asm`.
-        PDL: Whether the merge may start and wait in the multiprocessors.
-        BLOCK_WORDS: int32 words of a block.
-        LOUD: Number of loud channels.
-        SINKS, RING, ROWS: With a block table `Pages.place`; 0 without.
-        BLOCK_B: With a block table sequences, padded to a power of two; 0 without.
-    """
-
-    DK: Any
-    DV: Any
-    DKP: Any
-    DVP: Any
-    DM: Any
-    KEY_BITS: Any
-    VALUE_BITS: Any
-    CAUSAL: Any
-    MASK: Any
-    BOUNDS: Any
-    KEY_CHUNKS: Any
-    VALUE_CHUNKS: Any
-    BLOCK_KC: Any
-    BLOCK_VC: Any
-    BLOCK_DK: Any
-    BLOCK_DM: Any
-    BLOCK_MEAN: Any
-    BLOCK_R: Any
-    SMALL: Any
-    ASM: Any
-    PDL: Any
-    BLOCK_WORDS: Any
-    LOUD: Any
-    SINKS: Any
-    RING: Any
-    ROWS: Any
-    BLOCK_B: Any
+Args:
+    DK, DV: Channels of keys and of values as models see them.
+    DKP, DVP: The same, padded, as they are packed.
+    DM: max(DV, DVP), the stride of partial results.
+    KEY_BITS, VALUE_BITS: Bits of a code.
+    CAUSAL: Whether query s does not see the last S - 1 - s tokens.
+    MASK: 0: no mask, 1: one row for all queries, 2: a row for each.
+    BOUNDS: Bound of logits (see `bounded`).
+    KEY_CHUNKS, VALUE_CHUNKS: Number of parts of the channels, computed one after the other.
+    BLOCK_KC, BLOCK_VC: Channels of a part, padded to a power of two.
+    BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
+    BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
+    BLOCK_R: Query rows of a tile.
+    SMALL: Whether levels are small (`tq_kernels.format.SMALL_UNIT`).
+    ASM: `Target.asm`.
+    PDL: Whether the merge may start and wait in the multiprocessors.
+    BLOCK_WORDS: int32 words of a block.
+    LOUD: Number of loud channels.
+    SINKS, RING, ROWS: With a block table `Pages.place`; 0 without.
+    BLOCK_B: With a block table sequences, padded to a power of two; 0 without.
+"""
 
 
 @triton.constexpr_function
@@ -209,12 +185,8 @@ def scales_of(scales):
     return keys, values
 
 
-class DecodeMask(NamedTuple):
-    """Mask of a sequence: pointer to uint8, and strides over queries and tokens."""
-
-    start: Any
-    stride_s: Any
-    stride_t: Any
+DecodeMask = namedtuple("DecodeMask", "start stride_s stride_t")
+"""Mask of a sequence: pointer to uint8, and strides over queries and tokens."""
 
 
 @triton.jit

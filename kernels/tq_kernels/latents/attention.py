@@ -22,7 +22,7 @@ Sequences without new tokens or with more than S are left out: nothing is writte
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -41,42 +41,23 @@ DENSE = tl.constexpr(3)
 """Steps over packed blocks that take as long as a tile of dense tokens, which is not copied ahead."""
 
 
-class LatentShape(NamedTuple):
-    """Constants of `attend_latents_split`: TILE, 16 to 128, is the number of tokens between two updates of the maximum;
-    CHUNKS, a multiple of 4 at 2 and 3 bits, that of parts of a latent, whose products follow one another; those from
-    SINKS on are `Pages.place`, 0 without pages."""
-
-    DK: Any
-    DV: Any
-    KEY_BITS: Any
-    VALUE_BITS: Any
-    CAUSAL: Any
-    MASK: Any
-    BLOCK_R: Any
-    TILE: Any
-    CHUNKS: Any
-    STAGES: Any
-    ASM: Any
-    BLOCK_WORDS: Any
-    SINKS: Any
-    RING: Any
-    ROWS: Any
+LatentShape = namedtuple(
+    "LatentShape", "DK DV KEY_BITS VALUE_BITS CAUSAL MASK BLOCK_R TILE CHUNKS STAGES ASM BLOCK_WORDS SINKS RING ROWS"
+)
+"""Constants of `attend_latents_split`: TILE, 16 to 128, is the number of tokens between two updates of the maximum;
+CHUNKS, a multiple of 4 at 2 and 3 bits, that of parts of a latent, whose products follow one another; those from
+SINKS on are `Pages.place`, 0 without pages."""
 
 
-class LatentRows(NamedTuple):
-    """Query rows of a program.
+LatentRows = namedtuple("LatentRows", "latent rotary mask stride_t")
+"""Query rows of a program.
 
-    Args:
-        latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
-        rotary: [BR, DV] fp16 for rotary keys.
-        mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
-        stride_t: Stride of the mask over tokens.
-    """
-
-    latent: Any
-    rotary: Any
-    mask: Any
-    stride_t: Any
+Args:
+    latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
+    rotary: [BR, DV] fp16 for rotary keys.
+    mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
+    stride_t: Stride of the mask over tokens.
+"""
 
 
 @triton.jit
@@ -240,8 +221,7 @@ def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexp
 
 @kernel("rows:scaling_log2")
 def attend_latents_split(
-    rotated,  # [B * rows, DK + DV] fp16
-    plain,  # [B * rows, DK + DV] fp16
+    rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
     packed_blocks,  # [B, 1, N, BLOCK_WORDS] int32; over pages [pages, 1, BLOCK_WORDS]
     num_blocks,  # [] int32; over pages [B]
@@ -252,13 +232,10 @@ def attend_latents_split(
     new_keys,  # [T, 1, DK], strides in units of 8 elements, like the next; this and the next four over pages, or None
     new_values,  # [T, 1, DV]
     block_table,  # [B, W] int32
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     lse,  # [slots, B * rows] float32, base 2
     partial,  # [slots, B * rows, DK] float32, normalised
-    rows,  # Hq * S
-    count,  # B * rows
-    queries,  # S
+    rows, count, queries,  # Hq * S, B * rows, S
     blocks_b,  # stride over sequences in blocks; over pages from page to page
     ring, sinks,  # over pages None
     mask_b, mask_s, mask_t,
@@ -366,16 +343,13 @@ def _rotated(x, rotation, factor, ROWS: tl.constexpr, DIM: tl.constexpr):
 def rotate_latent_queries(
     latent,  # [Hq, B * S, DK], any float dtype, last dimension contiguous; over pages [Hq, T, DK]
     query,  # [B, Hq, S, DV], likewise; over pages [1, Hq, T, DV]
-    key_rotation,  # [DK, DK] fp16, sqrt(DK) R
-    value_rotation,  # [DV, DV] fp16
+    key_rotation, value_rotation,  # [DK, DK] and [DV, DV] fp16, sqrt(D) R
     key_channel_scales,  # [B, DK] fp16; over pages [1, DK]
     value_channel_scales,  # [B, DV] fp16
     cu_seqlens_q,  # [B + 1] int32 over pages, or None
-    rotated,  # [B * rows, DK + DV] fp16
-    plain,  # [B * rows, DK + DV] fp16
+    rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
-    rows,  # Hq * S
-    queries,  # S
+    rows, queries,  # Hq * S, S
     latent_h, latent_s, query_b, query_h, query_s, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Normalise each row by a power of two, and rotate both its parts. Grid: (rows, B)."""
@@ -412,13 +386,11 @@ def merge_latents(
     num_residual,  # [] int32; over pages None, like the next
     num_sinks,  # [] int32
     packed,  # as `num_blocks` over pages, or None, like the next two
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     rotation,  # [DK, DK] fp16, sqrt(DK) R
     channel_scales,  # [B, DK] fp16; over pages [1, DK]
     out,  # [Hq, B * S, DK], last dimension contiguous; over pages [Hq, T, DK]
-    rows,  # Hq * S
-    queries,  # S
+    rows, queries,  # Hq * S, S
     count,  # B * rows
     splits, out_h, out_s, SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
 ):  # fmt: skip

@@ -7,10 +7,10 @@ token: a sliding window costs its own width and not the length of the prompt. A 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,31 +44,14 @@ def mask_spans(
     tl.store(at + 1, tl.max(end, 0))
 
 
-class DenseStates(NamedTuple):
-    """Keys and values of a KV head, and strides over tokens. (A tuple of Triton has a field `values` already.)"""
-
-    key: Any
-    value: Any
-    key_t: Any
-    value_t: Any
+DenseStates = namedtuple("DenseStates", "key value key_t value_t")
+"""Keys and values of a KV head, and strides over tokens. (A tuple of Triton has a field `values` already.)"""
 
 
-class DenseShape(NamedTuple):
-    """Constants of `dense_attention`."""
-
-    DK: tl.constexpr
-    DV: tl.constexpr
-    BLOCK_DK: tl.constexpr
-    BLOCK_DV: tl.constexpr
-    CAUSAL: tl.constexpr
-    MASK: tl.constexpr
-    BOUNDS: tl.constexpr
-    HAS_AUX: tl.constexpr
-    SPLIT: tl.constexpr
-    MATRIX: tl.constexpr
-    BLOCK_R: tl.constexpr
-    BLOCK_T: tl.constexpr
-    STAGES: tl.constexpr
+DenseShape = namedtuple(
+    "DenseShape", "DK DV BLOCK_DK BLOCK_DV CAUSAL MASK BOUNDS HAS_AUX SPLIT MATRIX BLOCK_R BLOCK_T STAGES"
+)
+"""Constants of `dense_attention`."""
 
 
 @triton.jit
@@ -119,8 +102,7 @@ def _add_tokens(
 @kernel("mask_b:tile_count")
 def dense_attention(
     query,  # [B, Hq, S, DK], last dimension of these contiguous
-    keys,  # [B, Hkv, T, DK]
-    values,  # [B, Hkv, T, DV]
+    keys, values,  # [B, Hkv, T, DK] and [B, Hkv, T, DV]
     mask,  # [B, 1, S or 1, T] bool
     spans,  # [B, S, 2] int32, for a mask row by row: see `mask_spans`
     s_aux,  # [Hq], any float dtype
@@ -129,13 +111,9 @@ def dense_attention(
     lse,  # [splits, B * Hkv * rows] float32, base 2; likewise
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_s, out_h, mask_b, mask_s,
     mask_t,
-    rows,  # G * S
-    groups,  # G
-    kv_heads,
-    queries,  # S
-    tokens,  # T
-    scaling_log2,  # scaling * log2(e)
-    cap_log2,  # softcap * log2(e)
+    rows, groups,  # G * S, G
+    kv_heads, queries, tokens,  # Hkv, S, T
+    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
     tile_count,  # tiles of rows
     SHAPE: tl.constexpr,  # a `DenseShape`
 ):  # fmt: skip

@@ -5,7 +5,7 @@ packed multiply-add for two elements turns levels into rotated keys (scale, and 
 has 64 tokens, two planes of a block.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -128,20 +128,12 @@ def channel_of(column, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.conste
         return column // (BLOCK_D // QUARTERS) * (DIM // QUARTERS) + within, within < DIM // QUARTERS
 
 
-class PrefixMask(NamedTuple):
-    """Mask of a sequence: its rows are `rows` [BR] elements from `pointer`, its tokens `stride_t` apart."""
-
-    pointer: Any
-    rows: Any
-    stride_t: Any
+PrefixMask = namedtuple("PrefixMask", "pointer rows stride_t")
+"""Mask of a sequence: its rows are `rows` [BR] elements from `pointer`, its tokens `stride_t` apart."""
 
 
-class Scale(NamedTuple):
-    """Factors from products to logits in base 2: `factor` [BR] before the cap, `gain` [BR] after it."""
-
-    factor: Any
-    gain: Any
-    cap_log2: Any
+Scale = namedtuple("Scale", "factor gain cap_log2")
+"""Factors from products to logits in base 2: `factor` [BR] before the cap, `gain` [BR] after it."""
 
 
 @triton.jit
@@ -224,8 +216,7 @@ def merge_splits(
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
     tokens,  # [] int32 on the device, the number of queries to write at most; or None
-    rows,  # G * S
-    groups,  # G
+    rows, groups,  # G * S, G
     kv_heads,
     count,  # B * Hkv * rows
     splits, out_b, out_s, out_h,

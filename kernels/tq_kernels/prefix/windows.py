@@ -25,8 +25,7 @@ from .launch import merge, prefix_splits
 @kernel("count:cap_log2")
 def window_attention(
     query,  # [N, Hq, DIM], strides in units of 8 elements, like key and value
-    key,  # [N, Hkv, DIM]
-    value,  # [N, Hkv, DIM]
+    key, value,  # [N, Hkv, DIM]
     rows,  # [pages, 2, ROWS, Hkv, DIM] in the dtype of key and value
     block_table,  # [N, W] int32
     past,  # [N] int32, tokens before the new one; -1: padding
@@ -34,15 +33,12 @@ def window_attention(
     out,  # [N, Hq, DIM], contiguous; with splits unused
     partial,  # [splits, Hkv, N, G, DIM] float32, normalised; unused without splits
     lse,  # [splits, Hkv, N, G] float32, base 2; likewise
-    count,  # N
-    kv_heads,
-    groups,  # G
+    count, kv_heads, groups,  # N, Hkv, G
     query_t, query_h, key_t, key_h, value_t, value_h,
     width,  # W
     page_size,  # in units of 8 elements
     window, row_tiles,
-    scaling_log2,  # scaling * log2(e)
-    cap_log2,  # softcap * log2(e)
+    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr,
     SPLIT: tl.constexpr, MATRIX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
