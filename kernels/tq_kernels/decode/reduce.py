@@ -130,9 +130,6 @@ def reduce_splits(
         sharers = sharing(workers, per_stream * streams, jobs * streams)
         first = holder(stream * per_stream, sharers, per_stream * streams) + stream
         last = holder((stream + 1) * per_stream - 1, sharers, per_stream * streams) + stream + 1
-        last = tl.where(blocks > 0, last, first)
-        dense_first = workers + streams + stream * dense_splits
-        dense_last = dense_first + jobs
         head_q = (head % kv_heads) * (rows // queries) + r // queries
         at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h
     else:
@@ -147,9 +144,6 @@ def reduce_splits(
         item = tl.sum(tl.where(b < sequence, items, 0), 0) * heads + stream % heads * counted(blocks)
         first = holder(item, sharers, total) + stream
         last = holder(item + counted(blocks) - 1, sharers, total) + stream + 1
-        last = tl.where(blocks > 0, last, first)
-        dense_first = workers + streams + stream * dense_splits
-        dense_last = dense_first + jobs
         exists = jobs > 0  # one new token
         if C.FILL:
             # A sequence without a token takes the padding token of its rank among the sequences without one.
@@ -157,6 +151,9 @@ def reduce_splits(
             exists = token < queries
         head_q = head % kv_heads * rows + r
         at = token.to(tl.int64) * out_s + head_q * out_h
+    last = tl.where(blocks > 0, last, first)
+    dense_first = workers + streams + stream * dense_splits
+    dense_last = dense_first + jobs
     if C.PDL:
         cuda.gdc_wait()
 

@@ -14,7 +14,6 @@ from ..common.unpack import PROBABILITY_BITS, chunk_start
 from ..format import TOKENS
 from .tiles import (
     ROWS32,
-    add_chunks,
     allowed_tile,
     key_scores,
     level_unit,
@@ -22,6 +21,7 @@ from .tiles import (
     load_scales,
     mean_scores,
     scales_of,
+    store_partial,
     value_levels,
 )
 
@@ -147,22 +147,14 @@ def _add_values(acc, alpha, value_words, value_scale, p, C: tl.constexpr):
         weights = ()
         for plane in tl.static_range(4):
             weights += ((p[plane] * value_scale[plane][:, None]).to(tl.float16),)
-        return add_chunks(decayed, value_words, vc[:, None], n[None, :], weights, C)
-
-
-@triton.jit
-def _store(scratch, slot, rows, acc, total, log, C: tl.constexpr):
-    """Store the sums of a share, normalised, and logarithms `log` [BR] of its weights' sums `total`."""
-    vc = tl.arange(0, C.BLOCK_VC)
-    at = scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + rows.local
-    tl.store(at, log, mask=rows.stored)
-    inverse = 1.0 / (tl.where(total > 0, total, 1.0) * level_unit(C.VALUE_BITS, C.SMALL))
-    out = scratch.start + LINE * scratch.partial + slot.to(tl.int64) * (scratch.tile_rows * C.DM)
-    out = out + rows.local[None, :] * C.DM + vc[:, None]
-    inside = rows.stored[None, :] & (vc < C.DVP // C.VALUE_CHUNKS)[:, None]
-    for chunk in tl.static_range(C.VALUE_CHUNKS):
-        at = out + chunk_start(chunk, C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS)
-        tl.store(at, acc[chunk] * inverse[None, :], mask=inside)
+        added = ()
+        for chunk in tl.static_range(C.VALUE_CHUNKS):
+            levels = value_levels(value_words, vc[:, None], n[None, :], chunk, C)
+            a = decayed[chunk]
+            for plane in tl.static_range(4):
+                a = tl.dot(levels[plane], weights[plane], a)
+            added += (a,)
+        return added
 
 
 @triton.jit
@@ -237,4 +229,8 @@ def store_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scal
 
     total = tl.sum(sums, 0)  # [BR]
     gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
-    _store(scratch, slot, rows, acc, total, log2_sum(maximum * gain - PROBABILITY_BITS, total), C)
+    UNIT: tl.constexpr = level_unit(C.VALUE_BITS, C.SMALL)
+    store_partial(
+        scratch, slot, rows.local, rows.stored, acc, total, log2_sum(maximum * gain - PROBABILITY_BITS, total), UNIT,
+        C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS, C,
+    )  # fmt: skip

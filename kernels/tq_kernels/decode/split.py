@@ -42,9 +42,10 @@ from ..common.schedule import (
     step_work,
     stream_at,
 )
+from ..common.softmax import log2_sum
 from ..format import TOKENS
 from .share import DecodeBlocks, DecodeRows, DecodeScratch, store_share
-from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_dense
+from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_partial
 
 
 @triton.jit
@@ -120,7 +121,9 @@ def _dense_part(
             dense, t, blocks * TOKENS, query, scale, mask, a.queries, r, a.rows, a.scaling_log2,
             a.cap_log2, C,
         )  # fmt: skip
-        store_dense(to, workers + a.streams + stream * a.dense_splits + part, local, stored, out, total, maximum, C)
+        slot = workers + a.streams + stream * a.dense_splits + part
+        log = log2_sum(maximum, total)
+        store_partial(to, slot, local, stored, (out,), total, log, 1.0, 1, C.DV, 8, C)
 
 
 @kernel("mask_b:dense_splits")

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..common.device import AMPERE
 from ..common.schedule import LINE, dense_rows
-from ..common.softmax import bounded, finite, log2_sum
+from ..common.softmax import bounded, finite
 from ..common.unpack import chunk_start, load_levels, load_tile, unpack_scales
 from ..format import CODE
 
@@ -137,19 +137,6 @@ def value_levels(words, row, column, CHUNK: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def add_chunks(acc, words, row, column, p, C: tl.constexpr):
-    """acc[chunk] [BV, BR] + values of part `chunk` @ p[plane] [32, BR] fp16, for all parts of the channels."""
-    new = ()
-    for chunk in tl.static_range(C.VALUE_CHUNKS):
-        levels = value_levels(words, row, column, chunk, C)
-        a = acc[chunk]
-        for plane in tl.static_range(4):
-            a = tl.dot(levels[plane], p[plane], a)
-        new += (a,)
-    return new
-
-
-@triton.jit
 def load_scales(pointer, valid):
     """Load the scales of a block's four planes, [32] int32 each; `pointer` is to plane 0."""
     scales = ()
@@ -196,35 +183,6 @@ def allowed_tile(mask, t, r_offset, stride_t, valid):
 
 
 @triton.jit
-def dense_states(k_row, v_row, inside, C: tl.constexpr):
-    """Load keys [32, BDK] and values [BDM, 32] of dense tokens from rows at pointers `k_row` and `v_row` [32]; 0 where
-    not `inside` [32]."""
-    dk = tl.arange(0, C.BLOCK_DK)
-    dv = tl.arange(0, C.BLOCK_DM)
-    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0).to(
-        tl.float16
-    )  # [32, BDK]
-    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < C.DV)[:, None], other=0.0).to(
-        tl.float16
-    )  # [BDM, 32]
-    return k, v
-
-
-@triton.jit
-def dense_logits(k, q, factor, cap_log2, BOUNDS: tl.constexpr):
-    """Logits [32, BR] of keys [32, BDK] and queries [BDK, BR]."""
-    return bounded(tl.dot(k, q) * factor[None, :], cap_log2, BOUNDS)
-
-
-@triton.jit
-def dense_sums(x, v):
-    """Softmax sums of logits x [32, BR] and values v [BDM, 32]: (sum [BDM, BR], total [BR], maximum [BR])."""
-    maximum = tl.max(x, 0)
-    p = tl.exp2(x - finite(maximum)[None, :])
-    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum
-
-
-@triton.jit
 def prefetch_rows(row, DIM: tl.constexpr):
     """Start to move rows of DIM elements at pointers `row` [32] to the L2 cache."""
     LINE_ELEMENTS: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth
@@ -249,11 +207,14 @@ def dense_job(
     k_row, v_row = dense_rows(dense, t, C)
     inside = t < dense.count
     # Load states first: the compiler lets a product wait for its queries before it loads what comes after them.
-    k, v = dense_states(k_row, v_row, inside, C)
-    d = tl.arange(0, C.BLOCK_DK)
+    d, dv = tl.arange(0, C.BLOCK_DK), tl.arange(0, C.BLOCK_DM)
+    k = tl.load(k_row[:, None] + d[None, :], mask=inside[:, None] & (d < C.DK)[None, :], other=0.0)
+    k = k.to(tl.float16)  # [32, BDK]
+    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < C.DV)[:, None], other=0.0)
+    v = v.to(tl.float16)  # [BDM, 32]
     q = tl.load(query[None, :] + d[:, None], mask=(d < C.DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]
     factor = tl.load(scale, mask=r < rows, other=1.0) * scaling_log2  # [BR]
-    x = dense_logits(k, q, factor, cap_log2, C.BOUNDS)
+    x = bounded(tl.dot(k, q) * factor[None, :], cap_log2, C.BOUNDS)  # [32, BR]
     allowed = inside[:, None] & (r < rows)[None, :]
     if C.CAUSAL:
         allowed = allowed & (t[:, None] <= (dense.count - queries + r % queries)[None, :])
@@ -261,15 +222,26 @@ def dense_job(
         position = tl.where(t < dense.sinks, t, t + packed_count)
         allowed = allowed & allowed_tile(mask.start, position, (r % queries) * mask.stride_s, mask.stride_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
-    return dense_sums(x, v)
+    maximum = tl.max(x, 0)
+    p = tl.exp2(x - finite(maximum)[None, :])
+    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum
 
 
 @triton.jit
-def store_dense(scratch, slot, local, stored, out, total, maximum, C: tl.constexpr):
-    """Store a result of `dense_job` in `slot` of a `DecodeScratch`: rows `local` [BR] where `stored`."""
-    lse = scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + local
-    tl.store(lse, log2_sum(maximum, total), mask=stored)
-    d, inverse = tl.arange(0, C.BLOCK_DM), 1.0 / tl.where(total > 0, total, 1.0)
-    at = slot.to(tl.int64) * (scratch.tile_rows * C.DM) + local[None, :] * C.DM + d[:, None]
-    partial = scratch.start + LINE * scratch.partial + at
-    tl.store(partial, out * inverse[None, :], mask=stored[None, :] & (d < C.DV)[:, None])
+def store_partial(
+    scratch, slot, local, stored, sums, total, log, UNIT: tl.constexpr, CHUNKS: tl.constexpr, DIM: tl.constexpr,
+    BITS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Store a normalised result in `slot` of a `DecodeScratch`: rows `local` [BR] where `stored` [BR].
+
+    Args:
+        sums: CHUNKS parts of the DIM channels of values of BITS bits, times UNIT.
+        total, log: [BR] sums of weights, and their logarithms.
+    """
+    tl.store(scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + local, log, mask=stored)
+    d, inverse = tl.arange(0, sums[0].shape[0]), 1.0 / (tl.where(total > 0, total, 1.0) * UNIT)
+    out = scratch.start + LINE * scratch.partial + slot.to(tl.int64) * (scratch.tile_rows * C.DM)
+    out = out + local[None, :] * C.DM + d[:, None]
+    inside = stored[None, :] & (d < DIM // CHUNKS)[:, None]
+    for chunk in tl.static_range(CHUNKS):
+        tl.store(out + chunk_start(chunk, CHUNKS, DIM, BITS), sums[chunk] * inverse[None, :], mask=inside)

@@ -25,7 +25,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..codec.loud import LOUD_TILE, loud_channels_of
+from ..codec.loud import LOUD_TILE, coded_divisors, loud_channels_of
 from ..common.device import constants_of
 from ..common.launcher import kernel
 from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, packed_of, parts_of
@@ -89,10 +89,8 @@ def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
         mask=exists[None, :] & (dk < C.DKP)[:, None],
         other=0.0,
     )
-    factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
-    inverse = 1.0 / tl.abs(factor)
-    if C.LOUD > 0:
-        inverse = tl.where(factor < 0, 0.0, inverse)
+    factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0)
+    inverse = 1.0 / coded_divisors(factor, C.LOUD)
     return (matrix.to(tl.float32) * inverse[:, None]).to(tl.float16)
 
 
