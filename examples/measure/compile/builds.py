@@ -24,7 +24,7 @@ from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
-from tq_kernels.latents.attention import attend_latents_split, merge_latents, rotate_latent_queries
+from tq_kernels.latents.attention import latents_split, merge_latents, rotate_latent_queries
 from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
 from tq_kernels.prefix.attention import prefix_attention
@@ -143,7 +143,7 @@ def build_latents(
     dtype: str = "bf16",
     paged: bool = False,
 ) -> Compiled:
-    """`attend_latents_split` for this number of query rows."""
+    """`latents_split` for this number of query rows."""
     on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
     config = fitted(latent_config(rows, on), layout)
@@ -155,7 +155,7 @@ def build_latents(
         types += [own, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 9, *[None] * 3, "fp32"]
     causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
-    return build(attend_latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
+    return build(latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
 
 
 def build_small_latents(

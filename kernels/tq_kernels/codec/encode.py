@@ -23,7 +23,7 @@ from triton.language.extra import cuda
 
 from ..common.device import AMPERE, TURING, constants_of
 from ..common.launcher import kernel
-from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
+from ..common.schedule import completed, fetch, first_block_column, lengths, located, ring_rows, row_of
 from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
 from .loud import coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
@@ -238,10 +238,7 @@ def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
     LINES: tl.constexpr = TILE // LINE if TILE > LINE else 1  # `max` is no constant in Triton 3.5
     line = tl.arange(0, LINES) * LINE
     rows = states + stride_token.to(tl.int64) * (block * TOKENS)
-    pointers = rows + (tl.arange(0, TOKENS)[:, None] * stride_token + line[None, :])  # [128, lines]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
+    fetch(rows + (tl.arange(0, TOKENS)[:, None] * stride_token + line[None, :]))  # [128, lines]
 
 
 @triton.jit(do_not_specialize="heads blocks start blocks_b blocks_h".split())

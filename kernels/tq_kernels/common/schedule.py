@@ -28,6 +28,14 @@ from ..format import MOST_LOUD, TOKENS, due_blocks_in_kernel
 
 
 @triton.jit
+def fetch(pointers):
+    """Start to move the lines at `pointers` to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def lengths(cu_seqlens_q, cu_seqlens_k, sequence, count):
     """First new token, number of new and cached tokens of sequences, int32; no tokens from `count` on."""
     exists = sequence < count

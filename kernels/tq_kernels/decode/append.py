@@ -29,13 +29,12 @@ from ..codec.encode import (
     resident_rotation,
 )
 from ..codec.launch import encode_shape
-from ..common.device import AMPERE, constants_of, current_device, matrix_type, target
-from ..common.launcher import Kernel, kernel
-from ..common.schedule import copy_rows, lengths, ring_rows, row_of
+from ..common.device import AMPERE, constants_of, matrix_type, target
+from ..common.launcher import Kernel, kernel, on_its_device
+from ..common.schedule import copy_rows, fetch, lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows, rotate_rows_of_head
-from .tiles import fetch
 
 
 @kernel("slot:scale_at")
@@ -286,6 +285,7 @@ class AppendLaunch:
         # `debug` would turn on `sanitize_overflow`.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
+    @on_its_device
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the rows of S tokens to the sinks or the ring, encode the block that becomes due, and write the counts.
 
@@ -295,18 +295,13 @@ class AppendLaunch:
             keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
             values: `[B, Hkv, S, Dv]`.
         """
-        index = self.device.index
-        if self.device.type == "cuda" and index != current_device():
-            # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
-            with torch.cuda.device(self.device):
-                return self(keys, values)
         new, constants = self.of_tokens(keys, values)
         APPEND(
             (self.programs, 2, 1),
             (keys, values, *self.tensors, None, None, self.key_channel_scales, None),
             (*new, *self.numbers, None, None, self.heads, *[None] * 5),
             constants,
-            (constants, keys.dtype, index),
+            (constants, keys.dtype, self.device.index),
             **self.options,
         )
 

@@ -54,7 +54,7 @@ def _prefetch(a: DecodeCall, batch, kv_head, first, start, end, tokens, ring_sta
     if a.block_table is None:
         home = batch.to(tl.int64) * a.blocks_b + kv_head.to(tl.int64) * a.blocks_h + first
         if (job >= 0) & (job < jobs * a.streams):
-            rows = a.kv_rows + (job // jobs // a.row_tiles).to(tl.int64) * ((a.ring + a.sinks) * (C.DK + C.DV))
+            rows = a.kv_rows + (job // jobs // a.row_tiles).to(tl.int64) * (a.ring + a.sinks) * (C.DK + C.DV)
             dense = DenseTokens(rows, None, None, None, a.sinks, a.ring, ring_start, tokens, None, tokens)
             k_row, v_row = dense_rows(dense, job % jobs * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS), C)
             prefetch_rows(k_row, C.DK)
@@ -111,7 +111,7 @@ def _dense_part(
     scale = to.start + LINE * to.scale + head * a.rows + r
     t = part * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
     if a.block_table is None:
-        rows = a.kv_rows + head.to(tl.int64) * ((a.ring + a.sinks) * (C.DK + C.DV))
+        rows = a.kv_rows + head.to(tl.int64) * (a.ring + a.sinks) * (C.DK + C.DV)
         dense, own_jobs = DenseTokens(rows, None, None, None, a.sinks, a.ring, ring_start, tokens, None, tokens), jobs
     else:
         dense, blocks, own_jobs = dense_of_pages(a, batch, kv_head, C)

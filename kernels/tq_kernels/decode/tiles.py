@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.schedule import LINE, dense_rows
+from ..common.schedule import LINE, dense_rows, fetch
 from ..common.softmax import bounded, finite
 from ..common.unpack import chunk_start, load_levels, load_tile, unpack_scales
 from ..format import CODE
@@ -51,14 +51,6 @@ Args:
 def level_unit(bits, small):
     """Factor of the levels in `key_scores` and `value_levels`."""
     return CODE[bits].small_unit if small else 1.0
-
-
-@triton.jit
-def fetch(pointers):
-    """Start to move the lines at `pointers` to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

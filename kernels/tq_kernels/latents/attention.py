@@ -44,7 +44,7 @@ DENSE = tl.constexpr(3)
 LatentShape = namedtuple(
     "LatentShape", "DK DV KEY_BITS VALUE_BITS CAUSAL MASK BLOCK_R TILE CHUNKS STAGES ASM BLOCK_WORDS SINKS RING ROWS"
 )
-"""Constants of `attend_latents_split`: TILE, 16 to 128, is the number of tokens between two updates of the maximum;
+"""Constants of `latents_split`: TILE, 16 to 128, is the number of tokens between two updates of the maximum;
 CHUNKS, a multiple of 4 at 2 and 3 bits, that of parts of a latent, whose products follow one another; those from
 SINKS on are `Pages.place`, 0 without pages."""
 
@@ -81,21 +81,13 @@ def _load_rows(rows, at, inside, mask, stride_t, C: tl.constexpr):
 
 
 @triton.jit
-def _as_operand(tile, ASM: tl.constexpr):
-    """Return `tile`, fp16, hidden from the compiler: where it sees joined tiles become an operand, it takes their
-    elements to be of 8 bits, and loads them without `ldmatrix`."""
-    if ASM >= AMPERE:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
-    else:
-        return tile
-
-
-@triton.jit
 def _packed_tile(block, token, C: tl.constexpr):
     """Unpack tokens `token` [TILE / 4] of the four planes of the block at pointer `block`.
 
     Returns:
-        Chunks of latents [TILE, DK / CHUNKS], and rotary keys [DV, TILE], fp16, plane after plane.
+        Chunks of latents [TILE, DK / CHUNKS], and rotary keys [DV, TILE], fp16, plane after plane. They are opaque: of
+        joined tiles that become an operand, the compiler takes elements to be of 8 bits, and loads them without
+        `ldmatrix`.
     """
     parts = parts_of(block, C.DK * C.KEY_BITS, C.DV * C.VALUE_BITS, 0)
     key_scales, value_scales = (), ()
@@ -113,13 +105,13 @@ def _packed_tile(block, token, C: tl.constexpr):
         k = ()
         for plane in tl.static_range(4):
             k += (scaled(planes[plane], key_scales[plane], mean, C.ASM),)
-        latents += (_as_operand(stack(stack(k[0], k[1]), stack(k[2], k[3])), C.ASM),)
+        latents += (opaque(stack(stack(k[0], k[1]), stack(k[2], k[3])), C.ASM),)
     d = tl.arange(0, C.DV)[:, None]
     planes = load_levels(parts.value_words, d, token[None, :], None, 0, 1, C.DV, C.VALUE_BITS, True, False, C.ASM)
     v = ()
     for plane in tl.static_range(4):
         v += (scaled(planes[plane], value_scales[plane], None, C.ASM),)
-    return latents, _as_operand(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM)
+    return latents, opaque(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM)
 
 
 @triton.jit
@@ -136,7 +128,7 @@ def _products(rows: LatentRows, latents, rotary, C: tl.constexpr):
     """Products [BR, TILE] of rows and tokens."""
     x = tl.dot(rows.rotary, rotary)
     for chunk in tl.static_range(C.CHUNKS):
-        # Sums of their own: products of few rows would wait for one another, and see `attend_latents_split` for many.
+        # Sums of their own: products of few rows would wait for one another, and see `latents_split` for many.
         x = sum_apart(x, tl.dot(rows.latent[chunk], tl.trans(latents[chunk])), C.ASM)
     return x
 
@@ -220,7 +212,7 @@ def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexp
 
 
 @kernel("rows:scaling_log2")
-def attend_latents_split(
+def latents_split(
     rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
     packed_blocks,  # [B, 1, N, BLOCK_WORDS] int32; over pages [pages, 1, BLOCK_WORDS]
@@ -394,7 +386,7 @@ def merge_latents(
     count,  # B * rows
     splits, out_h, out_s, SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
 ):  # fmt: skip
-    """Merge the slots of `attend_latents_split`. Grid: (rows, B)."""
+    """Merge the slots of `latents_split`. Grid: (rows, B)."""
     C: tl.constexpr = constants_of(SHAPE)
     row, batch = tl.program_id(0), tl.program_id(1)
     merged = batch * rows + row

@@ -18,10 +18,10 @@ import triton.language as tl
 
 from ..common.device import AMPERE, Target, constants_of, matrix_type, target
 from ..common.launcher import Kernel, kernel, on_its_device, specialised
-from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
+from ..common.softmax import SoftmaxState, bounded, empty_state, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
-from .tiles import PrefixMask
+from .tiles import PrefixMask, store_rows
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
@@ -131,7 +131,6 @@ def dense_attention(
     s = r // groups
     head_q = kv_head * groups + r % groups  # [BR]
     dk = tl.arange(0, C.BLOCK_DK)
-    dv = tl.arange(0, C.BLOCK_DV)
     query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
     inside = valid[:, None] & (dk < C.DK)[None, :]
     plain = tl.load(query_at[:, None] + dk[None, :], mask=inside, other=0.0).to(C.MATRIX)
@@ -163,20 +162,9 @@ def dense_attention(
     if C.MASK == 0:
         state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
     state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)
-    maximum, total, acc = state.maximum, state.total, state.output
-    inside = valid[:, None] & (dv < C.DV)[None, :]
-    if C.SPLIT:
-        row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
-        tl.store(lse + row, log2_sum(finite(maximum), total), mask=valid)
-        acc = normalize(state)
-        tl.store(partial + row[:, None] * C.DV + dv[None, :], acc, mask=inside)
-    else:
-        total = tl.where(total > 0, total, 1.0)
-        if C.HAS_AUX:
-            aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            total += tl.exp2(aux - finite(maximum))
-        at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
-        tl.store(at[:, None] + dv[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
+    at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+    store_rows(state, s_aux, head_q, at, lse, partial, row, valid, C.DV, C.HAS_AUX, C.SPLIT)
 
 
 ATTEND, SPANS = Kernel(dense_attention), Kernel(mask_spans)
@@ -235,7 +223,7 @@ def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
     return DenseConfig(128, 64, 8, 1 if masked else 3)
 
 
-def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+def takes_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the kernel takes these dtypes (16 bits) and heads on this device (matrix units that `tl.dot` uses)."""
     same, on = query.dtype == keys.dtype == values.dtype and query.dtype.itemsize == 2, target(query.device)
     return same and max(keys.shape[3], values.shape[3]) <= on.widest_head and not on.fragments

@@ -16,10 +16,11 @@ import triton.language as tl
 
 from ..common.device import matrix_type, target
 from ..common.launcher import Kernel, kernel
-from ..common.softmax import LOG2E, bounded, empty_state, finite, log2_sum, normalize, update
+from ..common.softmax import bounded, empty_state, update
 from ..types import AttentionOptions
 from .dense import SPLIT_TOKENS, dense_config
 from .launch import merge, prefix_splits
+from .tiles import store_rows
 
 
 @kernel("count:cap_log2")
@@ -88,20 +89,9 @@ def window_attention(
         # The maximum is finite, because every tile has a token.
         state = update(state, x, v, None, False)
 
-    maximum, total, acc = state.maximum, state.total, state.output
-    inside = valid[:, None] & (d < DIM)[None, :]
-    if SPLIT:
-        at = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
-        tl.store(lse + at, log2_sum(maximum, total), mask=valid)
-        acc = normalize(state)
-        tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=inside)
-    else:
-        total = tl.where(total > 0, total, 1.0)
-        if HAS_AUX:
-            aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            total += tl.exp2(aux - finite(maximum))
-        at = out + (request * (kv_heads * groups) + head_q) * DIM
-        tl.store(at[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    row = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
+    at = out + (request * (kv_heads * groups) + head_q) * DIM
+    store_rows(state, s_aux, head_q, at, lse, partial, row, valid, DIM, HAS_AUX, SPLIT)
 
 
 ATTEND = Kernel(window_attention)
