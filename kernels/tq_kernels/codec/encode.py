@@ -156,7 +156,7 @@ def _encode_loud(states, loud, words, scales, C: tl.constexpr):
     x0 = tl.load(states.early + at).to(tl.float32) * factor[None, :]  # [64, LOUD]
     x1 = tl.load(states.late + at).to(tl.float32) * factor[None, :]
     mean = (tl.sum(x0 + x1, axis=0) * (1 / TOKENS)).to(tl.float16)
-    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0).to(tl.float16)
+    mean = _finite_or_zero(mean, C.ASM)
     x0 -= mean.to(tl.float32)[None, :]
     x1 -= mean.to(tl.float32)[None, :]
     unit = loud_unit(tl.max(tl.maximum(finite_size(x0), finite_size(x1)), 0))  # [LOUD]

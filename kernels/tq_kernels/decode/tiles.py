@@ -227,7 +227,7 @@ def store_partial(
     """Store a normalised result in `slot` of a `DecodeScratch`: rows `local` [BR] where `stored` [BR].
 
     Args:
-        sums: CHUNKS parts of the DIM channels of values of BITS bits, times UNIT.
+        sums: CHUNKS parts of the DIM channels, as values with BITS bits are in, times UNIT.
         total, log: [BR] sums of weights, and their logarithms.
     """
     tl.store(scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + local, log, mask=stored)

@@ -122,8 +122,7 @@ def _packed_part(
     g, t = slots.g, slots.t
     while at < end:
         own = blocks if a.block_table is None else packed_of(a.num_blocks, batch, a.queries)
-        first = tl.maximum(start - at - START, 0)
-        last = tl.minimum(end - at - START, own)
+        first, last = tl.maximum(start - at - START, 0), tl.minimum(end - at - START, own)
         head = stream // a.row_tiles
         kv_head = head % a.kv_heads
         first_row = (stream % a.row_tiles) * (8 * TILES)
@@ -148,8 +147,7 @@ def _packed_part(
             head_blocks = a.packed + kv_head * C.BLOCK_WORDS
             pages = a.block_table + batch.to(tl.int64) * a.width + first_block_column(C.SINKS, C.RING, C.ROWS)
         for step in tl.range(2 * first, 2 * last):
-            block = step // 2
-            half = step % 2
+            block, half = step // 2, step % 2
             allowed = ()
             if C.MASK:
                 allowed = _flags_of_half(a, mask_row, sink_count, block, half, first_row, g, t, TILES)
