@@ -51,14 +51,9 @@ def search_step(
     lows,  # [2 * STEPS, N] int32: lower bounds of intervals; at STEPS, of what `top_k` keeps
     needs,  # [2 * STEPS, N] float32: weights that their logits need to reach
     sums,  # [2 * STEPS, N, chunks, PARTS] float32
-    step,
-    rows,  # N
-    chunks,
-    vocabulary,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    step, rows, chunks, vocabulary,  # rows: N
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Sum weights from each of 16 parts on: of `top_k` in the first 8 steps, then of `top_p`. Grid: (chunks, N)."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     count, share = tl.load(top_k + row), tl.load(top_p + row)
@@ -103,15 +98,9 @@ def drop_unlikely(
     top_k,  # [N] int32
     top_p,  # [N] float32
     min_p,  # [N] float32
-    lows,  # as in `search_step`
-    needs,
-    sums,
-    rows,
-    chunks,
-    vocabulary,
-    SIZE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    lows, needs, sums,  # as in `search_step`, like the next three
+    rows, chunks, vocabulary, SIZE: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Set logits below the smallest ones to keep to -inf. Grid: (chunks, N)."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     count, share, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)

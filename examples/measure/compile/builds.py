@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
-from tq_kernels.codec.encode import encode_blocks
+from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
 from tq_kernels.codec.launch import dequantize_config, encode_shape
 from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
 from tq_kernels.decode.launch import NO_PLACE
@@ -24,7 +24,7 @@ from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
-from tq_kernels.latents.attention import attend_latents_split, merge_latents, rotate_latent_queries
+from tq_kernels.latents.attention import latents_split, merge_latents, rotate_latent_queries
 from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
 from tq_kernels.prefix.attention import prefix_attention
@@ -67,17 +67,10 @@ def build_encode(
     """`encode_blocks` of keys or of values."""
     on, layout = target_of(arch), layout_of(bits, dim, value_dim)
     config, shape = encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype])
-    constants = (shape, None, on.dependent_launch, config.stages, *[0] * 4)
-    types: list[str | None] = [f"*{dtype}", "*i32", "*fp32", "*fp16"]
+    constants = (shape, on.dependent_launch, config.stages)
+    types = [f"*{dtype}", "*i32", "*fp32", "*fp16", *["i32"] * 8]
     options = {"maxnreg": config.registers} if config.registers else {}
-    return build(
-        encode_blocks,
-        [*types, *[None] * 7, *["i32"] * 8, *[None] * 5],
-        constants,
-        arch,
-        num_warps=config.warps,
-        **options,
-    )
+    return build(encode_blocks, types, constants, arch, num_warps=config.warps, **options)
 
 
 def build_dequantize(
@@ -150,7 +143,7 @@ def build_latents(
     dtype: str = "bf16",
     paged: bool = False,
 ) -> Compiled:
-    """`attend_latents_split` for this number of query rows."""
+    """`latents_split` for this number of query rows."""
     on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
     config = fitted(latent_config(rows, on), layout)
@@ -162,7 +155,7 @@ def build_latents(
         types += [own, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 9, *[None] * 3, "fp32"]
     causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
-    return build(attend_latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
+    return build(latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
 
 
 def build_small_latents(
@@ -318,15 +311,14 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
 
 
 def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str) -> Compiled:
-    """`encode_blocks` over pages."""
+    """`encode_blocks_of_pages`."""
     on, own = target_of(arch), f"*{dtype}"
     config, of_keys = encode_shape(layout, False, STATES[dtype], on, MATRIX[dtype])
     _, of_values = encode_shape(layout, True, STATES[dtype], on, MATRIX[dtype])
     of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
-    constants = (of_keys, of_values, False, 1, *place_of(layout, dtype), SEQUENCES)
-    types = [own, "*i32", "*fp32", "*fp16", own, "*fp32", "*fp16", own, *["*i32"] * 3]
-    types += ["i32", None, None, "i32", *[None] * 4, *["i32"] * 5]
-    return build(encode_blocks, types, constants, arch, num_warps=config.warps)
+    constants = (of_keys, of_values, *place_of(layout, dtype), SEQUENCES)
+    types = [own, own, "*i32", *["*fp32"] * 2, *["*fp16"] * 2, own, *["*i32"] * 3, *["i32"] * 7]
+    return build(encode_blocks_of_pages, types, constants, arch, num_warps=config.warps)
 
 
 def build_prompts(arch: int, preset: str, merge: bool = False) -> Any:

@@ -91,7 +91,7 @@ def dense_latents(
         keys = tl.load(at + d[None, :], mask=(t < last)[:, None], other=0.0)
         rotary_keys = tl.load(at + e[None, :], mask=(t < last)[:, None], other=0.0)
         decay, p = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R, TILE], keys.dtype)
-        if start >= first if BRANCH else True:  # see `attend_latents_split`
+        if start >= first if BRANCH else True:  # see `latents_split`
             x = tl.dot(latent, tl.trans(keys))
             if BRANCH:
                 x = sum_apart(x, tl.dot(rotary, tl.trans(rotary_keys)), ASM)

@@ -188,18 +188,14 @@ def _copy_part(states, at, valid, channel, DIM: tl.constexpr):
     do_not_specialize_on_alignment=["kv_rows"],
 )
 def store_prompt(
-    keys,  # [B, Hkv, T, DK]
-    values,  # [B, Hkv, T, DV]
+    keys, values,  # [B, Hkv, T, DK] and [B, Hkv, T, DV]
     queries,  # [B, Hkv * group, T, DK], or None
     valid,  # [B, T] uint8, or None
     sums,  # [B * Hkv, pieces, kinds, WIDTH + 1] float32, each followed by its number of tokens; or None
     counters,  # [B * Hkv, 2] of 32 bits, 0 between launches; or None
-    key_channel_scales,  # [B, Hkv, DK] fp16, written as ones without sums; or None
-    value_channel_scales,  # [B, Hkv, DV] fp16
+    key_channel_scales, value_channel_scales,  # [B, Hkv, DK] and [B, Hkv, DV] fp16, ones without sums; or None
     kv_rows,  # [B, Hkv, ring + max_sinks, DK + DV], contiguous; or None
-    state,  # [4] int32, or None, like the next two
-    step_counts,  # [6, 4] int32
-    length,  # [] int64
+    state, step_counts, length,  # [4] int32, [6, 4] int32 and [] int64, or None
     kv_heads,
     pieces,  # fields of a `Sample`, like the numbers after it except `kinds`
     kinds,  # 2 + group

@@ -15,14 +15,15 @@ The signs of the rotation are applied as +-1 in the inputs' dtype, times the cha
 Products are therefore exact, and the rotation's own factor 1 / sqrt(D) goes into the scales.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.device import AMPERE, TURING, constants_of
-from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
+from ..common.launcher import kernel
+from ..common.schedule import completed, fetch, first_block_column, lengths, located, ring_rows, row_of
 from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
 from .loud import coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
@@ -30,22 +31,11 @@ from .quantize import part_channels, part_width, row_sizes, store_codes, store_s
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 
-class EncodeShape(NamedTuple):
-    """Constants of `encode_block`. BLOCK_WORDS: int32 words of a block; WORDS_AT, SCALES_AT: those before the codes
-    and before the scales (`tq_kernels.layout`); LOUD: number of loud channels."""
-
-    HEAD_DIM: tl.constexpr
-    DIM: tl.constexpr
-    TILE: tl.constexpr
-    BITS: tl.constexpr
-    IS_VALUE: tl.constexpr
-    MATRIX: tl.constexpr
-    K_STEP: tl.constexpr
-    ASM: tl.constexpr
-    BLOCK_WORDS: tl.constexpr
-    WORDS_AT: tl.constexpr
-    SCALES_AT: tl.constexpr
-    LOUD: tl.constexpr
+EncodeShape = namedtuple(
+    "EncodeShape", "HEAD_DIM DIM TILE BITS IS_VALUE MATRIX K_STEP ASM BLOCK_WORDS WORDS_AT SCALES_AT LOUD"
+)
+"""Constants of `encode_block`. BLOCK_WORDS: int32 words of a block; WORDS_AT, SCALES_AT: those before the codes
+and before the scales (`tq_kernels.layout`); LOUD: number of loud channels."""
 
 
 @triton.constexpr_function
@@ -87,16 +77,20 @@ def load_rotation(rotation, channel_scales, first, ROWS: tl.constexpr, C: tl.con
     return high, low
 
 
+Rotation = namedtuple("Rotation", "matrix channel_scales high low loud")
+"""Rotation and channel scales of a head: pointers, and what `resident_rotation` loads."""
+
+
 @triton.jit
-def resident_rotation(rotation, channel_scales, C: tl.constexpr):
-    """Load the whole rotation for `encode_block` if one step takes all channels, and the loud channels; else zeros,
-    because a function cannot return `None` before Triton 3.7."""
+def resident_rotation(matrix, channel_scales, C: tl.constexpr):
+    """Load the whole rotation if one step takes all channels, and the loud channels; else zeros, because a function
+    cannot return `None` before Triton 3.7."""
     high, low, loud = 0.0, 0.0, (0, 0.0)
     if C.K_STEP == C.TILE:
-        high, low = load_rotation(rotation, channel_scales, 0, C.TILE, C)
+        high, low = load_rotation(matrix, channel_scales, 0, C.TILE, C)
     if C.LOUD > 0:
         loud = loud_channels_of(channel_scales, C.HEAD_DIM, C.TILE, C.LOUD)
-    return high, low, loud
+    return Rotation(matrix, channel_scales, high, low, loud)
 
 
 @triton.jit
@@ -149,28 +143,20 @@ def block_rows():
     return 32 * ((row >> 3) & 1) + 8 * (row >> 4) + (row & 7)
 
 
-class BlockStates(NamedTuple):
-    """Arguments of `encode_block`: rows of a block, and their rotation."""
-
-    early: Any
-    late: Any
-    offsets: Any
-    rotation: Any
-    channel_scales: Any
-    high: Any
-    low: Any
-    loud: Any
+BlockStates = namedtuple("BlockStates", "early late offsets")
+"""Rows of a block: a pointer or pointers [64, 1], and offsets [64, 1] or [1, 1], to the first 64 in the order of
+`block_rows`; pointers to the other 64."""
 
 
 @triton.jit
-def _encode_loud(states, words, scales, C: tl.constexpr):
+def _encode_loud(states, loud, words, scales, C: tl.constexpr):
     """Encode the loud channels of a block's rows: codes to `words`, means and units behind the means at `scales`."""
-    index, factor = states.loud
+    index, factor = loud
     at = states.offsets + index[None, :]
     x0 = tl.load(states.early + at).to(tl.float32) * factor[None, :]  # [64, LOUD]
     x1 = tl.load(states.late + at).to(tl.float32) * factor[None, :]
     mean = (tl.sum(x0 + x1, axis=0) * (1 / TOKENS)).to(tl.float16)
-    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0).to(tl.float16)
+    mean = _finite_or_zero(mean, C.ASM)
     x0 -= mean.to(tl.float32)[None, :]
     x1 -= mean.to(tl.float32)[None, :]
     unit = loud_unit(tl.max(tl.maximum(finite_size(x0), finite_size(x1)), 0))  # [LOUD]
@@ -181,27 +167,27 @@ def _encode_loud(states, words, scales, C: tl.constexpr):
 
 
 @triton.jit
-def _rotated(states, scales, part, C: tl.constexpr):
+def _rotated(states, rotation, scales, part, C: tl.constexpr):
     """Rotate a block's rows and store the mean of keys behind `scales`: part `part` of the channels less the mean, two
     tiles [64, part_width(TILE)]."""
     UNIT: tl.constexpr = C.DIM**-0.5
     SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
-    early, late, offsets, rotation, channel_scales, high, low, _ = states
+    early, late, offsets = states
     k = tl.arange(0, C.K_STEP)
     y0 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
     y1 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
     if C.K_STEP == C.TILE:
         x0 = _load_rows(early + (offsets + k[None, :]), k, C.HEAD_DIM, C.TILE)  # [64, TILE]
         x1 = _load_rows(late + (offsets + k[None, :]), k, C.HEAD_DIM, C.TILE)
-        y0 = _add_product(x0, high, low, y0, SPLIT, C.ASM)
-        y1 = _add_product(x1, high, low, y1, SPLIT, C.ASM)
+        y0 = _add_product(x0, rotation.high, rotation.low, y0, SPLIT, C.ASM)
+        y1 = _add_product(x1, rotation.high, rotation.low, y1, SPLIT, C.ASM)
     else:
         for first in tl.range(0, C.TILE, C.K_STEP):
             x0 = _load_rows(early + first + (offsets + k[None, :]), first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
             x1 = _load_rows(late + first + (offsets + k[None, :]), first + k, C.HEAD_DIM, C.TILE)
-            step_high, step_low = load_rotation(rotation, channel_scales, first, C.K_STEP, C, part)
-            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.ASM)
-            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.ASM)
+            high, low = load_rotation(rotation.matrix, rotation.channel_scales, first, C.K_STEP, C, part)
+            y0 = _add_product(x0, high, low, y0, SPLIT, C.ASM)
+            y1 = _add_product(x1, high, low, y1, SPLIT, C.ASM)
     if not C.IS_VALUE:
         mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), C.ASM)
         channel, inside = part_channels(part, C.DIM, C.TILE)
@@ -213,24 +199,16 @@ def _rotated(states, scales, part, C: tl.constexpr):
 
 
 @triton.jit
-def encode_block(early, late, offsets, packed, home, rotation, channel_scales, high, low, loud, C: tl.constexpr):
-    """Encode one block's keys or values as block `home` of those from pointer `packed` on.
-
-    Args:
-        early, offsets: A pointer or pointers [64, 1], and offsets [64, 1] or [1, 1], to the block's first 64 rows, in
-            the order of `block_rows`.
-        late: The same for the other 64.
-        high, low, loud: From `resident_rotation`.
-        C: An `EncodeShape`.
-    """
+def encode_block(states, packed, home, rotation, C: tl.constexpr):
+    """Encode one block's keys or values, `BlockStates`, as block `home` of those from pointer `packed` on. `rotation`
+    comes from `resident_rotation`; C is an `EncodeShape`."""
     WIDTH: tl.constexpr = part_width(C.TILE)
-    states = BlockStates(early, late, offsets, rotation, channel_scales, high, low, loud)
     words = packed + home * C.BLOCK_WORDS + C.WORDS_AT
     scales = (packed + home * C.BLOCK_WORDS + C.SCALES_AT).to(tl.pointer_type(tl.float16), bitcast=True)
     if C.LOUD > 0:
-        _encode_loud(states, words + 4 * C.DIM * C.BITS, scales, C)
+        _encode_loud(states, rotation.loud, words + 4 * C.DIM * C.BITS, scales, C)
     if WIDTH == C.TILE:
-        y0, y1 = _rotated(states, scales, 0, C)
+        y0, y1 = _rotated(states, rotation, scales, 0, C)
         sizes = None
         inner = store_codes(y0, y1, sizes, words, 0, C.IS_VALUE, C.BITS, C.DIM, C.TILE, C.ASM)
     else:
@@ -238,7 +216,7 @@ def encode_block(early, late, offsets, packed, home, rotation, channel_scales, h
         size0 = tl.zeros([PLANE], tl.float32)
         size1, size2, size3 = size0, size0, size0
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
-            y0, y1 = _rotated(states, scales, part, C)
+            y0, y1 = _rotated(states, rotation, scales, part, C)
             added = row_sizes(y0, C.BITS) + row_sizes(y1, C.BITS)
             if CODE[C.BITS].is_fp8:
                 size0, size1 = tl.maximum(size0, added[0]), tl.maximum(size1, added[1])
@@ -248,7 +226,7 @@ def encode_block(early, late, offsets, packed, home, rotation, channel_scales, h
         sizes = (size0, size1, size2, size3)
         inner = tl.zeros([PLANE, 2, 2], tl.float32)
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
-            y0, y1 = _rotated(states, scales, part, C)
+            y0, y1 = _rotated(states, rotation, scales, part, C)
             inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.DIM, C.TILE, C.ASM)
     store_scales(inner, sizes, scales + C.IS_VALUE, C.IS_VALUE, C.BITS, C.DIM)
 
@@ -260,170 +238,128 @@ def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
     LINES: tl.constexpr = TILE // LINE if TILE > LINE else 1  # `max` is no constant in Triton 3.5
     line = tl.arange(0, LINES) * LINE
     rows = states + stride_token.to(tl.int64) * (block * TOKENS)
-    pointers = rows + (tl.arange(0, TOKENS)[:, None] * stride_token + line[None, :])  # [128, lines]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
+    fetch(rows + (tl.arange(0, TOKENS)[:, None] * stride_token + line[None, :]))  # [128, lines]
+
+
+@triton.jit(do_not_specialize="heads blocks start blocks_b blocks_h".split())
+def encode_blocks(
+    states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32
+    packed,  # [B, H, N, BLOCK_WORDS] int32
+    rotation,  # [DIM, DIM] float32
+    channel_scales,  # [B, H, HEAD_DIM] float16
+    heads, blocks, start,  # blocks: n
+    blocks_b, blocks_h,  # strides in blocks
+    stride_b, stride_h, stride_t,
+    SHAPE: tl.constexpr,  # an `EncodeShape`
+    PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`. Grid:
+    (programs, B * H)."""
+    C: tl.constexpr = constants_of(SHAPE)
+    worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if PDL and not C.IS_VALUE:
+        cuda.gdc_launch_dependents()
+    offsets = block_rows()[:, None] * stride_t  # [64, 1]
+    kv_head = (head % heads).to(tl.int64)
+    batch = (head // heads).to(tl.int64)
+    states += batch * stride_b + kv_head * stride_h
+    first_home = batch * blocks_b + kv_head * blocks_h + start
+    resident = resident_rotation(rotation, channel_scales + head * C.HEAD_DIM, C)
+    for block in tl.range(worker, blocks, workers, num_stages=STAGES):
+        early = states + stride_t.to(tl.int64) * (block * TOKENS)
+        late = early + HALF_TOKENS * stride_t
+        if C.ASM >= AMPERE and STAGES > 1:
+            _prefetch_rows(states, tl.minimum(block + workers, blocks - 1), stride_t, C.TILE)
+        encode_block(BlockStates(early, late, offsets), packed, first_home + block, resident, C)
+    if PDL and C.IS_VALUE:
+        cuda.gdc_wait()
+
+
+NewStates = namedtuple("NewStates", "states stride_h stride_t rotation channel_scales")
+"""New keys or values of all sequences, their strides, and their rotation."""
+PagePlaces = namedtuple("PagePlaces", "rows block_table cu_seqlens_q cu_seqlens_k page_blocks count width")
+"""Where sequences have their rows and blocks: arguments of `encode_blocks_of_pages`."""
+PageShape = namedtuple("PageShape", "SINKS RING ROWS BLOCK_B")
+"""`Pages.place`, and the padded number of sequences."""
 
 
 @triton.jit
 def _rows_of(
-    states, rows, pages, t, first, past, kv_head, page_blocks, stride_t, stride_h, ROW: tl.constexpr,
-    START: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    new: NewStates, places: PagePlaces, pages, t, first, past, head, ROW: tl.constexpr, START: tl.constexpr,
+    P: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Pointers [n, 1] to the rows of tokens `t` [n]: ring rows before `past`, then new ones. A ring's row has ROW
     elements, and its key or value begins START elements further."""
-    row = row_of(t, SINKS, RING)
-    in_ring = ring_rows(rows, pages, row, t < past, kv_head, page_blocks, ROW, ROWS, BLOCK_WORDS)
+    row = row_of(t, P.SINKS, P.RING)
+    in_ring = ring_rows(places.rows, pages, row, t < past, head, places.page_blocks, ROW, P.ROWS, BLOCK_WORDS)
     fresh = (first + tl.maximum(t - past, 0)).to(tl.int64)
-    at = tl.where(t < past, in_ring + START, states + fresh * stride_t + kv_head * stride_h)
+    at = tl.where(t < past, in_ring + START, new.states + fresh * new.stride_t + head * new.stride_h)
     return at[:, None]
 
 
-class EncodedStates(NamedTuple):
-    """Keys or values to encode, their strides (over tokens and heads alone over pages), and their rotation."""
-
-    states: Any
-    stride_b: Any
-    stride_h: Any
-    stride_t: Any
-    rotation: Any
-    channel_scales: Any
-
-
-class BlockPlaces(NamedTuple):
-    """Places of blocks and of their rows: arguments of `encode_blocks`."""
-
-    heads: Any
-    start: Any
-    blocks_b: Any
-    blocks_h: Any
-    rows: Any
-    block_table: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    count: Any
-    width: Any
-
-
 @triton.jit
-def encode_blocks_of(
-    new, places, packed, amounts, total, head, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, ROW: tl.constexpr, START: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
+def _encode_new_blocks(
+    new: NewStates, places: PagePlaces, packed, amounts, total, head, worker, workers, ROW: tl.constexpr,
+    START: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Encode blocks `worker`, `worker + workers`, ... of `total`, of KV head `head` (of B * H without pages).
-
-    Over pages `amounts` [BB] are the numbers of blocks that each sequence completes.
-    """
-    if places.block_table is None:
-        offsets = block_rows()[:, None] * new.stride_t  # [64, 1]
-        kv_head = (head % places.heads).to(tl.int64)
-        batch = (head // places.heads).to(tl.int64)
-        states = new.states + (batch * new.stride_b + kv_head * new.stride_h)
-        first_home = batch * places.blocks_b + kv_head * places.blocks_h + places.start
-    else:
-        offsets, token = tl.zeros([1, 1], tl.int32), block_rows()  # [64]
-    channel_scales = new.channel_scales + head * C.HEAD_DIM
-    high, low, loud = resident_rotation(new.rotation, channel_scales, C)
-    for task in tl.range(worker, total, workers, num_stages=STAGES):
-        if places.block_table is None:
-            early = states + new.stride_t.to(tl.int64) * (task * TOKENS)
-            late = early + HALF_TOKENS * new.stride_t
-            home = first_home + task
-            if C.ASM >= AMPERE and STAGES > 1:
-                _prefetch_rows(states, tl.minimum(task + workers, total - 1), new.stride_t, C.TILE)
-        else:
-            sequence, before = located(amounts, task)
-            first, _, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, sequence, places.count)
-            block = due_blocks_in_kernel(past, SINKS, 0) + task - before
-            pages = places.block_table + sequence.to(tl.int64) * places.width
-            page = tl.load(pages + first_block_column(SINKS, RING, ROWS) + block).to(tl.int64)
-            position = SINKS + block * TOKENS
-            early = _rows_of(
-                new.states, places.rows, pages, position + token, first, past, head, places.blocks_b, new.stride_t,
-                new.stride_h, ROW, START, SINKS, RING, ROWS, C.BLOCK_WORDS,
-            )  # fmt: skip
-            late = _rows_of(
-                new.states, places.rows, pages, position + token + HALF_TOKENS, first, past, head, places.blocks_b,
-                new.stride_t, new.stride_h, ROW, START, SINKS, RING, ROWS, C.BLOCK_WORDS,
-            )  # fmt: skip
-            home = page * places.blocks_b + head
-        encode_block(early, late, offsets, packed, home, new.rotation, channel_scales, high, low, loud, C)
+    """Encode blocks `worker`, `worker + workers`, ... of `total`; `amounts` [BB] are those that each sequence
+    completes."""
+    offsets, token = tl.zeros([1, 1], tl.int32), block_rows()  # [64]
+    resident = resident_rotation(new.rotation, new.channel_scales + head * C.HEAD_DIM, C)
+    for task in tl.range(worker, total, workers, num_stages=1):
+        sequence, before = located(amounts, task)
+        first, _, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, sequence, places.count)
+        block = due_blocks_in_kernel(past, P.SINKS, 0) + task - before
+        pages = places.block_table + sequence.to(tl.int64) * places.width
+        page = tl.load(pages + first_block_column(P.SINKS, P.RING, P.ROWS) + block).to(tl.int64)
+        t = P.SINKS + block * TOKENS + token
+        early = _rows_of(new, places, pages, t, first, past, head, ROW, START, P, C.BLOCK_WORDS)
+        late = _rows_of(new, places, pages, t + HALF_TOKENS, first, past, head, ROW, START, P, C.BLOCK_WORDS)
+        encode_block(BlockStates(early, late, offsets), packed, page * places.page_blocks + head, resident, C)
 
 
 @triton.jit
 def encode_completed(
-    keys, values, places, packed, head, part, worker, workers, SINKS: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_B: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    keys: NewStates, values: NewStates, places: PagePlaces, packed, head, part, worker, workers, P: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Encode every `workers`-th block that new tokens complete over pages, from rings and new tokens.
 
     `part` is 0 for its keys, 1 for its values.
     """
-    _, new, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, tl.arange(0, BLOCK_B), places.count)
-    amounts = completed(new, past, SINKS)  # [BB]
+    _, new, past = lengths(places.cu_seqlens_q, places.cu_seqlens_k, tl.arange(0, P.BLOCK_B), places.count)
+    amounts = completed(new, past, P.SINKS)  # [BB]
     total = tl.sum(amounts, 0)
     ROW: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
     if worker < total:
         if part == 0:
-            encode_blocks_of(
-                keys, places, packed, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, 0, 1, KEYS
-            )  # fmt: skip
+            _encode_new_blocks(keys, places, packed, amounts, total, head, worker, workers, ROW, 0, P, KEYS)
         else:
-            encode_blocks_of(
-                values, places, packed, amounts, total, head, worker, workers, SINKS, RING, ROWS, ROW, KEYS.HEAD_DIM, 1,
-                VALUES,
-            )  # fmt: skip
+            START: tl.constexpr = KEYS.HEAD_DIM
+            _encode_new_blocks(values, places, packed, amounts, total, head, worker, workers, ROW, START, P, VALUES)
 
 
-@triton.jit(do_not_specialize="heads blocks start blocks_batch blocks_head key_t key_h value_t value_h width".split())
-def encode_blocks(
-    states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32; over pages keys [T, Hkv, HEAD_DIM]
-    packed,  # [B, H, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
-    rotation,  # [DIM, DIM] float32
-    channel_scales,  # [B, H, HEAD_DIM] float16; over pages [Hkv, HEAD_DIM]
-    values,  # [T, Hkv, HEAD_DIM of values], strides as of keys in units of 8 elements; this and the rest over pages
-    value_rotation, value_channel_scales,
+@kernel("count:width")
+def encode_blocks_of_pages(
+    keys, values,  # [T, Hkv, HEAD_DIM], strides in units of 8 elements
+    packed,  # [pages, Hkv, BLOCK_WORDS] int32
+    key_rotation, value_rotation,  # [DIM, DIM] float32
+    key_channel_scales, value_channel_scales,  # [Hkv, HEAD_DIM] float16
     rows,  # [pages, Hkv, ROWS, HEAD_DIM of keys and of values] in their dtype
     block_table,  # [B, W] int32
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
-    heads,  # over pages B
-    blocks,  # n; over pages None, like `start`
-    start,
-    blocks_batch,  # strides in blocks; over pages from page to page
-    blocks_head, stride_batch, stride_head, stride_token,  # over pages None
-    key_t, key_h, value_t, value_h,  # over pages
-    width,  # W
-    SHAPE: tl.constexpr,  # an `EncodeShape`; over pages of keys
-    OF_VALUES: tl.constexpr,  # over pages
-    PDL: tl.constexpr, STAGES: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
+    count, page_blocks,  # B, blocks from a page to the next
+    key_t, key_h, value_t, value_h, width,  # width: W
+    OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,  # an `EncodeShape` each
+    SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`.
-
-    Over pages: those that new tokens complete, from rings and new tokens. Grid: (programs, B * H, 1); over pages
-    (programs, Hkv, 2): keys, values.
-    """
-    C: tl.constexpr = constants_of(SHAPE)
-    places = BlockPlaces(
-        heads, start, blocks_batch, blocks_head, rows, block_table, cu_seqlens_q, cu_seqlens_k, heads, width
-    )
-    worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    if block_table is None:
-        if PDL and not C.IS_VALUE:
-            cuda.gdc_launch_dependents()
-        of_states = EncodedStates(states, stride_batch, stride_head, stride_token, rotation, channel_scales)
-        encode_blocks_of(
-            of_states, places, packed, None, blocks, head, worker, workers, SINKS, RING, ROWS, 0, 0, STAGES, C
-        )  # fmt: skip
-        if PDL and C.IS_VALUE:
-            cuda.gdc_wait()
-    else:
-        VALUES: tl.constexpr = constants_of(OF_VALUES)
-        encode_completed(
-            EncodedStates(states, None, key_h * 8, key_t * 8, rotation, channel_scales),
-            EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
-            places, packed, head, tl.program_id(2), worker, workers,
-            SINKS, RING, ROWS, BLOCK_B, C, VALUES,
-        )  # fmt: skip
+    """Encode the blocks that new tokens complete, from rings and new tokens. Grid: (programs, Hkv, 2): keys, values."""
+    KEYS: tl.constexpr = constants_of(OF_KEYS)
+    VALUES: tl.constexpr = constants_of(OF_VALUES)
+    encode_completed(
+        NewStates(keys, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
+        NewStates(values, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
+        PagePlaces(rows, block_table, cu_seqlens_q, cu_seqlens_k, page_blocks, count, width), packed,
+        tl.program_id(1), tl.program_id(2), tl.program_id(0), tl.num_programs(0),
+        PageShape(SINKS, RING, ROWS, BLOCK_B), KEYS, VALUES,
+    )  # fmt: skip

@@ -15,11 +15,9 @@ from ..format import BLOCK_TOKENS, code_of
 from ..layout import BlockLayout
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
-from .encode import EncodeShape, encode_blocks
+from .encode import EncodeShape, encode_blocks, encode_blocks_of_pages
 
-ENCODE, DEQUANTIZE = Kernel(encode_blocks), Kernel(dequantize_blocks)
-NO_PAGES = (None,) * 7
-"""Tensors of `encode_blocks` that are for pages."""
+ENCODE, ENCODE_PAGES, DEQUANTIZE = map(Kernel, (encode_blocks, encode_blocks_of_pages, dequantize_blocks))
 
 
 @dataclass(frozen=True)
@@ -117,12 +115,10 @@ def encode(
     if not launches:
         return
     addresses = [
-        (states.data_ptr() + first * step, *[tensor.data_ptr() for tensor in others], *NO_PAGES)
+        (states.data_ptr() + first * step, *[tensor.data_ptr() for tensor in others])
         for (states, *others), step in zip(of_states, steps, strict=True)
     ]
-    launch_all(
-        launches, addresses, lambda: [(states[:, :, first:stop], *others, *NO_PAGES) for states, *others in of_states]
-    )
+    launch_all(launches, addresses, lambda: [(states[:, :, first:stop], *others) for states, *others in of_states])
 
 
 @lru_cache(maxsize=1024)
@@ -154,13 +150,13 @@ def _encode_launches(
         options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
         if on.dependent_launch and is_value:
             options["launch_pdl"] = True
-        constants = (shape, None, on.dependent_launch, config.stages, *[0] * 4)
+        constants = (shape, on.dependent_launch, config.stages)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         launch = Launch(
             kernel,
             device.index,
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (heads, blocks, start, *block_strides, *strides, *[None] * 5),
+            (heads, blocks, start, *block_strides, *strides),
             constants,
             (constants, config, specialised(strides), dtype, device.index),
             {"num_warps": config.warps} | options,
@@ -184,13 +180,12 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     block_b = triton.next_power_of_2(max(count, sequences.least_padding))
-    constants = (of_keys, of_values, False, 1, *pages.place, block_b)
-    numbers = (count, None, None, pages.page_blocks, *[None] * 4, *tokens.row_strides, sequences.block_table.shape[1])
-    ENCODE(
+    constants = (of_keys, of_values, *pages.place, block_b)
+    ENCODE_PAGES(
         (min(most, programs), kv_heads, 2),
-        (key, pages.blocks, rotations[0], pages.key_channel_scales, value, rotations[1], pages.value_channel_scales,
-         pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
-        numbers,
+        (key, value, pages.blocks, *rotations, pages.key_channel_scales, pages.value_channel_scales, pages.rows,
+         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
+        (count, pages.page_blocks, *tokens.row_strides, sequences.block_table.shape[1]),
         constants,
         (constants, key.dtype, rotations[0].dtype, device.index),
         num_warps=config.warps,

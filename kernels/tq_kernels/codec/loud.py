@@ -25,10 +25,10 @@ def coded_scales(factor, LOUD: tl.constexpr):
 
 
 @triton.jit
-def loud_rank(factor):
-    """Place of each channel among the loud ones, from channel scales [D], or -1: int32 [D]."""
-    loud = (factor < 0).to(tl.int32)
-    return tl.where(loud > 0, tl.cumsum(loud, 0) - 1, -1)
+def coded_divisors(factor, LOUD: tl.constexpr):
+    """Divisors, float32, of what codes hold: infinite for loud channels where these are apart, else the size."""
+    factor = factor.to(tl.float32)
+    return tl.where(factor < 0, float("inf"), factor) if LOUD > 0 else tl.abs(factor)
 
 
 @triton.jit
@@ -36,7 +36,9 @@ def loud_channels_of(channel_scales, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
     """Loud channels of a head, int32 [WIDTH], and the sizes of their channel scales, float32, 0 for none."""
     k = tl.arange(0, TILE)
     factor = tl.load(channel_scales + k, mask=k < HEAD_DIM, other=1.0).to(tl.float32)
-    here = loud_rank(factor)[:, None] == tl.arange(0, WIDTH)[None, :]  # [TILE, WIDTH]
+    loud = (factor < 0).to(tl.int32)
+    rank = tl.where(loud > 0, tl.cumsum(loud, 0) - 1, -1)  # [TILE], among loud channels
+    here = rank[:, None] == tl.arange(0, WIDTH)[None, :]  # [TILE, WIDTH]
     index = tl.sum(tl.where(here, k[:, None], 0), 0)
     return index, tl.sum(tl.where(here, -factor[:, None], 0.0), 0)
 

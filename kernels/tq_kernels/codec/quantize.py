@@ -14,7 +14,7 @@ import triton.language as tl
 from .. import format as block_format
 from ..format import CODE
 from . import trellis
-from .trellis import HIGH_BYTES, LOW_BYTES, LOW_HALVES, picked, product_unit
+from .trellis import HIGH_BYTES, LOW_BYTES, LOW_HALVES, inverse_root, picked, product_unit
 
 STEP = tl.constexpr(2.0**30)
 """Scale of the staircase's arguments: neighbouring fp32 numbers then differ by more than 1."""
@@ -44,12 +44,6 @@ def part_channels(part, DIM: tl.constexpr, TILE: tl.constexpr):
 def to_half(x):
     """Convert to float16 with saturation: large numbers stay finite, NaN stays NaN."""
     return tl.clamp(x, -HALF_MAX, HALF_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-
-
-@triton.jit
-def _inverse_root(x):
-    """x ** -0.5, 0 where x is 0."""
-    return tl.where(x > 0.0, tl.rsqrt(tl.where(x > 0.0, x, 1.0)), 0.0)
 
 
 @triton.jit
@@ -103,7 +97,7 @@ def _quantize(z, square, part, BITS: tl.constexpr, DIM: tl.constexpr, TILE: tl.c
     # Shift every biased level into [4, 8), where fp32 has one exponent.
     BIAS: tl.constexpr = 4.0
     LEVELS: tl.constexpr = _magnitudes(BITS)
-    inverse = _inverse_root(square * (1 / DIM)) * STEP  # [32]
+    inverse = inverse_root(square * (1 / DIM)) * STEP  # [32]
     # The subtrahend makes zeros negative, as the boundaries do in the reference, and vanishes in any other sum.
     x = tl.fma(z, tl.broadcast_to(inverse[:, None], z.shape), tl.full(z.shape, -1e-30, tl.float32))
     z = tl.abs(z)

@@ -58,13 +58,18 @@ def product_unit(bits, is_value):
 
 
 @triton.jit
+def inverse_root(x):
+    """x ** -0.5, 0 where x is 0."""
+    return tl.where(x > 0.0, tl.rsqrt(tl.where(x > 0.0, x, 1.0)), 0.0)
+
+
+@triton.jit
 def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
     """Round rows `[32, TILE]` to 1 / `Trellis.unit` of their standard deviation, clamp to +-127, add 128: low bytes of
     uint32. Rows that are not finite are 0."""
     mean = square * (1 / DIM)
     finite = mean < float("inf")  # [32]
-    inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0)
-    inverse *= CODE[BITS].trellis.unit / (2 * LARGEST)
+    inverse = inverse_root(mean) * (CODE[BITS].trellis.unit / (2 * LARGEST))
     # Clamp to [0, 1] by a multiplication that saturates and turns NaN into 0.
     x = z * inverse[:, None] + 0.5
     if ASM < TURING:  # maxima may be NaN in the interpreter (NumPy) and on other GPUs

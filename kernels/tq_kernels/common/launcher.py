@@ -50,11 +50,12 @@ def specialised(numbers: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]
     return tuple([(number % 16 == 0, number == 1, number >= 2**31) for number in numbers])
 
 
-def on_its_device(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Decorate `launch` to run on the device of its first argument: Triton launches on the current one."""
+def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate `launch` to run on the device of its first argument, a tensor or what has a `device`: Triton launches on
+    the current one, and layers of a model that is spread over several GPUs are not on it."""
 
     @wraps(launch)
-    def launch_there(states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    def launch_there(states: Any, *arguments: Any, **options: Any) -> Any:
         if states.device.type != "cuda" or states.device.index == current_device():
             return launch(states, *arguments, **options)
         with torch.cuda.device(states.device):

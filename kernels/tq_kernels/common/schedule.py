@@ -19,12 +19,20 @@ its jobs, and those of a sequence without exactly one new token have none. Every
 to find the stream of its first block, or of a job.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from ..format import MOST_LOUD, TOKENS, due_blocks_in_kernel
+
+
+@triton.jit
+def fetch(pointers):
+    """Start to move the lines at `pointers` to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -44,14 +52,8 @@ def located(amounts, index):
     return tl.sum((ends <= index).to(tl.int32), 0), tl.max(tl.where(ends <= index, ends, 0), 0)
 
 
-class BlockParts(NamedTuple):
-    """Pointers to the parts of a block (`tq_kernels.layout`)."""
-
-    key_words: Any
-    loud: Any
-    value_words: Any
-    scales: Any
-    means: Any
+BlockParts = namedtuple("BlockParts", "key_words loud value_words scales means")
+"""Pointers to the parts of a block (`tq_kernels.layout`)."""
 
 
 @triton.jit
@@ -93,40 +95,24 @@ def first_block_column(SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constex
     return RING // ROWS + (1 if SINKS else 0) + 1
 
 
-class NewTokens(NamedTuple):
-    """Pointers to key and value of the first new token of a KV head, and strides over tokens in elements."""
-
-    key: Any
-    value: Any
-    key_t: Any
-    value_t: Any
+NewTokens = namedtuple("NewTokens", "key value key_t value_t")
+"""Pointers to key and value of the first new token of a KV head, and strides over tokens in elements."""
 
 
-class DenseTokens(NamedTuple):
-    """Dense tokens of a KV head: sinks, then those after its packed blocks, then new ones.
+DenseTokens = namedtuple("DenseTokens", "rows pages page_blocks kv_head sinks ring start history new count")
+"""Dense tokens of a KV head: sinks, then those after its packed blocks, then new ones.
 
-    Args:
-        rows: Pointer to the head's rows `[ring + sinks, DK + DV]`; with pages to the layer's first page.
-        pages: Pointer to the sequence's pages, or `None`, as the next two.
-        page_blocks: Blocks from a page to the next.
-        kv_head: Number of the head.
-        sinks, ring: Rows of sinks and of the ring.
-        start: Row of the first token after the sinks.
-        history: Number of tokens in rows.
-        new: `NewTokens` after these, or `None`.
-        count: Number of tokens.
-    """
-
-    rows: Any
-    pages: Any
-    page_blocks: Any
-    kv_head: Any
-    sinks: Any
-    ring: Any
-    start: Any
-    history: Any
-    new: Any
-    count: Any
+Args:
+    rows: Pointer to the head's rows `[ring + sinks, DK + DV]`; with pages to the layer's first page.
+    pages: Pointer to the sequence's pages, or `None`, as the next two.
+    page_blocks: Blocks from a page to the next.
+    kv_head: Number of the head.
+    sinks, ring: Rows of sinks and of the ring.
+    start: Row of the first token after the sinks.
+    history: Number of tokens in rows.
+    new: `NewTokens` after these, or `None`.
+    count: Number of tokens.
+"""
 
 
 @triton.jit
@@ -272,3 +258,64 @@ def stream_of(amounts, heads, index):
     each = tl.maximum(tl.sum(tl.where(tl.arange(0, amounts.shape[0]) == sequence, amounts, 0), 0), 1)
     within = (index - before) // each
     return sequence, sequence * heads + within, before + within * each
+
+
+DecodeCall = namedtuple(
+    "DecodeCall",
+    "packed num_blocks kv_rows num_residual num_sinks mask key value block_table cu_seqlens_q cu_seqlens_k mask_b "
+    "mask_s mask_t rows queries kv_heads blocks_b blocks_h ring sinks key_t key_h value_t value_h width scaling_log2 "
+    "cap_log2 row_tiles streams tile_rows dense_splits heads",
+)
+"""Arguments of `decode_split`, which describes them, for its phases; `heads` are tiles of rows of all KV heads."""
+
+
+@triton.jit
+def step_work(a: DecodeCall, BLOCK_B: tl.constexpr):
+    """Work of a step: numbers of packed blocks (over pages of each sequence [BB]), of sinks and of dense tokens (over
+    pages 0), of all streams' blocks as `counted`, and of dense jobs of a stream (over pages of the longest)."""
+    if a.block_table is None:
+        blocks, sinks = tl.load(a.num_blocks), tl.load(a.num_sinks)
+        tokens = sinks + tl.load(a.num_residual)
+        jobs = dense_jobs(tokens)
+        return blocks, sinks, tokens, counted(blocks) * a.streams, jobs
+    else:
+        every = tl.arange(0, BLOCK_B)
+        blocks, jobs, _, _ = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, every, a.queries)
+        return blocks, 0, 0, tl.sum(counted(blocks), 0) * a.heads, tl.max(jobs, 0)
+
+
+@triton.jit
+def stream_at(a: DecodeCall, blocks, start):
+    """Find the stream of counted block `start`, with `blocks` of `step_work`; results as of `stream_of`."""
+    if a.block_table is None:
+        per_stream = tl.maximum(counted(blocks), 1)
+        stream = start // per_stream
+        return stream // a.heads, stream, stream * per_stream
+    else:
+        return stream_of(counted(blocks), a.heads, start)
+
+
+@triton.jit
+def next_sequence(a: DecodeCall, batch, stream, at, end, BLOCK_B: tl.constexpr):
+    """Over pages find the first stream of the next sequence with blocks, where `stream` begins a sequence."""
+    if (stream % a.heads == 0) & (at < end):
+        # Numbers of blocks are read again: they would take registers through the loop over blocks.
+        every = tl.arange(0, BLOCK_B)
+        blocks, _, _, _ = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, every, a.queries)
+        batch, stream, at = stream_of(counted(blocks), a.heads, at)
+    return batch, stream, at
+
+
+@triton.jit
+def dense_of_pages(a: DecodeCall, batch, kv_head, C: tl.constexpr):
+    """Dense tokens of a sequence with one new token, over pages, its number of packed blocks, and of dense jobs (0 with
+    another number of new tokens)."""
+    blocks, jobs, token, past = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, batch, a.queries)
+    key = a.key + (token.to(tl.int64) * (a.key_t * 8) + kv_head * (a.key_h * 8))
+    value = a.value + (token.to(tl.int64) * (a.value_t * 8) + kv_head * (a.value_h * 8))
+    history = past - blocks * TOKENS
+    dense = DenseTokens(
+        a.kv_rows, a.block_table + batch.to(tl.int64) * a.width, a.blocks_b, kv_head, C.SINKS, C.RING,
+        (blocks * TOKENS) % C.RING, history, NewTokens(key, value, a.key_t * 8, a.value_t * 8), history + 1,
+    )  # fmt: skip
+    return dense, blocks, jobs

@@ -6,7 +6,7 @@ logits update the state; partial results of other programs are merged into it; a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -15,18 +15,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 """log2(e): logits times this are exponents of 2."""
 
 
-class SoftmaxState(NamedTuple):
-    """State of a softmax of R rows.
+SoftmaxState = namedtuple("SoftmaxState", "maximum total output")
+"""State of a softmax of R rows.
 
-    Args:
-        maximum: [R] largest logit, -inf for rows that have attended to nothing.
-        total: [R] sum of weights 2**(logit - maximum).
-        output: [R, D] sum of values times those weights.
-    """
-
-    maximum: Any
-    total: Any
-    output: Any
+Args:
+    maximum: [R] largest logit, -inf for rows that have attended to nothing.
+    total: [R] sum of weights 2**(logit - maximum).
+    output: [R, D] sum of values times those weights.
+"""
 
 
 @triton.jit

@@ -19,27 +19,27 @@ import triton.language as tl
 
 from ..codec.encode import (
     HALF_TOKENS,
-    BlockPlaces,
-    EncodedStates,
+    BlockStates,
+    NewStates,
+    PagePlaces,
+    PageShape,
     block_rows,
     encode_block,
     encode_completed,
     resident_rotation,
 )
 from ..codec.launch import encode_shape
-from ..common.device import AMPERE, constants_of, current_device, matrix_type, target
-from ..common.launcher import Kernel, kernel
-from ..common.schedule import copy_rows, lengths, ring_rows, row_of
+from ..common.device import AMPERE, constants_of, matrix_type, target
+from ..common.launcher import Kernel, kernel, on_its_device
+from ..common.schedule import copy_rows, fetch, lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows, rotate_rows_of_head
-from .tiles import fetch
 
 
 @kernel("slot:scale_at")
 def rotate_and_append(
-    keys,  # [B, Hkv, 1, DK]
-    values,  # [B, Hkv, 1, DV]
+    keys, values,  # [B, Hkv, 1, DK] and [B, Hkv, 1, DV]
     kv_rows,  # [B, Hkv, held, DK + DV], contiguous
     query,  # [B, Hq, S, DK]; this and the rest as in `rotate_query`
     rotation, channel_scales, scratch, slot, held, keys_b, keys_h, values_b, values_h, rows, queries, kv_heads,
@@ -64,21 +64,16 @@ def rotate_and_append(
 
 @kernel("count:workers")
 def append_to_pages(
-    keys,  # [T, Hkv, DIM], strides in units of 8 elements, like values and queries
-    values,  # [T, Hkv, DIM]
+    keys, values,  # [T, Hkv, DIM], strides in units of 8 elements, like those of queries
     rows,  # [pages, Hkv, ROWS, 2 * DIM]
     block_table,  # [B, W] int32
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     packed,  # blocks and rotations, as for `encode_blocks`
     key_rotation, value_rotation, value_channel_scales,
     query,  # [T, Hq, DIM]; this and the next three as in `rotate_query`
     query_rotation, key_channel_scales, scratch,
-    count,  # B
-    tokens,  # T
-    width,  # W
-    page_blocks, kv_heads,
-    groups,  # G
+    count, tokens, width,  # B, T, W
+    page_blocks, kv_heads, groups,  # groups: G
     key_t, key_h, value_t, value_h, query_t, query_h, plain_at, scale_at,
     copies,  # programs that write rows, each of BLOCK_H heads of a sequence
     rotations,  # programs that rotate BLOCK_R of the B * Hkv * G query rows each
@@ -117,30 +112,21 @@ def append_to_pages(
     elif index < copies + rotations:
         i = (index - copies) * BLOCK_R + tl.arange(0, BLOCK_R)
         new_queries = Queries(
-            query,
-            query_rotation,
-            key_channel_scales,
-            cu_seqlens_q,
-            groups,
-            1,
-            kv_heads,
-            0,
-            query_h * 8,
-            query_t * 8,
+            query, query_rotation, key_channel_scales, cu_seqlens_q, groups, 1, kv_heads, 0, query_h * 8, query_t * 8,
             tokens,
-        )
+        )  # fmt: skip
         rotate_rows(
             new_queries, scratch, i // groups, i % groups, i < count * kv_heads * groups, index == copies, plain_at,
             scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
         )  # fmt: skip
     elif ENCODE:
         task = index - copies - rotations
-        places = BlockPlaces(None, None, page_blocks, None, rows, block_table, cu_seqlens_q, cu_seqlens_k, count, width)
         encode_completed(
-            EncodedStates(keys, None, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
-            EncodedStates(values, None, value_h * 8, value_t * 8, value_rotation, value_channel_scales), places,
-            packed, task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers, SINKS, RING, ROWS, BLOCK_B, KEYS,
-            VALUES,
+            NewStates(keys, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
+            NewStates(values, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
+            PagePlaces(rows, block_table, cu_seqlens_q, cu_seqlens_k, page_blocks, count, width), packed,
+            task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers,
+            PageShape(SINKS, RING, ROWS, BLOCK_B), KEYS, VALUES,
         )  # fmt: skip
 
 
@@ -165,18 +151,15 @@ def _append(
     tl.store(rows + row * DIM + d, tl.load(states + i * stride + d, mask=written), mask=written)
     if due > 0:
         tl.debug_barrier()
-        high, low, loud = resident_rotation(rotation, channel_scales, C)
+        resident = resident_rotation(rotation, channel_scales, C)
         early = rows + due_row * DIM
         late = early + HALF_TOKENS * DIM
-        encode_block(
-            early, late, block_rows()[:, None] * DIM, packed, home, rotation, channel_scales, high, low, loud, C
-        )  # fmt: skip
+        encode_block(BlockStates(early, late, block_rows()[:, None] * DIM), packed, home, resident, C)
 
 
 @kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
 def append_and_rotate(
-    keys,  # [B, H, S, DK]
-    values,  # [B, H, S, DV]
+    keys, values,  # [B, H, S, DK] and [B, H, S, DV]
     state,  # [4] int32
     step_counts,  # [6, 4] int32; the last entry counts programs, 0 between launches
     length,  # [] int64
@@ -187,8 +170,7 @@ def append_and_rotate(
     query_rotation, key_channel_scales, scratch, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     new,  # S
     max_sinks, ring, residual, max_cache_len,
-    blocks_b,  # strides in blocks
-    blocks_h,
+    blocks_b, blocks_h,  # strides in blocks
     rows,  # as in `rotate_query`, like the rest but `heads`
     queries, heads, query_b, query_h, query_s, plain_at, scale_at,
     OF_KEYS: tl.constexpr,  # an `EncodeShape`
@@ -303,6 +285,7 @@ class AppendLaunch:
         # `debug` would turn on `sanitize_overflow`.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
+    @on_its_device
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the rows of S tokens to the sinks or the ring, encode the block that becomes due, and write the counts.
 
@@ -312,18 +295,13 @@ class AppendLaunch:
             keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
             values: `[B, Hkv, S, Dv]`.
         """
-        index = self.device.index
-        if self.device.type == "cuda" and index != current_device():
-            # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
-            with torch.cuda.device(self.device):
-                return self(keys, values)
         new, constants = self.of_tokens(keys, values)
         APPEND(
             (self.programs, 2, 1),
             (keys, values, *self.tensors, None, None, self.key_channel_scales, None),
             (*new, *self.numbers, None, None, self.heads, *[None] * 5),
             constants,
-            (constants, keys.dtype, index),
+            (constants, keys.dtype, self.device.index),
             **self.options,
         )
 
@@ -340,8 +318,7 @@ TAIL_ROWS = tl.constexpr(32)
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
 def append_tails(
-    key,  # [T, Hkv, DK], strides in units of 8 elements, like value
-    value,  # [T, Hkv, DV]
+    key, value,  # [T, Hkv, DK] and [T, Hkv, DV], strides in units of 8 elements
     rows,  # as in `ring_rows`
     block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
     page_blocks, LEAST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,

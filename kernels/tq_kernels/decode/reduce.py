@@ -8,7 +8,7 @@ f are the channel scales of values.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -20,41 +20,29 @@ from ..common.schedule import LINE, counted, dense_jobs, holder, sharing, work_o
 from ..common.softmax import LOG2E, rescaled
 from .rotate import hadamard, signs
 
+Partials = namedtuple("Partials", "lse partial tile_rows")
+"""Partial results of a row of streams.
 
-class Partials(NamedTuple):
-    """Partial results of a row of streams.
-
-    Args:
-        lse, partial: Pointers to logarithms and to normalised results of slot 0.
-        tile_rows: Rows of a slot.
-    """
-
-    lse: Any
-    partial: Any
-    tile_rows: Any
+Args:
+    lse, partial: Pointers to logarithms and to normalised results of slot 0.
+    tile_rows: Rows of a slot.
+"""
 
 
-class ReduceShape(NamedTuple):
-    """Constants of a reduce kernel.
+ReduceShape = namedtuple(
+    "ReduceShape",
+    "DV DVP BLOCK_D BLOCK_S BLOCK_DENSE HAS_AUX TILE_R PDL BLOCK_B FILL",
+    defaults=(False, 1, False, 0, False),
+)
+"""Constants of a reduce kernel.
 
-    Args:
-        BLOCK_S, BLOCK_DENSE: Slots of packed and of dense results that are loaded at a time.
-        TILE_R: BLOCK_R of the split.
-        PDL: Whether the kernel may start before the one in front ends.
-        BLOCK_B: Over pages the padded number of sequences.
-        FILL: Over pages: no sequence has several new tokens, and padding tokens are written as 0.
-    """
-
-    DV: Any
-    DVP: Any
-    BLOCK_D: Any
-    BLOCK_S: Any
-    BLOCK_DENSE: Any
-    HAS_AUX: Any = False
-    TILE_R: Any = 1
-    PDL: Any = False
-    BLOCK_B: Any = 0
-    FILL: Any = False
+Args:
+    BLOCK_S, BLOCK_DENSE: Slots of packed and of dense results that are loaded at a time.
+    TILE_R: BLOCK_R of the split.
+    PDL: Whether the kernel may start before the one in front ends.
+    BLOCK_B: Over pages the padded number of sequences.
+    FILL: Over pages: no sequence has several new tokens, and padding tokens are written as 0.
+"""
 
 
 @triton.jit
@@ -117,8 +105,7 @@ def reduce_splits(
     channel_scales,  # [B * Hkv, DV] fp16; over pages [Hkv, DV]
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous; over pages B is 1 and S all new tokens
-    cu_seqlens_q,  # [sequences + 1] int32 over pages, or None, like the next
-    cu_seqlens_k,  # [sequences + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # [sequences + 1] int32 over pages, or None
     rows,  # G * S; over pages G
     queries,  # S
     kv_heads, row_tiles, streams, tile_rows, workers, lse_at, partial_at,
@@ -143,9 +130,6 @@ def reduce_splits(
         sharers = sharing(workers, per_stream * streams, jobs * streams)
         first = holder(stream * per_stream, sharers, per_stream * streams) + stream
         last = holder((stream + 1) * per_stream - 1, sharers, per_stream * streams) + stream + 1
-        last = tl.where(blocks > 0, last, first)
-        dense_first = workers + streams + stream * dense_splits
-        dense_last = dense_first + jobs
         head_q = (head % kv_heads) * (rows // queries) + r // queries
         at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h
     else:
@@ -160,9 +144,6 @@ def reduce_splits(
         item = tl.sum(tl.where(b < sequence, items, 0), 0) * heads + stream % heads * counted(blocks)
         first = holder(item, sharers, total) + stream
         last = holder(item + counted(blocks) - 1, sharers, total) + stream + 1
-        last = tl.where(blocks > 0, last, first)
-        dense_first = workers + streams + stream * dense_splits
-        dense_last = dense_first + jobs
         exists = jobs > 0  # one new token
         if C.FILL:
             # A sequence without a token takes the padding token of its rank among the sequences without one.
@@ -170,6 +151,9 @@ def reduce_splits(
             exists = token < queries
         head_q = head % kv_heads * rows + r
         at = token.to(tl.int64) * out_s + head_q * out_h
+    last = tl.where(blocks > 0, last, first)
+    dense_first = workers + streams + stream * dense_splits
+    dense_last = dense_first + jobs
     if C.PDL:
         cuda.gdc_wait()
 

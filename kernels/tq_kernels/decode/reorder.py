@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.device import current_device, target
-from ..common.launcher import Kernel, kernel
+from ..common.device import target
+from ..common.launcher import Kernel, kernel, on_its_device
 
 TENSORS = 4
 """Most tensors of a launch."""
@@ -99,6 +99,7 @@ class ReorderLaunch:
         self.constants = (block_b, piece)
         self.dtypes = tuple(tensor.dtype for tensor in self.tensors)
 
+    @on_its_device
     def __call__(self, sources: torch.Tensor) -> None:
         """Put sequence `sources[b]` in place b of every tensor.
 
@@ -106,16 +107,12 @@ class ReorderLaunch:
             sources: `[B]` int32 or int64 on the tensors' device, contiguous. On a GPU the launch fails if one is out of
                 range.
         """
-        index = self.device.index
-        if self.device.type == "cuda" and index != current_device():
-            with torch.cuda.device(self.device):
-                return self(sources)
         REORDER(
             self.grid,
             (sources, *self.tensors),
             self.numbers,
             self.constants,
-            (self.constants, sources.dtype, self.dtypes, index),
+            (self.constants, sources.dtype, self.dtypes, self.device.index),
             num_warps=4,
             sanitize_overflow=False,  # `debug` would turn this on
         )

@@ -15,7 +15,7 @@ warps took 928. This and the same way back save 2.5 us of a call of 15.9 (1 x 2k
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -51,26 +51,16 @@ def hadamard(x, rotation, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.const
     return x
 
 
-class Queries(NamedTuple):
-    """Queries of a step and their rotation: arguments of `rotate_query`.
+Queries = namedtuple(
+    "Queries", "query rotation channel_scales tokens rows queries kv_heads stride_b stride_h stride_s count"
+)
+"""Queries of a step and their rotation: arguments of `rotate_query`.
 
-    Args:
-        count: Over pages number of new tokens.
-        tokens: Over pages [B + 1] int32, starts of the new tokens of B sequences: the query of a sequence is that of
-            its one new token, else 0. Otherwise `None`.
-    """
-
-    query: Any
-    rotation: Any
-    channel_scales: Any
-    tokens: Any
-    rows: Any
-    queries: Any
-    kv_heads: Any
-    stride_b: Any
-    stride_h: Any
-    stride_s: Any
-    count: Any
+Args:
+    count: Over pages number of new tokens.
+    tokens: Over pages [B + 1] int32, starts of the new tokens of B sequences: the query of a sequence is that of
+        its one new token, else 0. Otherwise `None`.
+"""
 
 
 @triton.jit
@@ -139,8 +129,7 @@ def rotate_query(
     rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
     channel_scales,  # [P, DK] fp16
     scratch,
-    rows,  # G * S
-    queries,  # S
+    rows, queries,  # G * S, S
     kv_heads, query_b, query_h, query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
     BLOCK_D: tl.constexpr, LOUD: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip

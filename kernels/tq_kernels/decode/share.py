@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -14,7 +14,6 @@ from ..common.unpack import PROBABILITY_BITS, chunk_start
 from ..format import TOKENS
 from .tiles import (
     ROWS32,
-    add_chunks,
     allowed_tile,
     key_scores,
     level_unit,
@@ -22,62 +21,144 @@ from .tiles import (
     load_scales,
     mean_scores,
     scales_of,
+    store_partial,
     value_levels,
 )
 
+DecodeBlocks = namedtuple("DecodeBlocks", "head block_table page_blocks")
+"""Packed blocks of a stream.
 
-class DecodeBlocks(NamedTuple):
-    """Packed blocks of a stream.
-
-    Args:
-        head: Pointer to the KV head's first block, int32; with a block table to its block in page 0.
-        block_table: Pointer to the sequence's pages, int32, or `None`: blocks follow one another.
-        page_blocks: Number of blocks from a page to the next.
-    """
-
-    head: Any
-    block_table: Any
-    page_blocks: Any
+Args:
+    head: Pointer to the KV head's first block, int32; with a block table to its block in page 0.
+    block_table: Pointer to the sequence's pages, int32, or `None`: blocks follow one another.
+    page_blocks: Number of blocks from a page to the next.
+"""
 
 
-class DecodeRows(NamedTuple):
-    """Query rows of a stream.
+DecodeRows = namedtuple("DecodeRows", "head r inside local stored queries")
+"""Query rows of a stream.
 
-    Args:
-        head: First row of the KV head's queries in scratch.
-        r: [BR] rows of the head.
-        inside: [BR] whether they exist.
-        local: [BR] rows of the partial result.
-        stored: [BR] whether those are stored.
-        queries: S.
-    """
-
-    head: Any
-    r: Any
-    inside: Any
-    local: Any
-    stored: Any
-    queries: Any
+Args:
+    head: First row of the KV head's queries in scratch.
+    r: [BR] rows of the head.
+    inside: [BR] whether they exist.
+    local: [BR] rows of the partial result.
+    stored: [BR] whether those are stored.
+    queries: S.
+"""
 
 
-class DecodeScratch(NamedTuple):
-    """Scratch of a call, with offsets in lines.
+DecodeScratch = namedtuple("DecodeScratch", "start scale lse partial tile_rows")
+"""Scratch of a call, with offsets in lines.
 
-    Args:
-        start: Pointer to float32.
-        scale, lse, partial: Offsets as in `tq_kernels.decode.plan.ScratchLayout`.
-        tile_rows: Rows of a partial result.
-    """
-
-    start: Any
-    scale: Any
-    lse: Any
-    partial: Any
-    tile_rows: Any
+Args:
+    start: Pointer to float32.
+    scale, lse, partial: Offsets as in `tq_kernels.decode.plan.ScratchLayout`.
+    tile_rows: Rows of a partial result.
+"""
 
 
 @triton.jit
-def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scaling_log2, cap_log2, C: tl.constexpr):
+def _load_queries(scratch, rows, C: tl.constexpr):
+    """Load rotated queries: the KEY_CHUNKS parts of their channels [BKC, BR]; parts as long as those of means [BM, BR];
+    and loud channels of each plane [4 * LOUD, BR], 0 in the columns of the other planes."""
+    WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
+    kc, km = tl.arange(0, C.BLOCK_KC), tl.arange(0, C.BLOCK_MEAN)
+    queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
+    row_at = queries_at + (rows.head + rows.r)[None, :] * row_size(C.DKP, C.LOUD)
+    rotated = row_at + kc[:, None]
+    inside = (kc < WIDTH)[:, None] & rows.inside[None, :]
+    q = ()
+    for chunk in tl.static_range(C.KEY_CHUNKS):
+        at = rotated + chunk_start(chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS)
+        q += (tl.load(at, mask=inside, other=0.0),)
+    of_mean = q
+    if C.BLOCK_MEAN != C.BLOCK_KC:
+        inside = (km < C.DKP)[:, None] & rows.inside[None, :]
+        of_mean = (tl.load(row_at + km[:, None], mask=inside, other=0.0),)
+    loud = ()
+    if C.LOUD > 0:
+        column = tl.arange(0, 4 * C.LOUD)[:, None]
+        for plane in tl.static_range(4):
+            own = (column // C.LOUD == plane) & rows.inside[None, :]
+            loud += (tl.load(row_at + C.DKP + column % C.LOUD, mask=own, other=0.0),)
+    return q, of_mean, loud
+
+
+@triton.jit
+def _products(parts, queries, words, next_scales, exists, C: tl.constexpr):
+    """Multiply keys of a block by queries: four planes [32, BR]; the planes' scales of values [32], from `words`; and
+    the next block's words of scales, at `next_scales` if it `exists`."""
+    q, of_mean, of_loud = queries
+    n, kc = tl.arange(0, 32), tl.arange(0, C.BLOCK_KC)
+    # Mean: mean . rotated queries, the same for all tokens of the block; and loud channels.
+    shared = mean_scores(parts.means, of_mean, tl.arange(0, C.BLOCK_MEAN), C)
+    others = (shared, shared, shared, shared)
+    if C.LOUD > 0:
+        loud = loud_rows(parts.loud, parts.means + C.DKP, C.LOUD, C.ASM)
+        others = ()
+        for plane in tl.static_range(4):
+            others += (tl.dot(loud, of_loud[plane], shared),)
+    # Scores: key levels . rotated queries, then the keys' scales.
+    scores = key_scores(parts.key_words, q, n[:, None], kc[None, :], C)
+    key_scale, value_scale = scales_of(words)
+    words = load_scales(next_scales, exists)
+    # Each step for all four planes: softcap's exponentials stay in this order.
+    x = ()
+    for plane in tl.static_range(4):
+        x += (scores[plane] * (key_scale[plane] * (1 / level_unit(C.KEY_BITS, C.SMALL)))[:, None],)
+    x = (x[0] + others[0], x[1] + others[1], x[2] + others[2], x[3] + others[3])
+    return x, value_scale, words
+
+
+@triton.jit
+def _masked(x, mask, bias, rows, t, C: tl.constexpr):
+    """Set logits to -inf where a token is masked: by `bias`, for all rows alike, or row by row; `t` [32] are columns of
+    plane 0."""
+    if C.MASK == 1:
+        return x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None]
+    else:
+        mask_offset = (rows.r % rows.queries) * mask.stride_s  # [BR]
+        seen = ()
+        for plane in tl.static_range(4):
+            allowed = allowed_tile(mask.start, t + 32 * plane, mask_offset, mask.stride_t, rows.inside[None, :])
+            seen += (tl.where(allowed, x[plane], -float("inf")),)
+        return seen
+
+
+@triton.jit
+def _add_values(acc, alpha, value_words, value_scale, p, C: tl.constexpr):
+    """Add value levels @ (probabilities p [32, BR] times the values' scales) to sums times `alpha` [BR], by chunk."""
+    n, vc = tl.arange(0, 32), tl.arange(0, C.BLOCK_VC)
+    decayed = ()
+    for chunk in tl.static_range(C.VALUE_CHUNKS):
+        decayed += (acc[chunk] * alpha[None, :],)
+    if C.VALUE_CHUNKS == 1:
+        # Two planes at a time: the exchange of probabilities between warps takes half the shared memory.
+        values = value_levels(value_words, vc[:, None], n[None, :], 0, C)
+        a = decayed[0]
+        for half in tl.static_range(2):
+            early = (p[2 * half] * value_scale[2 * half][:, None]).to(tl.float16)
+            late = (p[2 * half + 1] * value_scale[2 * half + 1][:, None]).to(tl.float16)
+            a = tl.dot(values[2 * half], early, a)
+            a = tl.dot(values[2 * half + 1], late, a)
+        return (a,)
+    else:
+        weights = ()
+        for plane in tl.static_range(4):
+            weights += ((p[plane] * value_scale[plane][:, None]).to(tl.float16),)
+        added = ()
+        for chunk in tl.static_range(C.VALUE_CHUNKS):
+            levels = value_levels(value_words, vc[:, None], n[None, :], chunk, C)
+            a = decayed[chunk]
+            for plane in tl.static_range(4):
+                a = tl.dot(levels[plane], weights[plane], a)
+            added += (a,)
+        return added
+
+
+@triton.jit
+def store_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scaling_log2, cap_log2, C: tl.constexpr):
     """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `slot`.
 
     Args:
@@ -89,36 +170,13 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         sink_count: Number of tokens before block 0, in columns of the mask.
         C: A `DecodeShape`.
     """
-    # Queries: factors to base-2 logits, and the rotated rows in parts of the channels.
-    factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
-    factor = factor * scaling_log2
-
-    n = tl.arange(0, 32)
-    kc = tl.arange(0, C.BLOCK_KC)
-    vc = tl.arange(0, C.BLOCK_VC)
     KEY: tl.constexpr = C.DKP * C.KEY_BITS
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
-    KEY_WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
-    VALUE_HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
-    queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
-    row_at = queries_at + (rows.head + rows.r)[None, :] * row_size(C.DKP, C.LOUD)
-    rotated = row_at + kc[:, None]
-    q_mask = (kc < KEY_WIDTH)[:, None] & rows.inside[None, :]
-    q = ()
-    for chunk in tl.static_range(C.KEY_CHUNKS):
-        q += (
-            tl.load(rotated + chunk_start(chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS), mask=q_mask, other=0.0),
-        )  # [BKC, BR]
-    km = tl.arange(0, C.BLOCK_MEAN)
-    q_mean = q  # parts as long as those of the mean
-    if C.BLOCK_MEAN != C.BLOCK_KC:
-        q_mask = (km < C.DKP)[:, None] & rows.inside[None, :]
-        q_mean = (tl.load(row_at + km[:, None], mask=q_mask, other=0.0),)  # [BM, BR]
-    if C.LOUD > 0:
-        column, q_loud = tl.arange(0, 4 * C.LOUD)[:, None], ()
-        for plane in tl.static_range(4):
-            own = (column // C.LOUD == plane) & rows.inside[None, :]
-            q_loud += (tl.load(row_at + C.DKP + column % C.LOUD, mask=own, other=0.0),)  # [4 * LOUD, BR]
+    n = tl.arange(0, 32)
+    # Queries: factors to base-2 logits, and the rotated rows.
+    factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
+    factor = factor * scaling_log2
+    queries = _load_queries(scratch, rows, C)
     acc = ()
     for _ in tl.static_range(C.VALUE_CHUNKS):
         acc += (tl.zeros([C.BLOCK_VC, C.BLOCK_R], tl.float32),)
@@ -134,6 +192,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         at = blocks.head + tl.load(blocks.block_table + first).to(tl.int64) * page_words
         page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
     words = load_scales(parts_of(at, KEY, VALUE, C.LOUD).scales + n, first < last)
+    bias = ()
     if C.MASK == 1:
         mask_at = mask.start + (sink_count + n).to(tl.int64) * mask.stride_t
         bias = load_bias(mask_at, first, mask.stride_t)
@@ -143,40 +202,17 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         else:
             next_at = blocks.head + page.to(tl.int64) * page_words
         parts = parts_of(at, KEY, VALUE, C.LOUD)
-        # Mean: mean . rotated queries, the same for all tokens of the block; and loud channels.
-        shared = mean_scores(parts.means, q_mean, km, C)
-        others = (shared, shared, shared, shared)
-        if C.LOUD > 0:
-            loud = loud_rows(parts.loud, parts.means + C.DKP, C.LOUD, C.ASM)
-            others = ()
-            for plane in tl.static_range(4):
-                others += (tl.dot(loud, q_loud[plane], shared),)
-        # Scores: key levels . rotated queries, then the keys' scales.
-        scores = key_scores(parts.key_words, q, n[:, None], kc[None, :], C)
-        key_scale, value_scale = scales_of(words)
-        words = load_scales(parts_of(next_at, KEY, VALUE, C.LOUD).scales + n, block + 1 < last)
-        # Each step for all four planes: softcap's exponentials stay in this order.
-        x = ()
-        for plane in tl.static_range(4):
-            x += (scores[plane] * (key_scale[plane] * (1 / level_unit(C.KEY_BITS, C.SMALL)))[:, None],)  # [32, BR]
-        x = (x[0] + others[0], x[1] + others[1], x[2] + others[2], x[3] + others[3])
+        next_scales = parts_of(next_at, KEY, VALUE, C.LOUD).scales + n
+        x, value_scale, words = _products(parts, queries, words, next_scales, block + 1 < last, C)
         if C.BOUNDS:
             capped = ()
             for plane in tl.static_range(4):
                 capped += (bounded(x[plane] * factor[None, :], cap_log2, C.BOUNDS),)
             x = capped
-        # Mask: -inf where a token is masked, for all rows alike or row by row.
+        if C.MASK:
+            x = _masked(x, mask, bias, rows, sink_count + block * TOKENS + n, C)
         if C.MASK == 1:
-            x = (x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None])
             bias = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask.stride_t)
-        elif C.MASK == 2:
-            t = sink_count + block * TOKENS + n
-            mask_offset = (rows.r % rows.queries) * mask.stride_s  # [BR]
-            seen = ()
-            for plane in tl.static_range(4):
-                allowed = allowed_tile(mask.start, t + 32 * plane, mask_offset, mask.stride_t, rows.inside[None, :])
-                seen += (tl.where(allowed, x[plane], -float("inf")),)
-            x = seen
         # Softmax: the maximum stays in the units of these products; the factor to base 2 enters the exponent's FMA.
         gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
         largest = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), 0)  # [BR]
@@ -186,40 +222,15 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         for plane in tl.static_range(4):
             p += (tl.exp2(x[plane] * gain[None, :] - offset[None, :]),)  # [32, BR]
         sums = sums * alpha[None, :] + ((p[0] + p[1]) + (p[2] + p[3]))
-        decayed = ()
-        for chunk in tl.static_range(C.VALUE_CHUNKS):
-            decayed += (acc[chunk] * alpha[None, :],)
-        # Values: value levels @ (probabilities times the values' scales), added to the decayed sum.
-        if C.VALUE_CHUNKS == 1:
-            # Two planes at a time: the exchange of probabilities between warps takes half the shared memory.
-            values = value_levels(parts.value_words, vc[:, None], n[None, :], 0, C)
-            a = decayed[0]
-            for half in tl.static_range(2):
-                early = (p[2 * half] * value_scale[2 * half][:, None]).to(tl.float16)
-                late = (p[2 * half + 1] * value_scale[2 * half + 1][:, None]).to(tl.float16)
-                a = tl.dot(values[2 * half], early, a)
-                a = tl.dot(values[2 * half + 1], late, a)
-            acc = (a,)
-        else:
-            weights = ()
-            for plane in tl.static_range(4):
-                weights += ((p[plane] * value_scale[plane][:, None]).to(tl.float16),)
-            acc = add_chunks(decayed, parts.value_words, vc[:, None], n[None, :], weights, C)
+        acc = _add_values(acc, alpha, parts.value_words, value_scale, p, C)
         at = next_at
         if blocks.block_table is not None:
             page = tl.load(blocks.block_table + block + 2, mask=block + 2 < last, other=0)
 
     total = tl.sum(sums, 0)  # [BR]
     gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
-    tl.store(
-        scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + rows.local,
-        log2_sum(maximum * gain - PROBABILITY_BITS, total),
-        mask=rows.stored,
-    )
-    inverse = 1.0 / (tl.where(total > 0, total, 1.0) * level_unit(C.VALUE_BITS, C.SMALL))
-    out = scratch.start + LINE * scratch.partial + slot.to(tl.int64) * (scratch.tile_rows * C.DM)
-    out = out + rows.local[None, :] * C.DM + vc[:, None]
-    out_mask = rows.stored[None, :] & (vc < VALUE_HEIGHT)[:, None]
-    for chunk in tl.static_range(C.VALUE_CHUNKS):
-        at = out + chunk_start(chunk, C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS)
-        tl.store(at, acc[chunk] * inverse[None, :], mask=out_mask)
+    UNIT: tl.constexpr = level_unit(C.VALUE_BITS, C.SMALL)
+    store_partial(
+        scratch, slot, rows.local, rows.stored, acc, total, log2_sum(maximum * gain - PROBABILITY_BITS, total), UNIT,
+        C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS, C,
+    )  # fmt: skip

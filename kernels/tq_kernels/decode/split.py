@@ -17,6 +17,7 @@ G * S and TILE rows in a tile of rows:
     lse [SLOTS, TILE] · partial [SLOTS, TILE, DM], DM = max(DV, DVP); SLOTS = workers + streams + streams * dense_splits
 """
 
+import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
@@ -26,23 +27,103 @@ from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
     START,
+    DecodeCall,
     DenseTokens,
-    NewTokens,
     claim,
     counted,
-    dense_jobs,
+    dense_of_pages,
     dense_rows,
     first_block_column,
     first_jobs,
+    next_sequence,
     packed_of,
     packed_share,
     sharing,
-    stream_of,
-    work_of,
+    step_work,
+    stream_at,
 )
+from ..common.softmax import log2_sum
 from ..format import TOKENS
-from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
-from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_dense
+from .share import DecodeBlocks, DecodeRows, DecodeScratch, store_share
+from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_partial
+
+
+@triton.jit
+def _prefetch(a: DecodeCall, batch, kv_head, first, start, end, tokens, ring_start, job, jobs, C: tl.constexpr):
+    """Fetch a worker's first block and, without pages, rows of its first dense job: queries are read before them."""
+    if a.block_table is None:
+        home = batch.to(tl.int64) * a.blocks_b + kv_head.to(tl.int64) * a.blocks_h + first
+        if (job >= 0) & (job < jobs * a.streams):
+            rows = a.kv_rows + (job // jobs // a.row_tiles).to(tl.int64) * (a.ring + a.sinks) * (C.DK + C.DV)
+            dense = DenseTokens(rows, None, None, None, a.sinks, a.ring, ring_start, tokens, None, tokens)
+            k_row, v_row = dense_rows(dense, job % jobs * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS), C)
+            prefetch_rows(k_row, C.DK)
+            prefetch_rows(v_row, C.DV)
+    else:
+        column = a.block_table + batch.to(tl.int64) * a.width + first_block_column(C.SINKS, C.RING, C.ROWS) + first
+        home = tl.load(column, mask=start < end, other=0).to(tl.int64) * a.blocks_b + kv_head
+    prefetch(a.packed + home * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
+
+
+@triton.jit
+def _packed_part(
+    a: DecodeCall, to: DecodeScratch, worker, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at,
+    start, end, C: tl.constexpr,
+):  # fmt: skip
+    """Attend to the packed blocks `start` to `end` of a worker's share, from `stream` on, which begins at `at`; without
+    pages a stream has `blocks` blocks."""
+    while at < end:
+        own = blocks if a.block_table is None else packed_of(a.num_blocks, batch, a.queries)
+        if a.block_table is None:
+            own_blocks = batch.to(tl.int64) * a.blocks_b + kv_head.to(tl.int64) * a.blocks_h
+            stream_blocks = DecodeBlocks(a.packed + own_blocks * C.BLOCK_WORDS, None, None)
+        else:
+            pages = a.block_table + batch.to(tl.int64) * a.width + first_block_column(C.SINKS, C.RING, C.ROWS)
+            stream_blocks = DecodeBlocks(a.packed + kv_head * C.BLOCK_WORDS, pages, a.blocks_b)
+        first = tl.maximum(start - at - START, 0)
+        last = per_lane(tl.minimum(end - at - START, own), C.ASM)
+        r = tile * C.BLOCK_R + local
+        rows = DecodeRows((batch * a.kv_heads + kv_head) * a.rows, r, r < a.rows, local, stored, a.queries)
+        mask = DecodeMask(a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else a.mask, a.mask_s, a.mask_t)
+        store_share(
+            to, stream_blocks, mask, first, last, rows, worker + stream, sink_count, a.scaling_log2,
+            a.cap_log2, C,
+        )  # fmt: skip
+        at += counted(own)
+        stream += 1
+        tile, kv_head = tl.where(tile + 1 == a.row_tiles, 0, tile + 1), kv_head + (tile + 1 == a.row_tiles).to(tl.int32)
+        batch, kv_head = batch + (kv_head == a.kv_heads).to(tl.int32), tl.where(kv_head == a.kv_heads, 0, kv_head)
+        if a.block_table is not None:
+            batch, stream, at = next_sequence(a, batch, stream, at, end, C.BLOCK_B)
+
+
+@triton.jit
+def _dense_part(
+    a: DecodeCall, to: DecodeScratch, plain_at, job, jobs, blocks, tokens, ring_start, workers, local, stored,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Attend to the dense tokens of job `job`."""
+    stream, part = job // jobs, job % jobs
+    head = stream // a.row_tiles
+    batch, kv_head = head // a.kv_heads, head % a.kv_heads
+    r = (stream % a.row_tiles) * C.BLOCK_R + local
+    query = to.start.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * LINE) * plain_at + (head * a.rows + r) * C.DK
+    scale = to.start + LINE * to.scale + head * a.rows + r
+    t = part * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
+    if a.block_table is None:
+        rows = a.kv_rows + head.to(tl.int64) * (a.ring + a.sinks) * (C.DK + C.DV)
+        dense, own_jobs = DenseTokens(rows, None, None, None, a.sinks, a.ring, ring_start, tokens, None, tokens), jobs
+    else:
+        dense, blocks, own_jobs = dense_of_pages(a, batch, kv_head, C)
+    if part < own_jobs:
+        mask = DecodeMask(a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else a.mask, a.mask_s, a.mask_t)
+        out, total, maximum = dense_job(
+            dense, t, blocks * TOKENS, query, scale, mask, a.queries, r, a.rows, a.scaling_log2,
+            a.cap_log2, C,
+        )  # fmt: skip
+        slot = workers + a.streams + stream * a.dense_splits + part
+        log = log2_sum(maximum, total)
+        store_partial(to, slot, local, stored, (out,), total, log, 1.0, 1, C.DV, 8, C)
 
 
 @kernel("mask_b:dense_splits")
@@ -57,8 +138,7 @@ def decode_split(
     key,  # [T, Hkv, DK], strides in units of 8 elements; None without pages, as up to `cu_seqlens_k`
     value,  # [T, Hkv, DV]
     block_table,  # [B, W] int32
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     mask_b, mask_s, mask_t,
     rows,  # G * S; over pages G
     queries,  # S; over pages B
@@ -68,11 +148,9 @@ def decode_split(
     ring, sinks,  # over pages None
     key_t, key_h, value_t, value_h,
     width,  # W
-    scaling_log2,  # scaling * log2(e)
-    cap_log2,  # softcap * log2(e)
+    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
     row_tiles,
-    streams,  # P * row_tiles
-    tile_rows,  # min(rows, BLOCK_R)
+    streams, tile_rows,  # P * row_tiles, min(rows, BLOCK_R)
     plain_at, scale_at, lse_at, partial_at,
     dense_splits,  # slots of a stream for dense jobs: enough for full sinks and residual
     SHAPE: tl.constexpr,  # a `DecodeShape`
@@ -82,113 +160,36 @@ def decode_split(
     With a block table, sequences differ in length.
     """
     C: tl.constexpr = constants_of(SHAPE)
-    worker = tl.program_id(0)
-    workers = tl.num_programs(0)
+    a = DecodeCall(
+        packed, num_blocks, kv_rows, num_residual, num_sinks, mask, key, value, block_table, cu_seqlens_q, cu_seqlens_k,
+        mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b, blocks_h, ring, sinks, key_t, key_h, value_t,
+        value_h, width, scaling_log2, cap_log2, row_tiles, streams, tile_rows, dense_splits, kv_heads * row_tiles,
+    )  # fmt: skip
     to = DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows)
-    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    worker, workers = tl.program_id(0), tl.num_programs(0)
     local = tl.arange(0, C.BLOCK_R)
-    store_rows = local < tile_rows
+    stored = local < tile_rows
     if C.PDL:
         cuda.gdc_launch_dependents()
-    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-    heads = kv_heads * row_tiles
-    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(C.SINKS, C.RING, C.ROWS)
-    if block_table is None:
-        blocks = tl.load(num_blocks)
-        sink_count = tl.load(num_sinks)
-        tokens = sink_count + tl.load(num_residual)
-        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(tokens)
-        total = counted(blocks) * streams
-    else:
-        every = tl.arange(0, C.BLOCK_B)
-        work = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-        total, jobs, sink_count = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0), 0
+    blocks, sink_count, tokens, total, jobs = step_work(a, C.BLOCK_B)
     total_jobs = jobs * streams
     sharers = sharing(workers, total, total_jobs)
     start, end = packed_share(worker, sharers, total)
-    first_job, without_share = first_jobs(worker, workers, total, sharers)
+    job, without_share = first_jobs(worker, workers, total, sharers)
+    ring_start = None if ring is None else (blocks * TOKENS) % ring
 
-    # Packed blocks: the worker's share, stream by stream.
-    if block_table is None:
-        ring_start = (blocks * TOKENS) % ring
-        stream = start // per_stream
-        batch, at = stream // heads, stream * per_stream
-    else:
-        batch, stream, at = stream_of(counted(work[0]), heads, start)
     # Find the first stream here and count on from it: a division takes longer than an addition.
-    tile, kv_head = stream % row_tiles, stream % heads // row_tiles
+    batch, stream, at = stream_at(a, blocks, start)
+    tile, kv_head = stream % row_tiles, stream % a.heads // row_tiles
     if C.ASM >= AMPERE:
-        # Fetch the first block and dense rows now: queries are read before them.
         first = tl.maximum(start - at - START, 0)
-        if block_table is None:
-            home = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h + first
-            if (first_job >= 0) & (first_job < total_jobs):
-                own_rows = kv_rows + (first_job // jobs // row_tiles).to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
-                own_dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, tokens, None, tokens)
-                k_row, v_row = dense_rows(own_dense, first_job % jobs * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS), C)
-                prefetch_rows(k_row, C.DK)
-                prefetch_rows(v_row, C.DV)
-        else:
-            column = block_table + batch.to(tl.int64) * width + FIRST_BLOCK + first
-            home = tl.load(column, mask=start < end, other=0).to(tl.int64) * blocks_b + kv_head
-        prefetch(packed + home * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
-
-    while at < end:
-        if block_table is None:
-            own_blocks = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-            stream_blocks = DecodeBlocks(packed + own_blocks * C.BLOCK_WORDS, None, None)
-        else:
-            blocks = packed_of(num_blocks, batch, queries)
-            pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
-            stream_blocks = DecodeBlocks(packed + kv_head * C.BLOCK_WORDS, pages, blocks_b)
-        first = tl.maximum(start - at - START, 0)
-        last = per_lane(tl.minimum(end - at - START, blocks), C.ASM)
-        r = tile * C.BLOCK_R + local
-        stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
-        stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
-        attend_share(
-            to, stream_blocks, stream_mask, first, last,
-            stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
-        )  # fmt: skip
-        at += counted(blocks)
-        stream += 1
-        tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
-        batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
-        if block_table is not None:
-            if (stream % heads == 0) & (at < end):
-                # Numbers of blocks are read again: they would take registers through the loop over blocks.
-                later = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-                batch, stream, at = stream_of(counted(later[0]), heads, at)
+        _prefetch(a, batch, kv_head, first, start, end, tokens, ring_start, job, jobs, C)
+    _packed_part(a, to, worker, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at, start, end, C)
 
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has.
-    job = first_job
+    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     if job < 0:
         job = claim(claims, without_share, total_jobs)
     while job < total_jobs:
-        stream, part = job // jobs, job % jobs
-        head = stream // row_tiles
-        batch, kv_head = head // kv_heads, head % kv_heads
-        r = (stream % row_tiles) * C.BLOCK_R + local
-        query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * C.DK
-        scale = scratch + LINE * scale_at + head * rows + r
-        t = part * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
-        own_jobs, job_mask = jobs, DecodeMask(mask + batch.to(tl.int64) * mask_b if C.MASK else mask, mask_s, mask_t)
-        if block_table is None:
-            own_rows = kv_rows + head.to(tl.int64) * (ring + sinks) * (C.DK + C.DV)
-            dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, tokens, None, tokens)
-        else:
-            blocks, own_jobs, token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
-            own_key = key + (token.to(tl.int64) * (key_t * 8) + kv_head * (key_h * 8))
-            own_value = value + (token.to(tl.int64) * (value_t * 8) + kv_head * (value_h * 8))
-            history = past - blocks * TOKENS
-            dense = DenseTokens(
-                kv_rows, block_table + batch.to(tl.int64) * width, blocks_b, kv_head, C.SINKS, C.RING,
-                (blocks * TOKENS) % C.RING, history, NewTokens(own_key, own_value, key_t * 8, value_t * 8), history + 1,
-            )  # fmt: skip
-        if part < own_jobs:
-            out, dense_total, dense_maximum = dense_job(
-                dense, t, blocks * TOKENS, query, scale, job_mask, queries, r, rows, scaling_log2, cap_log2, C
-            )
-            slot = workers + streams + stream * dense_splits + part
-            store_dense(to, slot, local, store_rows, out, dense_total, dense_maximum, C)
+        _dense_part(a, to, plain_at, job, jobs, blocks, tokens, ring_start, workers, local, stored, C)
         job = claim(claims, without_share, total_jobs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.schedule import LINE, dense_rows
-from ..common.softmax import bounded, finite, log2_sum
+from ..common.schedule import LINE, dense_rows, fetch
+from ..common.softmax import bounded, finite
 from ..common.unpack import chunk_start, load_levels, load_tile, unpack_scales
 from ..format import CODE
 
@@ -17,72 +17,40 @@ ROWS32 = tl.constexpr(32)
 """Number of tokens of a plane."""
 
 
-class DecodeShape(NamedTuple):
-    """Constants of a split kernel.
+DecodeShape = namedtuple(
+    "DecodeShape",
+    "DK DV DKP DVP DM KEY_BITS VALUE_BITS CAUSAL MASK BOUNDS KEY_CHUNKS VALUE_CHUNKS BLOCK_KC BLOCK_VC BLOCK_DK "
+    "BLOCK_DM BLOCK_MEAN BLOCK_R SMALL ASM PDL BLOCK_WORDS LOUD SINKS RING ROWS BLOCK_B",
+)
+"""Constants of a split kernel.
 
-    Args:
-        DK, DV: Channels of keys and of values as models see them.
-        DKP, DVP: The same, padded, as they are packed.
-        DM: max(DV, DVP), the stride of partial results.
-        KEY_BITS, VALUE_BITS: Bits of a code.
-        CAUSAL: Whether query s does not see the last S - 1 - s tokens.
-        MASK: 0: no mask, 1: one row for all queries, 2: a row for each.
-        BOUNDS: Bound of logits (see `bounded`).
-        KEY_CHUNKS, VALUE_CHUNKS: Number of parts of the channels, computed one after the other.
-        BLOCK_KC, BLOCK_VC: Channels of a part, padded to a power of two.
-        BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
-        BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
-        BLOCK_R: Query rows of a tile.
-        SMALL: Whether levels are small (`tq_kernels.format.SMALL_UNIT`).
-        ASM: `Target.asm`.
-        PDL: Whether the merge may start and wait in the multiprocessors.
-        BLOCK_WORDS: int32 words of a block.
-        LOUD: Number of loud channels.
-        SINKS, RING, ROWS: With a block table `Pages.place`; 0 without.
-        BLOCK_B: With a block table sequences, padded to a power of two; 0 without.
-    """
-
-    DK: Any
-    DV: Any
-    DKP: Any
-    DVP: Any
-    DM: Any
-    KEY_BITS: Any
-    VALUE_BITS: Any
-    CAUSAL: Any
-    MASK: Any
-    BOUNDS: Any
-    KEY_CHUNKS: Any
-    VALUE_CHUNKS: Any
-    BLOCK_KC: Any
-    BLOCK_VC: Any
-    BLOCK_DK: Any
-    BLOCK_DM: Any
-    BLOCK_MEAN: Any
-    BLOCK_R: Any
-    SMALL: Any
-    ASM: Any
-    PDL: Any
-    BLOCK_WORDS: Any
-    LOUD: Any
-    SINKS: Any
-    RING: Any
-    ROWS: Any
-    BLOCK_B: Any
+Args:
+    DK, DV: Channels of keys and of values as models see them.
+    DKP, DVP: The same, padded, as they are packed.
+    DM: max(DV, DVP), the stride of partial results.
+    KEY_BITS, VALUE_BITS: Bits of a code.
+    CAUSAL: Whether query s does not see the last S - 1 - s tokens.
+    MASK: 0: no mask, 1: one row for all queries, 2: a row for each.
+    BOUNDS: Bound of logits (see `bounded`).
+    KEY_CHUNKS, VALUE_CHUNKS: Number of parts of the channels, computed one after the other.
+    BLOCK_KC, BLOCK_VC: Channels of a part, padded to a power of two.
+    BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
+    BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
+    BLOCK_R: Query rows of a tile.
+    SMALL: Whether levels are small (`tq_kernels.format.SMALL_UNIT`).
+    ASM: `Target.asm`.
+    PDL: Whether the merge may start and wait in the multiprocessors.
+    BLOCK_WORDS: int32 words of a block.
+    LOUD: Number of loud channels.
+    SINKS, RING, ROWS: With a block table `Pages.place`; 0 without.
+    BLOCK_B: With a block table sequences, padded to a power of two; 0 without.
+"""
 
 
 @triton.constexpr_function
 def level_unit(bits, small):
     """Factor of the levels in `key_scores` and `value_levels`."""
     return CODE[bits].small_unit if small else 1.0
-
-
-@triton.jit
-def fetch(pointers):
-    """Start to move the lines at `pointers` to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -161,19 +129,6 @@ def value_levels(words, row, column, CHUNK: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def add_chunks(acc, words, row, column, p, C: tl.constexpr):
-    """acc[chunk] [BV, BR] + values of part `chunk` @ p[plane] [32, BR] fp16, for all parts of the channels."""
-    new = ()
-    for chunk in tl.static_range(C.VALUE_CHUNKS):
-        levels = value_levels(words, row, column, chunk, C)
-        a = acc[chunk]
-        for plane in tl.static_range(4):
-            a = tl.dot(levels[plane], p[plane], a)
-        new += (a,)
-    return new
-
-
-@triton.jit
 def load_scales(pointer, valid):
     """Load the scales of a block's four planes, [32] int32 each; `pointer` is to plane 0."""
     scales = ()
@@ -209,47 +164,14 @@ def scales_of(scales):
     return keys, values
 
 
-class DecodeMask(NamedTuple):
-    """Mask of a sequence: pointer to uint8, and strides over queries and tokens."""
-
-    start: Any
-    stride_s: Any
-    stride_t: Any
+DecodeMask = namedtuple("DecodeMask", "start stride_s stride_t")
+"""Mask of a sequence: pointer to uint8, and strides over queries and tokens."""
 
 
 @triton.jit
 def allowed_tile(mask, t, r_offset, stride_t, valid):
     """Load the mask tile [32, BR] of tokens `t` [32]."""
     return tl.load(mask + (t.to(tl.int64) * stride_t)[:, None] + r_offset[None, :], mask=valid, other=0) != 0
-
-
-@triton.jit
-def dense_states(k_row, v_row, inside, C: tl.constexpr):
-    """Load keys [32, BDK] and values [BDM, 32] of dense tokens from rows at pointers `k_row` and `v_row` [32]; 0 where
-    not `inside` [32]."""
-    dk = tl.arange(0, C.BLOCK_DK)
-    dv = tl.arange(0, C.BLOCK_DM)
-    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0).to(
-        tl.float16
-    )  # [32, BDK]
-    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < C.DV)[:, None], other=0.0).to(
-        tl.float16
-    )  # [BDM, 32]
-    return k, v
-
-
-@triton.jit
-def dense_logits(k, q, factor, cap_log2, BOUNDS: tl.constexpr):
-    """Logits [32, BR] of keys [32, BDK] and queries [BDK, BR]."""
-    return bounded(tl.dot(k, q) * factor[None, :], cap_log2, BOUNDS)
-
-
-@triton.jit
-def dense_sums(x, v):
-    """Softmax sums of logits x [32, BR] and values v [BDM, 32]: (sum [BDM, BR], total [BR], maximum [BR])."""
-    maximum = tl.max(x, 0)
-    p = tl.exp2(x - finite(maximum)[None, :])
-    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum
 
 
 @triton.jit
@@ -277,11 +199,14 @@ def dense_job(
     k_row, v_row = dense_rows(dense, t, C)
     inside = t < dense.count
     # Load states first: the compiler lets a product wait for its queries before it loads what comes after them.
-    k, v = dense_states(k_row, v_row, inside, C)
-    d = tl.arange(0, C.BLOCK_DK)
+    d, dv = tl.arange(0, C.BLOCK_DK), tl.arange(0, C.BLOCK_DM)
+    k = tl.load(k_row[:, None] + d[None, :], mask=inside[:, None] & (d < C.DK)[None, :], other=0.0)
+    k = k.to(tl.float16)  # [32, BDK]
+    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < C.DV)[:, None], other=0.0)
+    v = v.to(tl.float16)  # [BDM, 32]
     q = tl.load(query[None, :] + d[:, None], mask=(d < C.DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]
     factor = tl.load(scale, mask=r < rows, other=1.0) * scaling_log2  # [BR]
-    x = dense_logits(k, q, factor, cap_log2, C.BOUNDS)
+    x = bounded(tl.dot(k, q) * factor[None, :], cap_log2, C.BOUNDS)  # [32, BR]
     allowed = inside[:, None] & (r < rows)[None, :]
     if C.CAUSAL:
         allowed = allowed & (t[:, None] <= (dense.count - queries + r % queries)[None, :])
@@ -289,15 +214,26 @@ def dense_job(
         position = tl.where(t < dense.sinks, t, t + packed_count)
         allowed = allowed & allowed_tile(mask.start, position, (r % queries) * mask.stride_s, mask.stride_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
-    return dense_sums(x, v)
+    maximum = tl.max(x, 0)
+    p = tl.exp2(x - finite(maximum)[None, :])
+    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum
 
 
 @triton.jit
-def store_dense(scratch, slot, local, stored, out, total, maximum, C: tl.constexpr):
-    """Store a result of `dense_job` in `slot` of a `DecodeScratch`: rows `local` [BR] where `stored`."""
-    lse = scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + local
-    tl.store(lse, log2_sum(maximum, total), mask=stored)
-    d, inverse = tl.arange(0, C.BLOCK_DM), 1.0 / tl.where(total > 0, total, 1.0)
-    at = slot.to(tl.int64) * (scratch.tile_rows * C.DM) + local[None, :] * C.DM + d[:, None]
-    partial = scratch.start + LINE * scratch.partial + at
-    tl.store(partial, out * inverse[None, :], mask=stored[None, :] & (d < C.DV)[:, None])
+def store_partial(
+    scratch, slot, local, stored, sums, total, log, UNIT: tl.constexpr, CHUNKS: tl.constexpr, DIM: tl.constexpr,
+    BITS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Store a normalised result in `slot` of a `DecodeScratch`: rows `local` [BR] where `stored` [BR].
+
+    Args:
+        sums: CHUNKS parts of the DIM channels, as values with BITS bits are in, times UNIT.
+        total, log: [BR] sums of weights, and their logarithms.
+    """
+    tl.store(scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + local, log, mask=stored)
+    d, inverse = tl.arange(0, sums[0].shape[0]), 1.0 / (tl.where(total > 0, total, 1.0) * UNIT)
+    out = scratch.start + LINE * scratch.partial + slot.to(tl.int64) * (scratch.tile_rows * C.DM)
+    out = out + local[None, :] * C.DM + d[:, None]
+    inside = stored[None, :] & (d < DIM // CHUNKS)[:, None]
+    for chunk in tl.static_range(CHUNKS):
+        tl.store(out + chunk_start(chunk, CHUNKS, DIM, BITS), sums[chunk] * inverse[None, :], mask=inside)

@@ -22,7 +22,7 @@ Sequences without new tokens or with more than S are left out: nothing is writte
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -41,42 +41,23 @@ DENSE = tl.constexpr(3)
 """Steps over packed blocks that take as long as a tile of dense tokens, which is not copied ahead."""
 
 
-class LatentShape(NamedTuple):
-    """Constants of `attend_latents_split`: TILE, 16 to 128, is the number of tokens between two updates of the maximum;
-    CHUNKS, a multiple of 4 at 2 and 3 bits, that of parts of a latent, whose products follow one another; those from
-    SINKS on are `Pages.place`, 0 without pages."""
-
-    DK: Any
-    DV: Any
-    KEY_BITS: Any
-    VALUE_BITS: Any
-    CAUSAL: Any
-    MASK: Any
-    BLOCK_R: Any
-    TILE: Any
-    CHUNKS: Any
-    STAGES: Any
-    ASM: Any
-    BLOCK_WORDS: Any
-    SINKS: Any
-    RING: Any
-    ROWS: Any
+LatentShape = namedtuple(
+    "LatentShape", "DK DV KEY_BITS VALUE_BITS CAUSAL MASK BLOCK_R TILE CHUNKS STAGES ASM BLOCK_WORDS SINKS RING ROWS"
+)
+"""Constants of `latents_split`: TILE, 16 to 128, is the number of tokens between two updates of the maximum;
+CHUNKS, a multiple of 4 at 2 and 3 bits, that of parts of a latent, whose products follow one another; those from
+SINKS on are `Pages.place`, 0 without pages."""
 
 
-class LatentRows(NamedTuple):
-    """Query rows of a program.
+LatentRows = namedtuple("LatentRows", "latent rotary mask stride_t")
+"""Query rows of a program.
 
-    Args:
-        latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
-        rotary: [BR, DV] fp16 for rotary keys.
-        mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
-        stride_t: Stride of the mask over tokens.
-    """
-
-    latent: Any
-    rotary: Any
-    mask: Any
-    stride_t: Any
+Args:
+    latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
+    rotary: [BR, DV] fp16 for rotary keys.
+    mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
+    stride_t: Stride of the mask over tokens.
+"""
 
 
 @triton.jit
@@ -100,21 +81,13 @@ def _load_rows(rows, at, inside, mask, stride_t, C: tl.constexpr):
 
 
 @triton.jit
-def _as_operand(tile, ASM: tl.constexpr):
-    """Return `tile`, fp16, hidden from the compiler: where it sees joined tiles become an operand, it takes their
-    elements to be of 8 bits, and loads them without `ldmatrix`."""
-    if ASM >= AMPERE:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
-    else:
-        return tile
-
-
-@triton.jit
 def _packed_tile(block, token, C: tl.constexpr):
     """Unpack tokens `token` [TILE / 4] of the four planes of the block at pointer `block`.
 
     Returns:
-        Chunks of latents [TILE, DK / CHUNKS], and rotary keys [DV, TILE], fp16, plane after plane.
+        Chunks of latents [TILE, DK / CHUNKS], and rotary keys [DV, TILE], fp16, plane after plane. They are opaque: of
+        joined tiles that become an operand, the compiler takes elements to be of 8 bits, and loads them without
+        `ldmatrix`.
     """
     parts = parts_of(block, C.DK * C.KEY_BITS, C.DV * C.VALUE_BITS, 0)
     key_scales, value_scales = (), ()
@@ -132,13 +105,13 @@ def _packed_tile(block, token, C: tl.constexpr):
         k = ()
         for plane in tl.static_range(4):
             k += (scaled(planes[plane], key_scales[plane], mean, C.ASM),)
-        latents += (_as_operand(stack(stack(k[0], k[1]), stack(k[2], k[3])), C.ASM),)
+        latents += (opaque(stack(stack(k[0], k[1]), stack(k[2], k[3])), C.ASM),)
     d = tl.arange(0, C.DV)[:, None]
     planes = load_levels(parts.value_words, d, token[None, :], None, 0, 1, C.DV, C.VALUE_BITS, True, False, C.ASM)
     v = ()
     for plane in tl.static_range(4):
         v += (scaled(planes[plane], value_scales[plane], None, C.ASM),)
-    return latents, _as_operand(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM)
+    return latents, opaque(hcat(hcat(v[0], v[1]), hcat(v[2], v[3])), C.ASM)
 
 
 @triton.jit
@@ -155,7 +128,7 @@ def _products(rows: LatentRows, latents, rotary, C: tl.constexpr):
     """Products [BR, TILE] of rows and tokens."""
     x = tl.dot(rows.rotary, rotary)
     for chunk in tl.static_range(C.CHUNKS):
-        # Sums of their own: products of few rows would wait for one another, and see `attend_latents_split` for many.
+        # Sums of their own: products of few rows would wait for one another, and see `latents_split` for many.
         x = sum_apart(x, tl.dot(rows.latent[chunk], tl.trans(latents[chunk])), C.ASM)
     return x
 
@@ -239,9 +212,8 @@ def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexp
 
 
 @kernel("rows:scaling_log2")
-def attend_latents_split(
-    rotated,  # [B * rows, DK + DV] fp16
-    plain,  # [B * rows, DK + DV] fp16
+def latents_split(
+    rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
     packed_blocks,  # [B, 1, N, BLOCK_WORDS] int32; over pages [pages, 1, BLOCK_WORDS]
     num_blocks,  # [] int32; over pages [B]
@@ -252,13 +224,10 @@ def attend_latents_split(
     new_keys,  # [T, 1, DK], strides in units of 8 elements, like the next; this and the next four over pages, or None
     new_values,  # [T, 1, DV]
     block_table,  # [B, W] int32
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     lse,  # [slots, B * rows] float32, base 2
     partial,  # [slots, B * rows, DK] float32, normalised
-    rows,  # Hq * S
-    count,  # B * rows
-    queries,  # S
+    rows, count, queries,  # Hq * S, B * rows, S
     blocks_b,  # stride over sequences in blocks; over pages from page to page
     ring, sinks,  # over pages None
     mask_b, mask_s, mask_t,
@@ -366,16 +335,13 @@ def _rotated(x, rotation, factor, ROWS: tl.constexpr, DIM: tl.constexpr):
 def rotate_latent_queries(
     latent,  # [Hq, B * S, DK], any float dtype, last dimension contiguous; over pages [Hq, T, DK]
     query,  # [B, Hq, S, DV], likewise; over pages [1, Hq, T, DV]
-    key_rotation,  # [DK, DK] fp16, sqrt(DK) R
-    value_rotation,  # [DV, DV] fp16
+    key_rotation, value_rotation,  # [DK, DK] and [DV, DV] fp16, sqrt(D) R
     key_channel_scales,  # [B, DK] fp16; over pages [1, DK]
     value_channel_scales,  # [B, DV] fp16
     cu_seqlens_q,  # [B + 1] int32 over pages, or None
-    rotated,  # [B * rows, DK + DV] fp16
-    plain,  # [B * rows, DK + DV] fp16
+    rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
-    rows,  # Hq * S
-    queries,  # S
+    rows, queries,  # Hq * S, S
     latent_h, latent_s, query_b, query_h, query_s, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Normalise each row by a power of two, and rotate both its parts. Grid: (rows, B)."""
@@ -412,17 +378,15 @@ def merge_latents(
     num_residual,  # [] int32; over pages None, like the next
     num_sinks,  # [] int32
     packed,  # as `num_blocks` over pages, or None, like the next two
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     rotation,  # [DK, DK] fp16, sqrt(DK) R
     channel_scales,  # [B, DK] fp16; over pages [1, DK]
     out,  # [Hq, B * S, DK], last dimension contiguous; over pages [Hq, T, DK]
-    rows,  # Hq * S
-    queries,  # S
+    rows, queries,  # Hq * S, S
     count,  # B * rows
     splits, out_h, out_s, SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
 ):  # fmt: skip
-    """Merge the slots of `attend_latents_split`. Grid: (rows, B)."""
+    """Merge the slots of `latents_split`. Grid: (rows, B)."""
     C: tl.constexpr = constants_of(SHAPE)
     row, batch = tl.program_id(0), tl.program_id(1)
     merged = batch * rows + row

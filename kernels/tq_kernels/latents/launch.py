@@ -17,14 +17,14 @@ from ..format import code_of
 from ..layout import BlockLayout
 from ..prefix.launch import mask_layout, prefix_splits
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .attention import LatentShape, attend_latents_split, merge_latents, rotate_latent_queries
+from .attention import LatentShape, latents_split, merge_latents, rotate_latent_queries
 
-ROTATE, SPLIT, MERGE = Kernel(rotate_latent_queries), Kernel(attend_latents_split), Kernel(merge_latents)
+ROTATE, SPLIT, MERGE = Kernel(rotate_latent_queries), Kernel(latents_split), Kernel(merge_latents)
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Tile sizes and launch parameters of `attend_latents_split`.
+    """Tile sizes and launch parameters of `latents_split`.
 
     Args:
         block_rows: Query rows of a program.
@@ -73,7 +73,7 @@ def fitted(config: LatentConfig, layout: BlockLayout) -> LatentConfig:
 def latent_constants(
     layout: BlockLayout, causal: bool, mask: int, config: LatentConfig, on: Target, place: tuple[int, ...] = NO_PLACE
 ) -> tuple[LatentShape]:
-    """Constants of `attend_latents_split` on this target; `place` is that of `Pages`."""
+    """Constants of `latents_split` on this target; `place` is that of `Pages`."""
     tiles = (config.block_rows, config.tile, config.chunks, config.stages, on.asm)
     sizes = (layout.block_words, *place)
     return (LatentShape(layout.key_dim, layout.value_dim, *layout.bits, causal, mask, *tiles, *sizes),)

@@ -20,12 +20,12 @@ other, about half of the product rate; several programs overlap them but have fe
 Bytes do not matter: a block's 17 KB are read once for 128 rows.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from ..codec.loud import LOUD_TILE, loud_channels_of
+from ..codec.loud import LOUD_TILE, coded_divisors, loud_channels_of
 from ..common.device import constants_of
 from ..common.launcher import kernel
 from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, packed_of, parts_of
@@ -51,63 +51,32 @@ from .tiles import (
 TILE = tl.constexpr(64)
 
 
-class PrefixBlocks(NamedTuple):
-    """Packed blocks of a KV head, with the rotations and channel scales of queries and outputs.
+PrefixBlocks = namedtuple(
+    "PrefixBlocks",
+    "packed key_rotation value_rotation key_channel_scales value_channel_scales block_table batch kv_head stride_b "
+    "stride_h",
+)
+"""Packed blocks of a KV head, with the rotations and channel scales of queries and outputs.
 
-    Args:
-        block_table: Pages of the sequence's blocks, or None.
-        stride_b: Number of blocks from a sequence to the next, or from a page to the next.
-    """
-
-    packed: Any
-    key_rotation: Any
-    value_rotation: Any
-    key_channel_scales: Any
-    value_channel_scales: Any
-    block_table: Any
-    batch: Any
-    kv_head: Any
-    stride_b: Any
-    stride_h: Any
+Args:
+    block_table: Pages of the sequence's blocks, or None.
+    stride_b: Number of blocks from a sequence to the next, or from a page to the next.
+"""
 
 
-class PrefixScratch(NamedTuple):
-    """Scratch of a program. `rows` is the number of rows of a KV head over all sequences."""
-
-    lse: Any
-    operand_rows: Any
-    rows: Any
-    tile_count: Any
+PrefixScratch = namedtuple("PrefixScratch", "lse operand_rows rows tile_count")
+"""Scratch of a program. `rows` is the number of rows of a KV head over all sequences."""
 
 
-class PrefixShape(NamedTuple):
-    """Constants of `prefix_attention`: STEP, 64 or 128, is the number of tokens between two updates of the maximum;
-    those from SINKS to BLOCK_B are `Pages.place` and the padded number of sequences, 0 without a block table. MERGE:
-    `out` and `new_lse` have the attention to the new tokens."""
-
-    DK: Any
-    DV: Any
-    DKP: Any
-    DVP: Any
-    BLOCK_DK: Any
-    BLOCK_DV: Any
-    KEY_BITS: Any
-    VALUE_BITS: Any
-    CAUSAL: Any
-    MASK: Any
-    BOUNDS: Any
-    HAS_AUX: Any
-    SPLIT: Any
-    BLOCK_R: Any
-    STEP: Any
-    ASM: Any
-    BLOCK_WORDS: Any
-    LOUD: Any
-    SINKS: Any = 0
-    RING: Any = 0
-    ROWS: Any = 0
-    BLOCK_B: Any = 0
-    MERGE: Any = False
+PrefixShape = namedtuple(
+    "PrefixShape",
+    "DK DV DKP DVP BLOCK_DK BLOCK_DV KEY_BITS VALUE_BITS CAUSAL MASK BOUNDS HAS_AUX SPLIT BLOCK_R STEP ASM "
+    "BLOCK_WORDS LOUD SINKS RING ROWS BLOCK_B MERGE",
+    defaults=(0, 0, 0, 0, False),
+)
+"""Constants of `prefix_attention`: STEP, 64 or 128, is the number of tokens between two updates of the maximum;
+those from SINKS to BLOCK_B are `Pages.place` and the padded number of sequences, 0 without a block table. MERGE:
+`out` and `new_lse` have the attention to the new tokens."""
 
 
 @triton.jit
@@ -120,10 +89,8 @@ def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
         mask=exists[None, :] & (dk < C.DKP)[:, None],
         other=0.0,
     )
-    factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
-    inverse = 1.0 / tl.abs(factor)
-    if C.LOUD > 0:
-        inverse = tl.where(factor < 0, 0.0, inverse)
+    factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0)
+    inverse = 1.0 / coded_divisors(factor, C.LOUD)
     return (matrix.to(tl.float32) * inverse[:, None]).to(tl.float16)
 
 
@@ -161,13 +128,16 @@ def _row_of(scratch: PrefixScratch, r):
 
 
 @triton.jit
-def _attend_blocks(
-    state, plain, loud_rows, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks, first, last,
-    sinks, scratch: PrefixScratch, C: tl.constexpr,
+def _add_blocks(
+    state, plain, query_at, row_mask, largest, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks,
+    first, last, sinks, scratch: PrefixScratch, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to packed blocks `first` to `last`, and rotate the accumulator back."""
     KEY: tl.constexpr = C.DKP * C.KEY_BITS
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
+    loud_rows = None
+    if C.LOUD > 0:
+        loud_rows = _loud_rows(query_at, row_mask, largest, blocks, C)
     r = first_row + tl.arange(0, C.BLOCK_R)
     dk = tl.arange(0, C.BLOCK_DK)
     key_channel, key_exists = channel_of(dk, C.DKP, C.BLOCK_DK, C.KEY_BITS)
@@ -244,7 +214,7 @@ def _attend_blocks(
 
 
 @triton.jit
-def _attend_dense(
+def _add_dense(
     state, plain, newest, scale: Scale, mask: PrefixMask, dense: DenseTokens, low, blocks, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to dense tokens from `low` on; rows see those up to `newest` [BR]. `blocks` blocks are packed."""
@@ -270,43 +240,116 @@ def _attend_dense(
     return state
 
 
+PrefixRows = namedtuple("PrefixRows", "query head_q stride_h stride_s count groups")
+"""Query rows of a program's sequence and KV head.
+
+Args:
+    query: Pointer to those of the sequence.
+    head_q: First query head.
+    stride_h, stride_s: Strides of queries over heads and tokens.
+    count: Number of rows.
+    groups: G.
+"""
+
+
+@triton.jit
+def _load_rows(rows: PrefixRows, first_row, C: tl.constexpr):
+    """Load BLOCK_R rows: pointers [BR], their tokens [BR], which of them exist [BR], and `normalised_rows`."""
+    dk = tl.arange(0, C.BLOCK_DK)
+    r = first_row + tl.arange(0, C.BLOCK_R)
+    s = r // rows.groups
+    at = rows.query + (rows.head_q + r % rows.groups) * rows.stride_h + s.to(tl.int64) * rows.stride_s
+    exists = r < rows.count
+    plain, largest = normalised_rows(at[:, None] + dk[None, :], exists[:, None] & (dk < C.DK)[None, :])
+    return at, s, exists, plain, largest
+
+
+@triton.jit
+def _share(first_row, rows, groups, queries, blocks, dense_count, new_count, C: tl.constexpr):
+    """Share of a program in units of 128 tokens, packed blocks, then dense tokens that its rows see: its first unit and
+    the one after its last, the number of all, and that of dense tokens."""
+    if not C.MERGE:
+        dense_count += new_count
+    if C.CAUSAL and not C.MERGE:
+        dense_count = tl.minimum(
+            dense_count, dense_count - queries + 1 + (tl.minimum(first_row + C.BLOCK_R, rows) - 1) // groups
+        )
+    units = blocks + (dense_count + TOKENS - 1) // TOKENS
+    first = 0
+    last = units
+    if C.SPLIT:
+        split = tl.program_id(2)
+        splits = tl.num_programs(2)
+        first = (units // splits) * split + (units % splits) * split // splits
+        last = (units // splits) * (split + 1) + (units % splits) * (split + 1) // splits
+    return first, last, units, dense_count
+
+
+@triton.jit
+def _store(
+    state, scale: Scale, first_row, rows: PrefixRows, scratch: PrefixScratch, partial, out, out_s, out_h, s_aux,
+    new_lse, lse_h, merges, C: tl.constexpr,
+):  # fmt: skip
+    """Store what rows have of a share of the tokens, or the output. With MERGE the attention to new tokens, in `out`
+    and `new_lse`, is added if it `merges`; both point to the sequence's first query."""
+    dv = tl.arange(0, C.BLOCK_DV)
+    r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
+    row_mask = r < rows.count
+    s = r // rows.groups
+    head_q = rows.head_q + r % rows.groups
+    maximum, total, acc = finite(state.maximum) * scale.gain, state.total, state.output
+    inside = row_mask[:, None] & (dv < C.DV)[None, :]
+    at = out + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+    if C.MERGE:
+        if merges:
+            new_at = new_lse + head_q.to(tl.int64) * lse_h + s
+            new_top = tl.load(new_at, mask=row_mask, other=0.0) * LOG2E
+            top = tl.maximum(tl.where(total > 0, maximum, new_top), new_top)
+            weight, decay = tl.exp2(new_top - top), tl.where(total > 0, tl.exp2(maximum - top), 0.0)
+            new = tl.load(at[:, None] + dv[None, :], mask=inside, other=0.0).to(tl.float32)
+            acc = acc * decay[:, None] + new * weight[:, None]
+            maximum, total = top, total * decay + weight
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    if C.SPLIT:
+        row = _row_of(scratch, r)
+        tl.store(scratch.lse + row, log2_sum(maximum, total), mask=row_mask)
+        tl.store(partial + row[:, None] * C.DV + dv[None, :], acc * inverse[:, None], mask=inside)
+    else:
+        if C.HAS_AUX:
+            aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
+            inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - maximum))
+        tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
 @kernel("blocks_b:blocks_h rows:lse_h")
 def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
     packed,  # [B, Hkv, N, BLOCK_WORDS] int32; with a block table [pages, Hkv, BLOCK_WORDS]
-    key_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
-    value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    key_channel_scales,  # f, [B, Hkv, DK] fp16
-    value_channel_scales,  # f', [B, Hkv, DV] fp16
+    key_rotation, value_rotation,  # [DKP, DKP] and [DVP, DVP] fp16, sqrt(DKP) R and sqrt(DVP) R
+    key_channel_scales, value_channel_scales,  # f [B, Hkv, DK] and f' [B, Hkv, DV] fp16
     kv_rows,  # [B, Hkv, ring + sinks, DK + DV] in the model's dtype; with a block table [pages, Hkv, ROWS, DK + DV]
-    new_keys,  # [B, Hkv, new_count, DK]
-    new_values,  # [B, Hkv, new_count, DV]
+    new_keys, new_values,  # [B, Hkv, new_count, DK] and [B, Hkv, new_count, DV]
     mask,  # [B, 1, S or 1, T] bool
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2; holds rows . reference key until the last block
     operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
-    cu_seqlens_q,  # with a block table: [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
+    cu_seqlens_q, cu_seqlens_k,  # with a block table: [B + 1] int32
     block_table,  # [B, W] int32, or None
     packed_blocks,  # [B] int32
     new_lse,  # [Hq, T] float32, base e, with MERGE
     query_b, query_h, query_s,
-    blocks_b,  # strides in blocks
-    blocks_h,
+    blocks_b, blocks_h,  # strides in blocks
     new_b,  # strides of new tokens in elements: keys, then values
     new_h, new_t, new_vb, new_vh, new_vt, out_b, out_s, out_h,
-    rows,  # G * S
-    groups,  # G
+    rows, groups,  # G * S, G
     kv_heads, blocks, sink_count, residual_count, ring, sinks, new_count,
     queries,  # S
     mask_b, mask_s, mask_t,
-    scaling_log2,  # scaling * log2(e)
-    cap_log2,  # softcap * log2(e)
+    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
     tile_count,  # tiles of rows
-    count,  # with a block table: B
-    width,  # W
+    count, width,  # with a block table: B, W
     lse_h,  # stride of `new_lse` over heads
     SHAPE: tl.constexpr,  # a `PrefixShape`
 ):  # fmt: skip
@@ -317,9 +360,7 @@ def prefix_attention(
     tile end at once. With MERGE, only cached tokens are attended to, and rows without any stay as they are.
     """
     C: tl.constexpr = constants_of(SHAPE)
-    head = tl.program_id(1)
-    batch = (head // kv_heads).to(tl.int64)
-    kv_head = (head % kv_heads).to(tl.int64)
+    batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
     scratch = PrefixScratch(lse, operand_rows, rows, tile_count)
     # Start the last rows first: they see the most tokens.
     pages = None
@@ -344,106 +385,59 @@ def prefix_attention(
         out += token.to(tl.int64) * out_s
         new_keys += token.to(tl.int64) * new_t
         new_values += token.to(tl.int64) * new_vt
-        lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * C.DV)
-        scratch = PrefixScratch(lse, operand_rows, scratch.rows, tile_count)
-    r = first_row + tl.arange(0, C.BLOCK_R)
-    row_mask = r < rows
-    s = r // groups
-    head_q = kv_head * groups + r % groups  # [BR]
-    dk = tl.arange(0, C.BLOCK_DK)
-    dv = tl.arange(0, C.BLOCK_DV)
-    query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
-    query_inside = row_mask[:, None] & (dk < C.DK)[None, :]
-
-    # This program's share, in units of 128 tokens: packed blocks, then the dense tokens that these rows see.
-    dense_count = sink_count + residual_count
-    if not C.MERGE:
-        dense_count += new_count
-    if C.CAUSAL and not C.MERGE:
-        dense_count = tl.minimum(
-            dense_count, dense_count - queries + 1 + (tl.minimum(first_row + C.BLOCK_R, rows) - 1) // groups
-        )
-    units = blocks + (dense_count + TOKENS - 1) // TOKENS
-    first = 0
-    last = units
-    if C.SPLIT:
-        split = tl.program_id(2)
-        splits = tl.num_programs(2)
-        first = (units // splits) * split + (units % splits) * split // splits
-        last = (units // splits) * (split + 1) + (units % splits) * (split + 1) // splits
-    last_block = tl.minimum(last, blocks)
-
-    plain, largest = normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
+        partial += token.to(tl.int64) * (groups * C.DV)
+        scratch = PrefixScratch(lse + token * groups, operand_rows, scratch.rows, tile_count)
+        if C.MERGE:
+            new_lse += token
+    # The program's share.
+    first, last, units, dense_count = _share(
+        first_row, rows, groups, queries, blocks, sink_count + residual_count, new_count, C
+    )
+    own = PrefixRows(query + batch * query_b, kv_head * groups, query_h, query_s, rows, groups)
+    query_at, s, row_mask, plain, largest = _load_rows(own, first_row, C)
     factor = largest * scaling_log2
     scale = Scale(factor, tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor, cap_log2)
     state = empty_state(C.BLOCK_R, C.BLOCK_DV)
     if C.MASK > 0:
         mask += batch * mask_b
-    allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
-    if first < last_block:
+
+    # Packed blocks, with rotated rows.
+    if first < tl.minimum(last, blocks):
+        allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
         history = PrefixBlocks(
             packed, key_rotation, value_rotation, key_channel_scales, value_channel_scales, block_table, batch, kv_head,
             blocks_b, blocks_h,
         )  # fmt: skip
-        loud_rows = None
-        if C.LOUD > 0:
-            loud_rows = _loud_rows(query_at, row_mask, largest, history, C)
-        state = _attend_blocks(
-            state, plain, loud_rows, first_row, rows, scale, allowed, history, first, last_block, sink_count,
-            scratch, C,
+        state = _add_blocks(
+            state, plain, query_at, row_mask, largest, first_row, rows, scale, allowed, history, first,
+            tl.minimum(last, blocks), sink_count, scratch, C,
         )  # fmt: skip
 
+    # Dense tokens, with the rows as they are.
     if last > blocks:
         first_row = opaque(first_row, C.ASM)
-        r = first_row + tl.arange(0, C.BLOCK_R)
-        s = r // groups
-        allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
-        query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
-        query_inside = (r < rows)[:, None] & (dk < C.DK)[None, :]
-        plain, _ = normalised_rows(query_at[:, None] + dk[None, :], query_inside)
+        _, s, _, plain, _ = _load_rows(own, first_row, C)
         plain = spill(plain, operand_rows, tile_count, C.BLOCK_R, C.BLOCK_DK)
+        allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
-        own_keys = new_keys + (batch * new_b + kv_head * new_h)
-        own_values = new_values + (batch * new_vb + kv_head * new_vh)
-        new = NewTokens(own_keys, own_values, new_t, new_vt)
+        new = NewTokens(
+            new_keys + (batch * new_b + kv_head * new_h),
+            new_values + (batch * new_vb + kv_head * new_vh),
+            new_t,
+            new_vt,
+        )
+        cached = sink_count + residual_count
         if pages is None:
             own_rows = kv_rows + (batch * kv_heads + kv_head) * (ring + sinks) * (C.DK + C.DV)
-            dense = DenseTokens(
-                own_rows, None, None, None, sinks, ring, (blocks * TOKENS) % ring, sink_count + residual_count, new,
-                high,
-            )  # fmt: skip
+            start = (blocks * TOKENS) % ring
+            dense = DenseTokens(own_rows, None, None, None, sinks, ring, start, cached, new, high)
         else:
-            dense = DenseTokens(
-                kv_rows, pages, blocks_b, kv_head, C.SINKS, C.RING, (blocks * TOKENS) % C.RING,
-                sink_count + residual_count, new, high,
-            )  # fmt: skip
-        newest = dense.history + new_count - queries + s  # [BR], the last dense token a row sees
-        state = _attend_dense(state, plain, newest, scale, allowed, dense, low, blocks, C)
-
-    r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
-    row_mask = r < rows
-    s = r // groups
-    head_q = kv_head * groups + r % groups
-    maximum, total, acc = finite(state.maximum) * scale.gain, state.total, state.output
-    inside = row_mask[:, None] & (dv < C.DV)[None, :]
-    at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
-    if C.MERGE:
-        if last == units:
-            new_at = new_lse + head_q.to(tl.int64) * lse_h + token + s
-            new_top = tl.load(new_at, mask=row_mask, other=0.0) * LOG2E
-            top = tl.maximum(tl.where(total > 0, maximum, new_top), new_top)
-            weight, decay = tl.exp2(new_top - top), tl.where(total > 0, tl.exp2(maximum - top), 0.0)
-            new = tl.load(at[:, None] + dv[None, :], mask=inside, other=0.0).to(tl.float32)
-            acc = acc * decay[:, None] + new * weight[:, None]
-            maximum, total = top, total * decay + weight
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    if C.SPLIT:
-        row = _row_of(scratch, r)
-        tl.store(lse + row, log2_sum(maximum, total), mask=row_mask)
-        tl.store(partial + row[:, None] * C.DV + dv[None, :], acc * inverse[:, None], mask=inside)
-    else:
-        if C.HAS_AUX:
-            aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
-            inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - maximum))
-        tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=inside)
+            start = (blocks * TOKENS) % C.RING
+            dense = DenseTokens(kv_rows, pages, blocks_b, kv_head, C.SINKS, C.RING, start, cached, new, high)
+        newest = cached + new_count - queries + s  # [BR], the last dense token a row sees
+        state = _add_dense(state, plain, newest, scale, allowed, dense, low, blocks, C)
+    _store(
+        state, scale, first_row, own, scratch, partial, out + batch * out_b, out_s, out_h, s_aux, new_lse, lse_h,
+        last == units, C,
+    )  # fmt: skip

@@ -7,10 +7,10 @@ token: a sliding window costs its own width and not the length of the prompt. A 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,10 +18,10 @@ import triton.language as tl
 
 from ..common.device import AMPERE, Target, constants_of, matrix_type, target
 from ..common.launcher import Kernel, kernel, on_its_device, specialised
-from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
+from ..common.softmax import SoftmaxState, bounded, empty_state, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
-from .tiles import PrefixMask
+from .tiles import PrefixMask, store_rows
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
@@ -44,31 +44,14 @@ def mask_spans(
     tl.store(at + 1, tl.max(end, 0))
 
 
-class DenseStates(NamedTuple):
-    """Keys and values of a KV head, and strides over tokens. (A tuple of Triton has a field `values` already.)"""
-
-    key: Any
-    value: Any
-    key_t: Any
-    value_t: Any
+DenseStates = namedtuple("DenseStates", "key value key_t value_t")
+"""Keys and values of a KV head, and strides over tokens. (A tuple of Triton has a field `values` already.)"""
 
 
-class DenseShape(NamedTuple):
-    """Constants of `dense_attention`."""
-
-    DK: tl.constexpr
-    DV: tl.constexpr
-    BLOCK_DK: tl.constexpr
-    BLOCK_DV: tl.constexpr
-    CAUSAL: tl.constexpr
-    MASK: tl.constexpr
-    BOUNDS: tl.constexpr
-    HAS_AUX: tl.constexpr
-    SPLIT: tl.constexpr
-    MATRIX: tl.constexpr
-    BLOCK_R: tl.constexpr
-    BLOCK_T: tl.constexpr
-    STAGES: tl.constexpr
+DenseShape = namedtuple(
+    "DenseShape", "DK DV BLOCK_DK BLOCK_DV CAUSAL MASK BOUNDS HAS_AUX SPLIT MATRIX BLOCK_R BLOCK_T STAGES"
+)
+"""Constants of `dense_attention`."""
 
 
 @triton.jit
@@ -119,8 +102,7 @@ def _add_tokens(
 @kernel("mask_b:tile_count")
 def dense_attention(
     query,  # [B, Hq, S, DK], last dimension of these contiguous
-    keys,  # [B, Hkv, T, DK]
-    values,  # [B, Hkv, T, DV]
+    keys, values,  # [B, Hkv, T, DK] and [B, Hkv, T, DV]
     mask,  # [B, 1, S or 1, T] bool
     spans,  # [B, S, 2] int32, for a mask row by row: see `mask_spans`
     s_aux,  # [Hq], any float dtype
@@ -129,13 +111,9 @@ def dense_attention(
     lse,  # [splits, B * Hkv * rows] float32, base 2; likewise
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_s, out_h, mask_b, mask_s,
     mask_t,
-    rows,  # G * S
-    groups,  # G
-    kv_heads,
-    queries,  # S
-    tokens,  # T
-    scaling_log2,  # scaling * log2(e)
-    cap_log2,  # softcap * log2(e)
+    rows, groups,  # G * S, G
+    kv_heads, queries, tokens,  # Hkv, S, T
+    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
     tile_count,  # tiles of rows
     SHAPE: tl.constexpr,  # a `DenseShape`
 ):  # fmt: skip
@@ -153,7 +131,6 @@ def dense_attention(
     s = r // groups
     head_q = kv_head * groups + r % groups  # [BR]
     dk = tl.arange(0, C.BLOCK_DK)
-    dv = tl.arange(0, C.BLOCK_DV)
     query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
     inside = valid[:, None] & (dk < C.DK)[None, :]
     plain = tl.load(query_at[:, None] + dk[None, :], mask=inside, other=0.0).to(C.MATRIX)
@@ -185,20 +162,9 @@ def dense_attention(
     if C.MASK == 0:
         state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
     state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)
-    maximum, total, acc = state.maximum, state.total, state.output
-    inside = valid[:, None] & (dv < C.DV)[None, :]
-    if C.SPLIT:
-        row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
-        tl.store(lse + row, log2_sum(finite(maximum), total), mask=valid)
-        acc = normalize(state)
-        tl.store(partial + row[:, None] * C.DV + dv[None, :], acc, mask=inside)
-    else:
-        total = tl.where(total > 0, total, 1.0)
-        if C.HAS_AUX:
-            aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            total += tl.exp2(aux - finite(maximum))
-        at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
-        tl.store(at[:, None] + dv[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
+    at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+    store_rows(state, s_aux, head_q, at, lse, partial, row, valid, C.DV, C.HAS_AUX, C.SPLIT)
 
 
 ATTEND, SPANS = Kernel(dense_attention), Kernel(mask_spans)
@@ -257,7 +223,7 @@ def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
     return DenseConfig(128, 64, 8, 1 if masked else 3)
 
 
-def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+def takes_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the kernel takes these dtypes (16 bits) and heads on this device (matrix units that `tl.dot` uses)."""
     same, on = query.dtype == keys.dtype == values.dtype and query.dtype.itemsize == 2, target(query.device)
     return same and max(keys.shape[3], values.shape[3]) <= on.widest_head and not on.fragments

@@ -5,7 +5,7 @@ packed multiply-add for two elements turns levels into rotated keys (scale, and 
 has 64 tokens, two planes of a block.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ import triton.language as tl
 from ..codec.loud import load_loud
 from ..common.device import AMPERE
 from ..common.schedule import lengths, located
-from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize, power_of_two
+from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, merge, normalize, power_of_two
 from ..common.unpack import load_levels, scaled
 from ..format import CODE
 
@@ -128,20 +128,12 @@ def channel_of(column, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.conste
         return column // (BLOCK_D // QUARTERS) * (DIM // QUARTERS) + within, within < DIM // QUARTERS
 
 
-class PrefixMask(NamedTuple):
-    """Mask of a sequence: its rows are `rows` [BR] elements from `pointer`, its tokens `stride_t` apart."""
-
-    pointer: Any
-    rows: Any
-    stride_t: Any
+PrefixMask = namedtuple("PrefixMask", "pointer rows stride_t")
+"""Mask of a sequence: its rows are `rows` [BR] elements from `pointer`, its tokens `stride_t` apart."""
 
 
-class Scale(NamedTuple):
-    """Factors from products to logits in base 2: `factor` [BR] before the cap, `gain` [BR] after it."""
-
-    factor: Any
-    gain: Any
-    cap_log2: Any
+Scale = namedtuple("Scale", "factor gain cap_log2")
+"""Factors from products to logits in base 2: `factor` [BR] before the cap, `gain` [BR] after it."""
 
 
 @triton.jit
@@ -154,10 +146,11 @@ def normalised_rows(pointers, inside):
 
 @triton.jit
 def opaque(x, ASM: tl.constexpr):
-    """Return `x`, an int32 scalar, hidden from the compiler: it recomputes values from the result, and keeps no
-    registers for them."""
+    """Return `x`, an int32 scalar or an fp16 tile, hidden from the compiler: it recomputes values from the result, and
+    keeps no registers for them."""
     if ASM >= AMPERE:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+        PACK: tl.constexpr = 2 if x.dtype == tl.float16 else 1
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
     else:
         return x
 
@@ -176,6 +169,25 @@ def spill(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl
     tl.store(at, operand)
     tl.debug_barrier()
     return tl.load(at)
+
+
+@triton.jit
+def store_rows(
+    state, s_aux, head_q, out, lse, partial, row, valid, DV: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Store rows where `valid` [BR]: the output at pointers `out` [BR]; with SPLIT what they have of a share of the
+    tokens, in row `row` [BR] of `lse` and `partial`. `head_q` [BR] are heads."""
+    d = tl.arange(0, state.output.shape[1])
+    inside = valid[:, None] & (d < DV)[None, :]
+    if SPLIT:
+        tl.store(lse + row, log2_sum(finite(state.maximum), state.total), mask=valid)
+        tl.store(partial + row[:, None] * DV + d[None, :], normalize(state), mask=inside)
+    else:
+        total = tl.where(state.total > 0, state.total, 1.0)
+        if HAS_AUX:
+            aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            total += tl.exp2(aux - finite(state.maximum))
+        tl.store(out[:, None] + d[None, :], (state.output / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -224,8 +236,7 @@ def merge_splits(
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
     tokens,  # [] int32 on the device, the number of queries to write at most; or None
-    rows,  # G * S
-    groups,  # G
+    rows, groups,  # G * S, G
     kv_heads,
     count,  # B * Hkv * rows
     splits, out_b, out_s, out_h,

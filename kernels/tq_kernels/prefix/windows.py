@@ -16,17 +16,17 @@ import triton.language as tl
 
 from ..common.device import matrix_type, target
 from ..common.launcher import Kernel, kernel
-from ..common.softmax import LOG2E, bounded, empty_state, finite, log2_sum, normalize, update
+from ..common.softmax import bounded, empty_state, update
 from ..types import AttentionOptions
 from .dense import SPLIT_TOKENS, dense_config
 from .launch import merge, prefix_splits
+from .tiles import store_rows
 
 
 @kernel("count:cap_log2")
 def window_attention(
     query,  # [N, Hq, DIM], strides in units of 8 elements, like key and value
-    key,  # [N, Hkv, DIM]
-    value,  # [N, Hkv, DIM]
+    key, value,  # [N, Hkv, DIM]
     rows,  # [pages, 2, ROWS, Hkv, DIM] in the dtype of key and value
     block_table,  # [N, W] int32
     past,  # [N] int32, tokens before the new one; -1: padding
@@ -34,15 +34,12 @@ def window_attention(
     out,  # [N, Hq, DIM], contiguous; with splits unused
     partial,  # [splits, Hkv, N, G, DIM] float32, normalised; unused without splits
     lse,  # [splits, Hkv, N, G] float32, base 2; likewise
-    count,  # N
-    kv_heads,
-    groups,  # G
+    count, kv_heads, groups,  # N, Hkv, G
     query_t, query_h, key_t, key_h, value_t, value_h,
     width,  # W
     page_size,  # in units of 8 elements
     window, row_tiles,
-    scaling_log2,  # scaling * log2(e)
-    cap_log2,  # softcap * log2(e)
+    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr,
     SPLIT: tl.constexpr, MATRIX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -92,20 +89,9 @@ def window_attention(
         # The maximum is finite, because every tile has a token.
         state = update(state, x, v, None, False)
 
-    maximum, total, acc = state.maximum, state.total, state.output
-    inside = valid[:, None] & (d < DIM)[None, :]
-    if SPLIT:
-        at = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
-        tl.store(lse + at, log2_sum(maximum, total), mask=valid)
-        acc = normalize(state)
-        tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=inside)
-    else:
-        total = tl.where(total > 0, total, 1.0)
-        if HAS_AUX:
-            aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            total += tl.exp2(aux - finite(maximum))
-        at = out + (request * (kv_heads * groups) + head_q) * DIM
-        tl.store(at[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    row = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
+    at = out + (request * (kv_heads * groups) + head_q) * DIM
+    store_rows(state, s_aux, head_q, at, lse, partial, row, valid, DIM, HAS_AUX, SPLIT)
 
 
 ATTEND = Kernel(window_attention)

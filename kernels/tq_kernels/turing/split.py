@@ -9,7 +9,7 @@ clocks of a quarter of a multiprocessor each: 512 clocks for 256.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -22,27 +22,28 @@ from ..common.schedule import (
     ROTATED,
     START,
     BlockParts,
+    DecodeCall,
     DenseTokens,
-    NewTokens,
     claim,
     counted,
-    dense_jobs,
+    dense_of_pages,
     dense_rows,
     first_block_column,
     first_jobs,
+    next_sequence,
     packed_of,
     packed_share,
     parts_of,
     row_size,
     sharing,
-    stream_of,
-    work_of,
+    step_work,
+    stream_at,
 )
 from ..common.softmax import log2_sum
 from ..common.unpack import PROBABILITY_BITS
 from ..format import CODE, TOKENS
 from .fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, value_tiles, zero_quads
-from .tiles import PackedShape, attend_dense, attend_packed, load_dense, load_rows, loud_pairs
+from .tiles import PackedShape, add_dense_tokens, add_half_block, load_dense, load_rows, loud_pairs
 
 
 @triton.jit
@@ -69,14 +70,8 @@ def logit_factors(scale, first, rows, t, unit, TILES: tl.constexpr):
     return factors
 
 
-class Slots(NamedTuple):
-    """Slots of partial results: pointers to slot 0's logarithms and results, rows of a slot, and the lane's g and t."""
-
-    lse: Any
-    partial: Any
-    tile_rows: Any
-    g: Any
-    t: Any
+Slots = namedtuple("Slots", "lse partial tile_rows g t")
+"""Slots of partial results: pointers to slot 0's logarithms and results, rows of a slot, and the lane's g and t."""
 
 
 @triton.jit
@@ -113,6 +108,161 @@ def store_partial(
                         )
 
 
+@triton.jit
+def _packed_part(
+    a: DecodeCall, slots: Slots, scratch, scale, worker, blocks, batch, stream, at, start, end, C: tl.constexpr
+):  # fmt: skip
+    """Attend to the packed blocks `start` to `end` of a worker's share, from `stream` on, which begins at `at`; without
+    pages a stream has `blocks` blocks. `scratch` is a pointer to fp16, `scale` to the first row's scale."""
+    TILES: tl.constexpr = C.BLOCK_R // 8
+    KEY_QUARTERS: tl.constexpr = CODE[C.KEY_BITS].quarters
+    KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
+    STRIDE: tl.constexpr = row_size(C.DKP, C.LOUD)
+    unit: tl.constexpr = CODE[C.KEY_BITS].small_unit
+    g, t = slots.g, slots.t
+    while at < end:
+        own = blocks if a.block_table is None else packed_of(a.num_blocks, batch, a.queries)
+        first, last = tl.maximum(start - at - START, 0), tl.minimum(end - at - START, own)
+        head = stream // a.row_tiles
+        kv_head = head % a.kv_heads
+        first_row = (stream % a.row_tiles) * (8 * TILES)
+        # Queries
+        factor = logit_factors(scale + head * a.rows, first_row, a.rows, t, a.scaling_log2 / unit, TILES)
+        gain = ones(TILES) if C.BOUNDS else factor
+        rotated = scratch + ROTATED + head * a.rows * STRIDE
+        q = operands(rotated, first_row, a.rows, g, t, STRIDE, KEY_WIDTH, KEY_QUARTERS, TILES)
+        q_loud = ()
+        for tile in tl.static_range(TILES if C.LOUD > 0 else 0):
+            r = first_row + 8 * tile + g
+            q_loud += (loud_pairs(rotated + (r * STRIDE + C.DKP), 2 * t, r < a.rows, C.LOUD),)
+        sums, maximum = initial(TILES)
+        acc = zero_quads(value_tiles(C.DVP, C.VALUE_BITS) * TILES)
+        # Blocks, half of one at a time
+        if a.block_table is None:
+            at_block = batch.to(tl.int64) * a.blocks_b + kv_head.to(tl.int64) * a.blocks_h
+            head_blocks = a.packed + at_block * C.BLOCK_WORDS
+            mask_row = a.mask + batch.to(tl.int64) * a.mask_b
+            sink_count = tl.load(a.num_sinks) if C.MASK else 0
+        else:
+            head_blocks = a.packed + kv_head * C.BLOCK_WORDS
+            pages = a.block_table + batch.to(tl.int64) * a.width + first_block_column(C.SINKS, C.RING, C.ROWS)
+        for step in tl.range(2 * first, 2 * last):
+            block, half = step // 2, step % 2
+            allowed = ()
+            if C.MASK:
+                allowed = _flags_of_half(a, mask_row, sink_count, block, half, first_row, g, t, TILES)
+            home = block if a.block_table is None else tl.load(pages + block).to(tl.int64) * a.blocks_b
+            parts = parts_of(head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS, C.DVP * C.VALUE_BITS, C.LOUD)
+            place = BlockParts(
+                parts.key_words + half * (8 * KEY_WIDTH), parts.loud + half * (16 * C.LOUD),
+                parts.value_words + half * 8, parts.scales + half * 16, parts.means,
+            )  # fmt: skip
+            acc, sums, maximum = add_half_block(
+                acc, sums, maximum, q, q_loud, factor, a.cap_log2, place, allowed, g, t,
+                PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES, C.LOUD),
+            )  # fmt: skip
+        store_partial(
+            slots, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, CODE[C.VALUE_BITS].small_unit,
+            C.DVP, C.DM, CODE[C.VALUE_BITS].quarters, TILES, False,
+        )  # fmt: skip
+        at += counted(own)
+        stream += 1
+        if a.block_table is None:
+            batch = stream // a.heads
+        else:
+            batch, stream, at = next_sequence(a, batch, stream, at, end, C.BLOCK_B)
+
+
+@triton.jit
+def _flags_of_half(a: DecodeCall, mask_row, sink_count, block, half, first_row, g, t, TILES: tl.constexpr):
+    """Load the mask of half a block: flags as in `add_half_block`."""
+    allowed = ()
+    for plane in tl.static_range(4):
+        for tile in tl.static_range(TILES):
+            for i in tl.static_range(4):
+                token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
+                r = first_row + 8 * tile + 2 * t + i % 2
+                seen = mask_row + (sink_count + token).to(tl.int64) * a.mask_t + (r % a.queries) * a.mask_s
+                allowed += (load_flag(seen, r < a.rows),)
+    return allowed
+
+
+@triton.jit
+def _dense_part(
+    a: DecodeCall,
+    slots: Slots,
+    scratch,
+    plain_at,
+    scale,
+    workers,
+    blocks,
+    count,
+    ring_start,
+    job,
+    jobs,
+    C: tl.constexpr,
+):
+    """Attend to the dense tokens of job `job`. For `scratch` and `scale` see `_packed_part`."""
+    TILES: tl.constexpr = C.BLOCK_R // 8
+    g, t = slots.g, slots.t
+    stream, part = job // jobs, job % jobs
+    batch = stream // a.heads
+    head = stream // a.row_tiles
+    # Tokens
+    if a.block_table is None:
+        rows = a.kv_rows + head.to(tl.int64) * ((a.ring + a.sinks) * (C.DK + C.DV))
+        dense = DenseTokens(rows, None, None, None, a.sinks, a.ring, ring_start, count, None, count)
+    else:
+        dense, _, own_jobs = dense_of_pages(a, batch, head % a.kv_heads, C)
+        count = tl.where(own_jobs > 0, dense.count, 0)
+    # Queries
+    first_row = (stream % a.row_tiles) * (8 * TILES)
+    gain = logit_factors(scale + head * a.rows, first_row, a.rows, t, a.scaling_log2, TILES)
+    plain = scratch + (2 * LINE) * plain_at + head * a.rows * C.DK
+    exists = part * DENSE_TOKENS < count  # over pages a sequence may have fewer jobs, and no queries
+    q = ()
+    for tile in tl.static_range(TILES):
+        r = first_row + 8 * tile + g
+        pairs = ()
+        for chunk in tl.static_range((C.DK + 15) // 16):
+            pairs += load_dense(plain + r * C.DK, (r < a.rows) & exists, t, chunk, C.DK, C.DK % 4 == 0)
+        q += (pairs,)
+    # Rows and flags of tokens
+    if C.MASK:
+        mask_row = a.mask + batch.to(tl.int64) * a.mask_b
+    key_rows, value_rows, inside, allowed = (), (), (), ()
+    for group in tl.static_range(2):
+        token = ()
+        for half in tl.static_range(2):
+            j = part * DENSE_TOKENS + 16 * group + 8 * half + g
+            k_row, v_row = dense_rows(dense, j, C)
+            key_rows += (k_row,)
+            value_rows += (v_row,)
+            inside += (j < count,)
+            token += (j,)
+        for tile in tl.static_range(TILES):
+            for i in tl.static_range(4):
+                j = token[i // 2]
+                r = first_row + 8 * tile + 2 * t + i % 2
+                seen = inside[2 * group + i // 2] & (r < a.rows)
+                if C.CAUSAL:
+                    seen = seen & (j <= count - a.queries + r % a.queries)
+                if C.MASK:
+                    position = tl.where(j < a.sinks, j, j + blocks * TOKENS)
+                    at_mask = mask_row + position.to(tl.int64) * a.mask_t + (r % a.queries) * a.mask_s
+                    seen = load_flag(at_mask, seen)
+                allowed += (seen,)
+    sums, maximum = initial(TILES)
+    acc, sums, maximum = add_dense_tokens(
+        zero_quads(((C.DV + 15) // 16) * TILES), sums, maximum, q, gain, a.cap_log2,
+        key_rows, value_rows, inside, allowed, t, C.DK, C.DV, C.BOUNDS, TILES,
+    )  # fmt: skip
+    if C.BOUNDS:
+        gain = ones(TILES)
+    slot = workers + a.streams + stream * a.dense_splits + part
+    store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, C.DV, C.DM, 1, TILES, True)
+
+
 @kernel("mask_b:dense_splits")
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
@@ -123,102 +273,26 @@ def decode_split_fragments(
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each."""
     C: tl.constexpr = constants_of(SHAPE)
-    worker = tl.program_id(0)
-    workers = tl.num_programs(0)
-    TILES: tl.constexpr = C.BLOCK_R // 8
-    lane = tl.arange(0, LANES)
-    g = lane // 4
-    t = lane % 4
-    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    worker, workers = tl.program_id(0), tl.num_programs(0)
+    g, t = tl.arange(0, LANES) // 4, tl.arange(0, LANES) % 4
     scale = scratch + LINE * scale_at
-    lse = scratch + LINE * lse_at
-    partial = scratch + LINE * partial_at
-    KEY_QUARTERS: tl.constexpr = CODE[C.KEY_BITS].quarters
-    VALUE_QUARTERS: tl.constexpr = CODE[C.VALUE_BITS].quarters
-    KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
-    FIRST_BLOCK: tl.constexpr = 0 if block_table is None else first_block_column(C.SINKS, C.RING, C.ROWS)
-    heads = kv_heads * row_tiles
-    every = tl.arange(0, 1 if block_table is None else C.BLOCK_B)
-    if block_table is None:
-        blocks = tl.load(num_blocks)
-        per_stream, jobs = tl.maximum(counted(blocks), 1), dense_jobs(tl.load(num_sinks) + tl.load(num_residual))
-        total = counted(blocks) * streams
-    else:
-        work = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-        total, jobs = tl.sum(counted(work[0]), 0) * heads, tl.max(work[1], 0)
+    slots = Slots(scratch + LINE * lse_at, scratch + LINE * partial_at, tile_rows, g, t)
+    a = DecodeCall(
+        packed, num_blocks, kv_rows, num_residual, num_sinks, mask, key, value, block_table, cu_seqlens_q, cu_seqlens_k,
+        mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b, blocks_h, ring, sinks, key_t, key_h, value_t,
+        value_h, width, scaling_log2, cap_log2, row_tiles, streams, tile_rows, dense_splits, kv_heads * row_tiles,
+    )  # fmt: skip
+    rows_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    blocks, _, _, total, jobs = step_work(a, C.BLOCK_B)
     total_jobs = jobs * streams
     sharers = sharing(workers, total, total_jobs)
     start, end = packed_share(worker, sharers, total)
-
-    # Packed blocks: the worker's share, stream by stream.
-    if block_table is None:
-        stream = start // per_stream
-        batch, at = stream // heads, stream * per_stream
-    else:
-        batch, stream, at = stream_of(counted(work[0]), heads, start)
-    while at < end:
-        if block_table is not None:
-            blocks = packed_of(num_blocks, batch, queries)
-        first = tl.maximum(start - at - START, 0)
-        last = tl.minimum(end - at - START, blocks)
-        head = stream // row_tiles
-        kv_head = head % kv_heads
-        first_row = (stream % row_tiles) * (8 * TILES)
-        unit: tl.constexpr = CODE[C.KEY_BITS].small_unit
-        factor = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2 / unit, TILES)
-        gain = ones(TILES) if C.BOUNDS else factor
-        STRIDE: tl.constexpr = row_size(C.DKP, C.LOUD)
-        rotated = scratch_fp16 + ROTATED + head * rows * STRIDE
-        q = operands(rotated, first_row, rows, g, t, STRIDE, KEY_WIDTH, KEY_QUARTERS, TILES)
-        q_loud = ()
-        for tile in tl.static_range(TILES if C.LOUD > 0 else 0):
-            r = first_row + 8 * tile + g
-            q_loud += (loud_pairs(rotated + (r * STRIDE + C.DKP), 2 * t, r < rows, C.LOUD),)
-        sums, maximum = initial(TILES)
-        acc = zero_quads(value_tiles(C.DVP, C.VALUE_BITS) * TILES)
-        if block_table is None:
-            head_blocks = packed + (batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h) * C.BLOCK_WORDS
-            mask_row = mask + batch.to(tl.int64) * mask_b
-            sink_count = tl.load(num_sinks) if C.MASK else 0
-        else:
-            head_blocks = packed + kv_head * C.BLOCK_WORDS
-            pages = block_table + batch.to(tl.int64) * width + FIRST_BLOCK
-        for step in tl.range(2 * first, 2 * last):
-            block = step // 2
-            half = step % 2
-            allowed = ()
-            if C.MASK:
-                for plane in tl.static_range(4):
-                    for tile in tl.static_range(TILES):
-                        for i in tl.static_range(4):
-                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
-                            r = first_row + 8 * tile + 2 * t + i % 2
-                            seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
-                            allowed += (load_flag(seen, r < rows),)
-            home = block if block_table is None else tl.load(pages + block).to(tl.int64) * blocks_b
-            parts = parts_of(head_blocks + home * C.BLOCK_WORDS, C.DKP * C.KEY_BITS, C.DVP * C.VALUE_BITS, C.LOUD)
-            place = BlockParts(
-                parts.key_words + half * (8 * KEY_WIDTH), parts.loud + half * (16 * C.LOUD),
-                parts.value_words + half * 8, parts.scales + half * 16, parts.means,
-            )  # fmt: skip
-            acc, sums, maximum = attend_packed(
-                acc, sums, maximum, q, q_loud, factor, cap_log2, place, allowed, g, t,
-                PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES, C.LOUD),
-            )  # fmt: skip
-        store_partial(
-            Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
-            CODE[C.VALUE_BITS].small_unit, C.DVP, C.DM, VALUE_QUARTERS, TILES, False,
-        )  # fmt: skip
-        at += counted(blocks)
-        stream += 1
-        if block_table is None:
-            batch = stream // heads
-        elif (stream % heads == 0) & (at < end):
-            later = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, every, queries)
-            batch, stream, at = stream_of(counted(later[0]), heads, at)
+    batch, stream, at = stream_at(a, blocks, start)
+    _packed_part(a, slots, rows_fp16, scale, worker, blocks, batch, stream, at, start, end, C)
 
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has. Load
     # numbers of tokens again: the loop above has no register to spare.
+    count, ring_start = None, None
     if block_table is None:
         count = tl.load(num_sinks) + tl.load(num_residual)
         ring_start = (blocks * TOKENS) % ring
@@ -227,66 +301,5 @@ def decode_split_fragments(
     if job < 0:
         job = claim(claims, without_share, total_jobs)
     while job < total_jobs:
-        stream, part = job // jobs, job % jobs
-        batch = stream // heads
-        head = stream // row_tiles
-        kv_head = head % kv_heads
-        if block_table is None:
-            own_rows = kv_rows + head.to(tl.int64) * ((ring + sinks) * (C.DK + C.DV))
-            dense = DenseTokens(own_rows, None, None, None, sinks, ring, ring_start, count, None, count)
-        else:
-            held, own_jobs, new_token, past = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, batch, queries)
-            history = tl.where(own_jobs > 0, past - held * TOKENS, 0)
-            count = tl.where(own_jobs > 0, history + 1, 0)
-            new_key = key + (new_token.to(tl.int64) * (key_t * 8) + kv_head * (key_h * 8))
-            new_value = value + (new_token.to(tl.int64) * (value_t * 8) + kv_head * (value_h * 8))
-            dense = DenseTokens(
-                kv_rows, block_table + batch.to(tl.int64) * width, blocks_b, kv_head, C.SINKS, C.RING,
-                (held * TOKENS) % C.RING, history, NewTokens(new_key, new_value, key_t * 8, value_t * 8), count,
-            )  # fmt: skip
-        first_row = (stream % row_tiles) * (8 * TILES)
-        gain = logit_factors(scale + head * rows, first_row, rows, t, scaling_log2, TILES)
-        plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * C.DK
-        exists = part * DENSE_TOKENS < count  # over pages a sequence may have fewer jobs, and no queries
-        q = ()
-        for tile in tl.static_range(TILES):
-            r = first_row + 8 * tile + g
-            pairs = ()
-            for chunk in tl.static_range((C.DK + 15) // 16):
-                pairs += load_dense(plain + r * C.DK, (r < rows) & exists, t, chunk, C.DK, C.DK % 4 == 0)
-            q += (pairs,)
-        if C.MASK:
-            mask_row = mask + batch.to(tl.int64) * mask_b
-        key_rows, value_rows, inside, allowed = (), (), (), ()
-        for group in tl.static_range(2):
-            token = ()
-            for half in tl.static_range(2):
-                j = part * DENSE_TOKENS + 16 * group + 8 * half + g
-                k_row, v_row = dense_rows(dense, j, C)
-                key_rows += (k_row,)
-                value_rows += (v_row,)
-                inside += (j < count,)
-                token += (j,)
-            for tile in tl.static_range(TILES):
-                for i in tl.static_range(4):
-                    j = token[i // 2]
-                    r = first_row + 8 * tile + 2 * t + i % 2
-                    seen = inside[2 * group + i // 2] & (r < rows)
-                    if C.CAUSAL:
-                        seen = seen & (j <= count - queries + r % queries)
-                    if C.MASK:
-                        position = tl.where(j < sinks, j, j + blocks * TOKENS)
-                        at_mask = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
-                        seen = load_flag(at_mask, seen)
-                    allowed += (seen,)
-        sums, maximum = initial(TILES)
-        acc, sums, maximum = attend_dense(
-            zero_quads(((C.DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-            key_rows, value_rows, inside, allowed, t, C.DK, C.DV, C.BOUNDS, TILES,
-        )  # fmt: skip
-        if C.BOUNDS:
-            gain = ones(TILES)
-        slot = workers + streams + stream * dense_splits + part
-        slots = Slots(lse, partial, tile_rows, g, t)
-        store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, C.DV, C.DM, 1, TILES, True)
+        _dense_part(a, slots, rows_fp16, plain_at, scale, workers, blocks, count, ring_start, job, jobs, C)
         job = claim(claims, without_share, total_jobs)

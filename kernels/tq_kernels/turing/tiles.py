@@ -1,6 +1,6 @@
 """Contributions of tokens to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens."""
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -271,21 +271,12 @@ def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constex
     return new
 
 
-class PackedShape(NamedTuple):
-    """Constants of `attend_packed`."""
-
-    DKP: tl.constexpr
-    DVP: tl.constexpr
-    KEY_BITS: tl.constexpr
-    VALUE_BITS: tl.constexpr
-    MASKED: tl.constexpr
-    BOUNDS: tl.constexpr
-    TILES: tl.constexpr
-    LOUD: tl.constexpr
+PackedShape = namedtuple("PackedShape", "DKP DVP KEY_BITS VALUE_BITS MASKED BOUNDS TILES LOUD")
+"""Constants of `add_half_block`."""
 
 
 @triton.jit
-def attend_packed(
+def add_half_block(
     acc, sums, maximum, q, q_loud, factor, cap_log2, half: BlockParts, allowed, g, t, C: tl.constexpr
 ):  # fmt: skip
     """Attend to half a block.
@@ -342,7 +333,7 @@ def attend_packed(
 
 
 @triton.jit
-def attend_dense(
+def add_dense_tokens(
     acc, sums, maximum, q, factor, cap_log2, key_rows, value_rows, inside, allowed, t,
     DK: tl.constexpr, DV: tl.constexpr, BOUNDS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip

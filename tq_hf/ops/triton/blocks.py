@@ -33,7 +33,7 @@ if HAS_TRITON:
     from tq_kernels.latents.launch import attend_latents as attend_packed_latents
     from tq_kernels.latents.launch import takes_latents
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
-    from tq_kernels.prefix.dense import attends_dense
+    from tq_kernels.prefix.dense import takes_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
     from tq_kernels.sampling import truncate as truncate_by_search
 
@@ -341,7 +341,7 @@ def supports_attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, opt
     if torch.compiler.is_dynamo_compiling() or not supports_states(query) or not supports_mask(mask, options):
         return False
     traced = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *states))
-    return not traced and attends_dense(query, *states)
+    return not traced and takes_dense(query, *states)
 
 
 def supports_attend_dequantized(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> bool:
