@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +25,7 @@ from tests.support.batching_cases import (
     Stream,
     Tokens,
     answers,
-    check_one_graph,
     greedy,
-    mixed,
     model_of,
     options,
     outputs_of,
@@ -36,7 +33,6 @@ from tests.support.batching_cases import (
     serve,
     take_scratch,
 )
-from tests.support.helpers import slow
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import requests
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
@@ -101,24 +97,6 @@ def test_log_probabilities_are_those_of_the_logits(batching: TurboQuantBatching)
     assert result.logprobs == pytest.approx(found, abs=1e-4)
 
 
-def test_a_cancelled_request_gives_its_pages_back(batching: TurboQuantBatching) -> None:
-    with Session(batching.model) as session:
-        session.run(prompts([5]), greedy(1))
-        manager = session.manager
-        manager.start()
-        name = manager.add_request(prompts([300])[0], max_new_tokens=400, streaming=True)
-        seen = 0
-        for _ in manager.request_id_iter(name):
-            seen += 1
-            if seen == 3:
-                manager.cancel_request(name)
-                break
-        while manager.batch_processor.has_pending_requests():
-            manager.get_result(timeout=0.01)
-        manager.stop(keep_for_next_session=True)
-        assert session.pages_in_use() == 0
-
-
 def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuantBatching) -> None:
     """They take part in a step without a token of their own, and more requests than tokens are in it."""
     held, *others = prompts([129, *[50] * 9])
@@ -172,13 +150,6 @@ def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
             assert manager.current_batch == before
         *_, last = outputs
     assert last.generated_tokens == expected(batching, prompt, 40)
-
-
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first", "shortest_first"])
-def test_every_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
-    inputs = prompts([40, 140])
-    results = batching.generate_batch(inputs, greedy(6), options(scheduler_type=scheduler))
-    assert answers(results) == [expected(batching, prompt, 6) for prompt in inputs]
 
 
 def test_shorter_prompts_go_first_until_a_longer_one_has_waited_its_time() -> None:
@@ -338,16 +309,6 @@ def test_a_warm_up_waits_for_the_one_before(asynchronous: dict[str, Any], monkey
     assert [event for event, _ in groupby(events)] == ["compute", "wait"] * 16
 
 
-def test_asynchronous_forks_and_shared_prefixes(asynchronous: dict[str, Any]) -> None:
-    (prompt,) = prompts([300])
-    generation = greedy(12)
-    generation.num_return_sequences = 3
-    with Session(model_of(), **asynchronous) as session:
-        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 12, [299])] * 3
-        assert session.run([prompt], generation) == [session.oracle.after_prefix(prompt, 12, 260)] * 3
-        assert session.pages_in_use() == 0
-
-
 def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = prompts([130, 40])
     with Session(model_of(), allow_block_sharing=False, **asynchronous) as session:
@@ -397,22 +358,3 @@ def test_an_idle_loop_waits_without_looking_again(
             assert manager.get_result() is not None
         is_idle.wait()
     assert any(idle for idle, _ in waits) and all(timeout is None for idle, timeout in waits if idle)
-
-
-@pytest.mark.parametrize("name", [slow("llama"), slow("gemma3"), "gpt_oss"])
-def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
-    """Attention over pages and windows is an operator in it. A second cache takes the number of the first, so nothing
-    is compiled again."""
-    model = model_of() if name == "llama" else mixed(name)
-    check_one_graph(partial(Session, model), prompts([5, 120, 300]))
-
-
-@pytest.mark.slow
-def test_a_step_that_inductor_compiled_answers_alike() -> None:
-    """Its code checks the strides of what operators return."""
-    model, inputs = mixed("gpt_oss", head_dim=128, num_attention_heads=8), prompts([5, 120, 300])
-    found = []
-    for level in (0, 1):
-        with Session(model, default_compile_level=level) as session:
-            found.append(session.run(inputs, greedy(20)))
-    assert found[0] == found[1]

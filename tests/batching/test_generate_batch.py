@@ -6,29 +6,6 @@ import pytest
 
 from tests.support.batching_cases import Session, Steps, greedy, model_of, prompts
 
-LENGTHS = [5, 120, 128, 129, 300]
-
-
-@pytest.mark.parametrize(
-    ("preset", "changes"),
-    [
-        ("4bit_nc", {}),
-        ("k8v4", {"head_dim": 64}),
-        ("3.5bit_nc", {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}),
-        ("2bit_nc", {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 1}),
-    ],
-    ids=str,
-)
-def test_answers_are_those_of_generate(preset: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, steps = model_of(**changes), prompts(LENGTHS), Steps(monkeypatch)
-    before = model.config._attn_implementation
-    with Session(model, preset, num_blocks=400) as session:
-        found = session.run(inputs, greedy(10))
-        assert session.pages_in_use() == 0
-        assert found == [session.oracle.generate(prompt, 10) for prompt in inputs]
-    assert steps.kinds() == {"table", "lists"}
-    assert model.config._attn_implementation == before
-
 
 def test_a_request_that_outgrows_its_block_table_goes_on_with_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,), steps = prompts([120]), Steps(monkeypatch)

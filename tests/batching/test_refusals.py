@@ -85,14 +85,6 @@ def test_models_of_sliding_windows_only_are_refused() -> None:
         TurboQuantBatching(build("mistral", sliding_window=64))
 
 
-@pytest.mark.parametrize("graphs", [True, (True, False)])
-def test_graphs_of_prompts_over_sliding_windows_are_refused(graphs: bool | tuple[bool, bool]) -> None:
-    batching, config = TurboQuantBatching(build("gpt_oss"), balance=False), options(use_cuda_graph=graphs)
-    with pytest.raises(ValueError, match="`use_cuda_graph` is .*\\(False, True\\)"):
-        batching.init_continuous_batching(greedy(2), config)
-    assert batching.model.config._attn_implementation != "turboquant_paged"
-
-
 def test_encoder_decoders_are_refused() -> None:
     config = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
     with pytest.raises(ValueError, match="encoder-decoder"):

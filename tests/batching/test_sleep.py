@@ -26,17 +26,6 @@ def test_what_sleeps_holds_no_pages_and_answers_as_before(monkeypatch: pytest.Mo
         assert session.cache.num_blocks == pages
 
 
-def test_a_manager_wakes_before_its_session() -> None:
-    model = model_of()
-    with Session(model) as session:
-        found = session.run(prompts([40]), greedy(4))
-        session.batching.sleep()
-        session.batching.wake()
-        pool = session.cache.cache_tensor
-        assert model.config._attn_implementation == "sdpa", "the model is free until the session"
-        assert session.run(prompts([40]), greedy(4)) == found and session.cache.cache_tensor is pool
-
-
 def test_a_model_that_was_trained_in_between_goes_on_with_its_manager() -> None:
     model, (prompt,) = model_of(), prompts([300])
     with Session(model, overrides={"balance": False}) as session:

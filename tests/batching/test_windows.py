@@ -6,23 +6,6 @@ import pytest
 
 from tests.support.batching_cases import Session, Steps, greedy, mixed, prompts
 
-LENGTHS = [5, 95, 96, 97, 128, 300, 700]
-
-
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "gemma2", "qwen2"])
-def test_answers_are_those_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, steps = mixed(name), prompts(LENGTHS), Steps(monkeypatch)
-    with Session(model, num_blocks=400) as session:
-        expected = [session.oracle.generate(prompt, 10) for prompt in inputs]
-        assert session.run(inputs, greedy(10)) == expected
-        assert session.pages_in_use() == 0
-        # What pages are full of is nobody's.
-        unused, pages = session.cache.cache_tensor.tensor_split([session.cache.bytes_per_sector])
-        pages.fill_(255)
-        assert session.run(inputs, greedy(10)) == expected
-        assert unused.count_nonzero() == 0
-    assert steps.kinds() == {"table", "lists"}
-
 
 def test_the_kinds_of_layers_are_those_of_the_model() -> None:
     with Session(mixed("qwen2")) as session:

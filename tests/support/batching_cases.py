@@ -210,8 +210,12 @@ class Session:
 
     def capture(self) -> None:
         """Compile and capture steps of all sizes now."""
+        self.prepare(now=True)
+
+    def prepare(self, **ways: bool) -> None:
+        """Make the pool, as `warmup` does in these ways."""
         manager = self.batching.init_continuous_batching(greedy(2), self.options)
-        manager.warmup(now=True)
+        manager.warmup(**ways)
         manager.restore_attention()
         self.model._cached_continuous_batching_manager = manager
 
