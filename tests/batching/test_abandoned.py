@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
 import pytest
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
-from tests.support.batching_cases import Session, greedy, model_of, options, prompts
+from tests.support.batching_cases import HeldSteps, Session, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
-from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.checks import CPU_REQUESTS, CPU_TOKENS
 from tq_hf.config import number_of_positions
 
 LAYERS = 6
 
 
-class Paused:
-    """Stops the first layer of steps of many tokens, until it is told to go on, and counts layers of such steps."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.go_on, self.layers = threading.Event(), threading.Event(), 0
-        real = paged_cache.paged_step
-
-        def step(new: Any, *args: Any, **more: Any) -> Any:
-            if len(new.query) > 200:
-                self.layers += 1
-                self.reached.set()
-                assert self.go_on.wait(60)
-            return real(new, *args, **more)
-
-        monkeypatch.setattr(paged_cache, "paged_step", step)
-
-
 @pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> Paused:
-    return Paused(monkeypatch)
+def paused(monkeypatch: pytest.MonkeyPatch) -> HeldSteps:
+    """Steps of the long prompts below wait at their first layer."""
+    return HeldSteps(monkeypatch, tokens=200)
 
 
-def test_a_step_of_a_cancelled_prompt_ends_at_its_layer_and_others_are_answered(paused: Paused) -> None:
+def test_a_step_of_a_cancelled_prompt_ends_at_its_layer_and_others_are_answered(paused: HeldSteps) -> None:
     long, short = prompts([900, 30])
     with Session(model_of(num_hidden_layers=LAYERS)) as session:
         manager = session.batching.init_continuous_batching(greedy(5), session.options)
@@ -62,7 +44,7 @@ def test_a_step_of_a_cancelled_prompt_ends_at_its_layer_and_others_are_answered(
         manager.stop(block=True)
 
 
-def test_the_id_of_a_cancelled_request_is_free_again(paused: Paused) -> None:
+def test_the_id_of_a_cancelled_request_is_free_again(paused: HeldSteps) -> None:
     """And a cancellation that comes late is not of the next request of that id."""
     long, short = prompts([900, 30])
     with Session(model_of(num_hidden_layers=LAYERS)) as session:
@@ -156,7 +138,7 @@ def test_requests_wait_no_longer_once_one_that_held_all_pages_is_cancelled() -> 
         manager.stop(block=True, hard_stop=True)
 
 
-def test_a_step_with_a_request_that_is_wanted_goes_on(paused: Paused) -> None:
+def test_a_step_with_a_request_that_is_wanted_goes_on(paused: HeldSteps) -> None:
     long, short = prompts([900, 30])
     with Session(model_of(num_hidden_layers=LAYERS)) as session:
         manager = session.batching.init_continuous_batching(greedy(5), session.options)
@@ -172,7 +154,7 @@ def test_a_step_with_a_request_that_is_wanted_goes_on(paused: Paused) -> None:
         manager.stop(block=True)
 
 
-def test_a_hard_stop_ends_a_step_at_its_layer(paused: Paused) -> None:
+def test_a_hard_stop_ends_a_step_at_its_layer(paused: HeldSteps) -> None:
     (long,) = prompts([900])
     with Session(model_of(num_hidden_layers=LAYERS)) as session:
         manager = session.batching.init_continuous_batching(greedy(5), session.options)

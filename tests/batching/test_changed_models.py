@@ -26,12 +26,21 @@ def trained(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.lora_A["first"].data.mul_(3)
 
 
+@torch.no_grad()
+def edited(model: Any) -> None:
+    """One weight of many: a fingerprint samples 64 numbers of each tensor."""
+    model.model.layers[0].mlp.up_proj.weight[3, 5] += 100.0
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "another adapter": lambda model: set_adapters(model, active_adapters=["second"]),
     "no adapter": lambda model: set_adapters(model, disable_adapters=True),
     "a stronger adapter": lambda model: set_adapters(model, scaling={"first": 3.0, "second": 1.0}),
     "a trained adapter": trained,
     "another dtype": lambda model: model.bfloat16(),
+    "an edited weight": edited,
+    "an edited embedding": lambda model: model.model.embed_tokens.weight.detach()[7].mul_(-9),
+    "another device": lambda model: model.to("meta"),
 }
 
 
@@ -39,10 +48,17 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_changed_model_is_given_no_pages_of_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,), model = prompts([300]), adapted()
     with Session(model, overrides=OPTIONS) as session:
-        before = session.run([prompt], greedy(8))
+        before, first = session.run([prompt], greedy(8)), session.manager
+        session.run([prompt[:60]], greedy(8))
+        assert session.manager is first
         CHANGES[name](model)
+        with pytest.raises(ValueError, match="adapters, dtype or device have changed"):
+            first.start()
+        if name == "another device":
+            return
         steps = Steps(monkeypatch)
         found = session.run([prompt], greedy(8))
+        assert session.manager is not first
         assert steps.seen[0][1] == [0], "the prompt is read from its first token on"
     with Session(model, overrides=OPTIONS) as fresh:
         assert found == fresh.run([prompt], greedy(8)) != before
@@ -70,15 +86,6 @@ def test_a_manager_is_not_started_again_over_a_changed_model() -> None:
             assert model.config._attn_implementation == "sdpa" and not session.manager.is_running()
         set_adapters(model, active_adapters=["first"])
         assert session.run(prompts([20]), greedy(2))
-
-
-def test_a_manager_is_not_started_again_over_a_model_on_another_device() -> None:
-    model = adapted()
-    with Session(model, overrides=OPTIONS) as session:
-        session.run(prompts([20]), greedy(2))
-        model.to("meta")
-        with pytest.raises(ValueError, match="dtype or device have changed"):
-            session.manager.start()
 
 
 def test_adapters_of_peft_are_switched_between_two_uses() -> None:

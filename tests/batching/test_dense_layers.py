@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, agreement, greedy, mixed, model_of, options, prompts
+from tests.support.batching_cases import Session, agreement, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.tensors.pages import LayerPages
 
@@ -22,14 +22,6 @@ def model() -> PreTrainedModel:
 
 def session_of(model: PreTrainedModel, overrides: dict[str, Any], **changes: Any) -> Session:
     return Session(model, PRESET, overrides=dict(balance=False) | overrides, **changes)
-
-
-def test_a_sliding_layer_and_a_dense_one_beside_a_packed_one() -> None:
-    kinds = ["sliding_attention", "full_attention", "full_attention"]
-    model = mixed("gemma3", num_hidden_layers=3, layer_types=kinds)
-    inputs = prompts([50, 400])
-    with session_of(model, dict(skip_layers=(1,))) as session:
-        assert session.run(inputs, greedy(40)) == [session.oracle.generate(prompt, 40) for prompt in inputs]
 
 
 def test_a_dense_layer_takes_a_page_of_rows_and_the_others_packed_ones(model: PreTrainedModel) -> None:

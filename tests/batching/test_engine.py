@@ -1,6 +1,6 @@
 """What transformers' engine does around the cache, with packed pages in it: like its own tests of continuous batching.
 
-Parity with `generate()` is in `test_generate_batch.py`; here are the other features, and the ways of running that need
+Parity with `generate()` is in `test_kinds_of_layers.py`; here are the other features, and the ways of running that need
 a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), acted out on a CPU.
 """
 

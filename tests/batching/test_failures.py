@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from tests.support.batching_cases import Oracle, Session, greedy, model_of, options, outputs_of, prompts, serve
+from tests.support.batching_cases import HeldSteps, Oracle, greedy, model_of, options, outputs_of, prompts, serve
 from tq_hf import TurboQuantBatching
-from tq_hf.batching import cache as paged_cache
 from tq_hf.batching import manager as managers
 from tq_hf.batching import requests
 from tq_hf.batching.processors import History, answer_ids
@@ -33,28 +29,9 @@ class Fragile:
         raise AssertionError
 
 
-class Steps:
-    """Lets a step wait, and then raise."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.go_on, self.error = threading.Event(), threading.Event(), None
-        real = paged_cache.paged_step
-
-        def step(*args: Any, **more: Any) -> Any:
-            self.reached.set()
-            assert self.go_on.wait(60)
-            if self.error is not None:
-                raise self.error
-            return real(*args, **more)
-
-        monkeypatch.setattr(paged_cache, "paged_step", step)
-
-    error: BaseException | None
-
-
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    return Steps(monkeypatch)
+def steps(monkeypatch: pytest.MonkeyPatch) -> HeldSteps:
+    return HeldSteps(monkeypatch)
 
 
 @pytest.mark.parametrize("fields", [{"stop_strings": "x"}, {"repetition_penalty": 1.3}], ids=["stop", "penalty"])
@@ -78,7 +55,7 @@ def test_a_request_whose_own_check_raises_fails_alone(
 
 @pytest.mark.parametrize("error", [AssertionError(), StopIteration(), ValueError(" ")], ids=repr)
 def test_a_failure_without_a_text_has_the_name_of_its_type(
-    error: Exception, batching: TurboQuantBatching, steps: Steps
+    error: Exception, batching: TurboQuantBatching, steps: HeldSteps
 ) -> None:
     steps.error = error
     steps.go_on.set()
@@ -88,7 +65,7 @@ def test_a_failure_without_a_text_has_the_name_of_its_type(
 
 @pytest.mark.parametrize("error", [SystemExit("a hook has exited"), KeyboardInterrupt(), GeneratorExit("x")], ids=repr)
 def test_requests_of_an_engine_that_died_fail_and_later_ones_too(
-    error: BaseException, batching: TurboQuantBatching, steps: Steps
+    error: BaseException, batching: TurboQuantBatching, steps: HeldSteps
 ) -> None:
     steps.error, (prompt,) = error, prompts([30])
     manager = batching.init_continuous_batching(greedy(3), options())
@@ -195,7 +172,7 @@ def test_an_interrupt_ends_the_engine_after_its_step_with_a_word(
 
 
 def test_an_engine_whose_thread_is_taken_for_ended_still_serves_its_model(
-    batching: TurboQuantBatching, steps: Steps
+    batching: TurboQuantBatching, steps: HeldSteps
 ) -> None:
     """Python 3.11 marks a thread as ended when a `join` of it is interrupted."""
     manager = batching.init_continuous_batching(greedy(3), options())
@@ -218,7 +195,7 @@ def test_an_engine_whose_thread_is_taken_for_ended_still_serves_its_model(
 
 
 def test_answers_go_on_after_a_stop_that_does_not_wait_and_keeps_nothing(
-    batching: TurboQuantBatching, steps: Steps
+    batching: TurboQuantBatching, steps: HeldSteps
 ) -> None:
     """Each later step failed, with a line in the log."""
     manager = batching.init_continuous_batching(greedy(6), options())
@@ -230,28 +207,3 @@ def test_answers_go_on_after_a_stop_that_does_not_wait_and_keeps_nothing(
     result = manager.get_result(name, timeout=60)
     assert result.error is None and len(result.generated_tokens) == 6
     assert manager._ended.wait(60)
-
-
-def edit(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[3, 5] += 100.0
-
-
-def edit_embedding(model: Any) -> None:
-    model.model.embed_tokens.weight.detach()[7].mul_(2)
-
-
-@pytest.mark.parametrize("change", [edit, edit_embedding])
-def test_pages_are_not_shared_over_an_edit_of_a_few_weights(change: Callable[[Any], None]) -> None:
-    """A fingerprint samples 64 numbers of each tensor."""
-    (prompt,) = prompts([300])
-    with Session(model_of(), overrides={"balance": False}) as session:
-        session.run([prompt], greedy(4))
-        first = session.manager
-        session.run([prompt[:60]], greedy(4))
-        assert session.manager is first
-        change(session.model)
-        with pytest.raises(ValueError, match="weights, adapters, dtype or device have changed"):
-            first.start()
-        assert session.run([prompt], greedy(4)) == [session.oracle.generate(prompt, 4)]
-        assert session.manager is not first

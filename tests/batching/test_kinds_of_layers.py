@@ -44,11 +44,13 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 PACKED_ONLY = dict(sink_tokens=0, residual_length=0)
 DENSE: list[dict[str, Any]] = [dict(skip_layers=(0,)), dict(layers={-1: None}), dict(skip_layers=(1,)) | PACKED_ONLY]
 LATENTS: list[dict[str, Any]] = [{}, PACKED_ONLY, dict(skip_layers=(0,))]
+ALL_KINDS = ["sliding_attention", "full_attention", "full_attention"]
 DENSE_OR_LATENTS = [
     *((KINDS["dense"][0], overrides) for overrides in DENSE),
     *((partial(model_of, "deepseek_v3"), overrides) for overrides in LATENTS),
+    (partial(mixed, "gemma3", num_hidden_layers=3, layer_types=ALL_KINDS), dict(skip_layers=(1,))),
 ]
-"""Models with dense layers and with latents, and options of their caches."""
+"""Models with dense layers (the last one beside a window, too) and with latents, and options of their caches."""
 
 
 def session_of(kind: str, **changes: Any) -> Session:
@@ -376,3 +378,38 @@ def test_graphs_of_steps_with_prompts_are_refused(make: Made, words: str, graphs
     with pytest.raises(ValueError, match=words):
         batching.init_continuous_batching(greedy(2), options(use_cuda_graph=graphs))
     assert batching.model.config._attn_implementation != "turboquant_paged"
+
+
+@pytest.mark.parametrize(
+    ("make", "full", "others", "kind"),
+    [(partial(mixed, "qwen2"), [0], [1], "windows"), (hybrid, [1], [0, 2], "states")],
+    ids=["windows", "linear"],
+)
+def test_the_kinds_of_layers_are_those_of_the_model(make: Made, full: list[int], others: list[int], kind: str) -> None:
+    with Session(make()) as session:
+        session.run(prompts([5]), greedy(1))
+        cache = session.cache
+        assert cache.allocator.layer_indices == full and getattr(cache, kind).layer_indices == others
+        assert not cache.use_prefix_sharing
+
+
+def test_tables_have_room_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with long windows they are more pages than those of the longest request that tables serve."""
+    (prompt,), steps = prompts([1200]), Steps(monkeypatch)
+    model = mixed("gemma3", sliding_window=1100)
+    with Session(model, max_blocks_per_request=28) as session:
+        assert session.run([prompt], greedy(6)) == [session.oracle.generate(prompt, 6)]
+        assert session.cache.windows.pages_of(1100) > 28
+    assert steps.kinds() == {"table", "lists"}
+
+
+def test_a_request_is_refused_if_its_pages_and_its_window_are_more_than_the_pool() -> None:
+    with Session(mixed("gemma3"), num_blocks=4, max_batch_tokens=2048) as session:
+        session.run(prompts([5]), greedy(1))
+        cache = session.cache
+        longest = cache.max_request_tokens
+        assert cache._sectors_of(longest) <= cache.num_sectors < cache._sectors_of(longest + 1)
+        (prompt,) = prompts([longest - 3])
+        assert [len(out) for out in session.run([prompt], greedy(4))] == [4]
+        results = session.batching.generate_batch([prompt], greedy(5), session.options, persistent_manager=True)
+        assert f"which has room for {longest:,}" in next(iter(results.values())).error

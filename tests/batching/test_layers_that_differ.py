@@ -1,5 +1,5 @@
 """Models whose full and sliding layers have heads of other widths and numbers, at the sizes they are published in, and
-whose last layers read the keys and values of others (Gemma 4, Gemma 3n)."""
+whose last layers read the keys and values of others (Gemma 4, Gemma 3n); packed layers beside dense ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, gemma4, gemma4_sharing, greedy, prompts
+from tests.support.batching_cases import Session, gemma4, gemma4_sharing, greedy, model_of, prompts
 from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf.batching.allocators import page_owners
 from tq_hf.ops.triton import pages as triton_pages
@@ -54,3 +54,15 @@ def test_pages_are_as_large_as_what_they_hold(make: Callable[[], PreTrainedModel
         rows = cache.windows.bytes_per_block // row
         assert cache.windows.tokens_per_page == rows and cache.windows.bytes_per_block - rows * row < row
         assert cache.bytes_per_sector % cache.allocator.bytes_per_block == 0
+
+
+def test_kernels_find_pages_between_which_dense_blocks_lie(monkeypatch) -> None:
+    kernel_steps, step = [], triton_pages.paged_step
+    monkeypatch.setattr(
+        triton_pages, "paged_step", lambda *args, **more: kernel_steps.append(args[1]) or step(*args, **more)
+    )
+    model, inputs = model_of(num_hidden_layers=3), prompts([3, 132])
+    with Session(model, "4bit_nc", overrides=dict(balance=False, skip_layers=(1,))) as session:
+        assert session.run(inputs, greedy(3)) == [session.oracle.generate(prompt, 3) for prompt in inputs]
+        packed = {id(session.cache.allocator.pages[layer]) for layer in (0, 2)}
+        assert {id(pages) for pages in kernel_steps} == (packed if INTERPRETED else set())

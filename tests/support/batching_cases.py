@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tq_kernels.types import Sequences
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from tests.support.tiny_models import VOCAB, build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
@@ -88,6 +96,16 @@ def serve(batching: TurboQuantBatching, new: int, **changes: Any) -> AbstractCon
     return batching.continuous_batching_context_manager(greedy(new), continuous_batching_config=options(**changes))
 
 
+def ask(
+    batching: TurboQuantBatching, asked: list[tuple[Tokens, dict[str, Any]]], new: int, **changes: Any
+) -> list[Tokens]:
+    """Answers of one batch of requests, each with its own options."""
+    with serve(batching, new, **changes) as manager:
+        names = [manager.add_request(prompt, **fields) for prompt, fields in asked]
+        found = outputs_of(manager, len(names))
+    return [found[name].generated_tokens for name in names]
+
+
 def outputs_of(manager: TurboQuantBatchingManager, number: int) -> dict[str, Any]:
     """Last outputs of a number of answers, by their ids."""
     found: dict[str, Any] = {}
@@ -110,6 +128,26 @@ def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     monkeypatch.setattr(paged_cache, "paged_step", with_scratch)
 
 
+class HeldSteps:
+    """Lets layers of steps of at least `tokens` tokens wait for a sign, and then raise `error`. Counts these layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int = 0) -> None:
+        self.reached, self.go_on, self.layers = threading.Event(), threading.Event(), 0
+        self.error: BaseException | None = None
+        real = paged_cache.paged_step
+
+        def step(new: Any, *args: Any, **more: Any) -> torch.Tensor:
+            if len(new.query) >= tokens:
+                self.layers += 1
+                self.reached.set()
+                assert self.go_on.wait(60)
+                if self.error is not None:
+                    raise self.error
+            return real(new, *args, **more)
+
+        monkeypatch.setattr(paged_cache, "paged_step", step)
+
+
 NEAR_TIE = 0.5
 """Standard deviations of the logits by which rounding in bf16, and the codes that it changes, move them at most."""
 
@@ -126,30 +164,37 @@ class Oracle:
     def cache(self, **changes: Any) -> TurboQuantCache:
         return TurboQuantCache(self.model.config, replace(self.config, **changes), balance=self.balance)
 
-    def generate(self, prompt: Tokens, new: int) -> Tokens:
-        """Greedy tokens of `generate()`."""
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """The model reads packed caches."""
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("turboquant")
-        ids = torch.tensor([prompt], device=self.model.device)
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), **as_input(self.cache()), max_new_tokens=new, do_sample=False
-        )
+        yield
         self.model.set_attn_implementation(before)
+
+    def generate(
+        self, prompt: Tokens, new: int, config: GenerationConfig | None = None, *processors: LogitsProcessor
+    ) -> Tokens:
+        """Tokens of `generate()`, greedy ones without a config, chosen from what processors leave."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        options = dict(max_new_tokens=new, do_sample=False) if config is None else dict(generation_config=config)
+        options |= dict(logits_processor=LogitsProcessorList(processors), attention_mask=torch.ones_like(ids))
+        with self.attention():
+            out = self.model.generate(ids, **as_input(self.cache()), **options)
         return out[0, len(prompt) :].tolist()
 
     @torch.no_grad()
     def furthest(self, inputs: list[Tokens], found: list[Tokens], expected: list[Tokens]) -> float:
         """Largest distance between the two tokens at which answers part, in standard deviations of the logits. Rounding
         parts answers at near ties only."""
-        before, distances = self.model.config._attn_implementation, [0.0]
-        self.model.set_attn_implementation("turboquant")
+        distances = [0.0]
         for prompt, one, other in zip(inputs, found, expected, strict=True):
             at = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
             if at is not None:
                 ids = torch.tensor([prompt + one[:at]], device=self.model.device)
-                logits = self.model(ids, **as_input(self.cache())).logits[0, -1].float()
+                with self.attention():
+                    logits = self.model(ids, **as_input(self.cache())).logits[0, -1].float()
                 distances.append(float((logits[one[at]] - logits[other[at]]).abs() / logits.std()))
-        self.model.set_attn_implementation(before)
         return max(distances)
 
     def begun(self, prompt: Tokens, blocks: int) -> TurboQuantCache:
@@ -171,10 +216,8 @@ class Oracle:
 
     def chunked(self, prompt: Tokens, new: int, chunks: Sequence[int] = (), blocks: int = 0) -> Tokens:
         """Greedy tokens, the prompt read in pieces of these sizes and the rest, after so many blocks of others."""
-        before = self.model.config._attn_implementation
-        self.model.set_attn_implementation("turboquant")
         out, logits = [], torch.empty(0)
-        with torch.no_grad():
+        with torch.no_grad(), self.attention():
             cache, at = self.begun(prompt, blocks), self.config.sink_tokens + 128 * blocks if blocks else 0
             for size in filter(None, (*chunks, len(prompt) - at - sum(chunks))):
                 logits = self.model(torch.tensor([prompt[at : at + size]]), **as_input(cache)).logits[0, -1]
@@ -182,7 +225,6 @@ class Oracle:
             for _ in range(new):
                 out.append(int(logits.argmax()))
                 logits = self.model(torch.tensor([out[-1:]]), **as_input(cache)).logits[0, -1]
-        self.model.set_attn_implementation(before)
         return out
 
 
