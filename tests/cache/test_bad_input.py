@@ -54,11 +54,6 @@ def test_unknown_preset_lists_the_valid_ones(preset):
     assert repr(preset) in str(error.value) and all(name in str(error.value) for name in PRESETS)
 
 
-def test_unknown_option_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="nbits.*Valid options:.*residual_length"):
-        TurboQuantCache(llama_config(), nbits=4)
-
-
 def test_options_beside_a_config_object_are_refused():
     with pytest.raises(ValueError, match="TurboQuantConfig and also key_bits, seed.*dataclasses.replace"):
         TurboQuantCache(llama_config(), TurboQuantConfig(), seed=1, key_bits=3)
@@ -241,20 +236,11 @@ def test_exceeding_max_cache_len_while_decoding_is_refused(held, more):
     assert cache.get_seq_length() == 300
 
 
-@pytest.mark.parametrize("tokens", [1, 300])
-def test_a_positive_crop_is_refused(tokens):
-    cache = new_cache()
-    with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens}.*negative number, e.g. -1"):
-        cache.crop(tokens)
-    with pytest.raises(ValueError, match="negative number"):
-        new_cache(0).crop(tokens)
-
-
-@pytest.mark.parametrize("tokens", ["4", None, 1.5])
-def test_a_crop_of_no_number_is_refused(tokens):
-    cache = new_cache()
-    with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens!r}. Pass a negative number"):
-        cache.crop(tokens)
+@pytest.mark.parametrize("tokens", [1, 300, "4", None, 1.5])
+def test_a_crop_of_no_negative_number_is_refused(tokens):
+    for cache in (new_cache(), new_cache(0)):
+        with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens!r}.*negative number"):
+            cache.crop(tokens)
 
 
 def test_sequences_to_keep_are_a_tensor():
