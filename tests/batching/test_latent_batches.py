@@ -1,4 +1,5 @@
-"""Models with latent attention (MLA) in batches: pages hold packed latents, and tokens are those of `generate()`."""
+"""Models with latent attention (MLA) in batches, whose pages hold packed latents, and layers that `skip_layers` keeps
+dense: tokens are those of `generate()` with the same config."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import torch
 from tq_kernels.types import ChannelScales
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, greedy, model_of, prompts
+from tests.support.batching_cases import Session, agreement, greedy, model_of, options, prompts
 from tq_hf import Balance, TurboQuantBatching
 from tq_hf.ops import dispatch, latent_pages
+from tq_hf.tensors.pages import LayerPages
 
 PRESET = "4bit_nc"
 
@@ -84,3 +86,42 @@ def test_an_expansion_that_is_not_one_product_is_refused() -> None:
         assert model.config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match=words):
         TurboQuantBatching(model)
+
+
+@pytest.fixture(scope="module")
+def dense_model() -> PreTrainedModel:
+    return model_of(num_hidden_layers=3)
+
+
+def test_a_dense_layer_takes_a_page_of_rows_and_the_others_packed_ones(dense_model: PreTrainedModel) -> None:
+    with session_of(dense_model, dict(skip_layers=(-1,))) as session:
+        session.run(prompts([5]), greedy(1))
+        allocator = session.cache.allocator
+        packed = allocator.tq_config.layout(allocator.head_dim).block_bytes
+        heads, rows = allocator.num_key_value_heads, 2 * 128 * allocator.head_dim * 4
+        dense = -(-heads * rows // packed) * packed
+        assert allocator.bytes_per_block == heads * 2 * packed + dense
+        pages: LayerPages = allocator.pages[2]
+        assert pages.blocks is not None and pages.blocks.shape[1:] == (2, 128, 2 * allocator.head_dim)
+        assert pages.blocks.dtype == torch.float32
+
+
+def test_steps_that_read_dense_blocks_are_not_captured(dense_model: PreTrainedModel) -> None:
+    batching = TurboQuantBatching(dense_model, PRESET, skip_layers=(1,), balance=False)
+    for graphs in (True, (False, True)):
+        with pytest.raises(ValueError, match=r"dense layers \(\[1\] by `skip_layers`\)"):
+            batching.init_continuous_batching(greedy(2), options(use_cuda_graph=graphs))
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_torch_computes_them_beside_kernels() -> None:
+    """In float32, in which kernels still compute products of fp16: rarely another token is the largest."""
+    dense_model, inputs = (
+        model_of(num_hidden_layers=3, head_dim=128, num_attention_heads=8).cuda(),
+        prompts([3, 127, 132, 300]),
+    )
+    with session_of(dense_model, dict(skip_layers=(1,))) as session:
+        found = session.run(inputs, greedy(150))
+        expected = [session.oracle.generate(prompt, 150) for prompt in inputs]
+        assert not session.manager.batch_processor.model_runner.use_cuda_graph_decode
+    assert agreement(found, expected) > 0.7

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_memory import storages_reachable_from
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeLiteConfig, PreTrainedModel
 
@@ -28,6 +27,7 @@ from tests.support.helpers import (
     relative_error,
     slow,
     states,
+    storages_reachable_from,
 )
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
