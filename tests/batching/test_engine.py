@@ -130,8 +130,7 @@ def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuan
 def test_forks_of_a_prompt_of_which_one_token_is_left(batching: TurboQuantBatching, length: int) -> None:
     """There is a step without any token then."""
     (prompt,) = prompts([length])
-    generation = greedy(4)
-    generation.num_return_sequences = 3
+    generation = greedy(4, answers=3)
     with Session(batching.model) as session:
         session.run([prompt], generation)  # whose block is held then
         expected = session.oracle.chunked(prompt, 4, [length // 128 * 128])

@@ -116,8 +116,7 @@ def test_a_kept_manager_is_used_again_only_if_it_generates_as_asked_for() -> Non
         again = session.batching.init_continuous_batching(unlimited, session.options)
         assert again is first and again.generation_config.max_new_tokens is None
         again.restore_attention()
-        twice = greedy(4)
-        twice.num_return_sequences = 2
+        twice = greedy(4, answers=2)
         assert len(session.run(inputs, twice)) == 4
         assert session.manager is not first and not first.is_running()
 

@@ -120,8 +120,7 @@ def test_a_prefix_whose_sinks_are_gone_is_read_again(model: PreTrainedModel) -> 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_forks_of_a_request_that_began_with_blocks_read_them_packed_too(model: PreTrainedModel, sharing: bool) -> None:
     first, tail = prompts([300, 70])
-    prompt, generation = first[:PREFIX] + tail, greedy(8)
-    generation.num_return_sequences = 3
+    prompt, generation = first[:PREFIX] + tail, greedy(8, answers=3)
     with Session(model) as session:
         session.run([first], generation)  # of another number of answers it would be another manager
         allocator = session.cache.allocator

@@ -74,8 +74,12 @@ def prompts(lengths: Sequence[int], seed: int = 1) -> list[Tokens]:
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def greedy(new: int, **options: Any) -> GenerationConfig:
-    return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, **options)
+def greedy(new: int, answers: int = 1, **options: Any) -> GenerationConfig:
+    """A number of answers of `new` tokens; `generate()` would refuse several greedy ones."""
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, **options)
+    if answers > 1:
+        config.num_return_sequences = answers
+    return config
 
 
 def options(**changes: Any) -> ContinuousBatchingConfig:
