@@ -29,7 +29,6 @@ from tests.support.batching_cases import (
     greedy,
     model_of,
     options,
-    outputs_of,
     prompts,
     serve,
     take_scratch,
@@ -326,17 +325,6 @@ def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypat
         assert "a bit fell over" in [result.error for result in results.values()]
         assert session.pages_in_use() == 0
         assert session.run(inputs, greedy(12)) == expected
-
-
-def test_two_requests_of_one_id_are_both_answered(batching: TurboQuantBatching) -> None:
-    """transformers keeps requests by id: two of one would share pages, tokens and answer."""
-    with serve(batching, 5) as manager:
-        ids = [manager.add_request([7] * tokens, "a", max_new_tokens=5) for tokens in (30, 40, 50)]
-        assert ids == ["a", "a#2", "a#3"]
-        found = outputs_of(manager, 3)
-        assert {name: len(each.generated_tokens) for name, each in found.items()} == {"a": 5, "a#2": 5, "a#3": 5}
-        assert manager.add_request([7] * 30, "a", max_new_tokens=5) == "a", "an id that was answered is free again"
-        assert outputs_of(manager, 1)["a"].generated_tokens == found["a"].generated_tokens
 
 
 def test_an_idle_loop_waits_without_looking_again(

@@ -13,9 +13,9 @@ from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, Sequences, Tokens
 from transformers import ContinuousBatchingConfig, LlamaConfig
 
-from tests.support.batching_cases import Session, Steps, greedy, mixed, model_of, options, prompts
+from tests.support.batching_cases import Session, Steps, greedy, mixed, model_of, prompts
 from tests.support.helpers import all_packed, states
-from tq_hf import TurboQuantBatching, TurboQuantConfig
+from tq_hf import TurboQuantConfig
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.cache import TurboQuantMemory
 from tq_hf.ops.dispatch import paged_step, windowed_step
@@ -105,13 +105,6 @@ def test_an_8b_shape_holds_several_times_the_tokens_of_16_bit_pages(preset: str,
     ours = tokens(TurboQuantMemory, 8 * TurboQuantConfig.from_preset(preset).layout(128).block_bytes)
     stock = tokens(TurboQuantMemory.__base__, 8 * 128 * 2 * 128 * 2, num_attention_masks=0, kv_heads_at_peak=16)
     assert ours > times * stock
-
-
-def test_a_pool_that_does_not_fit_is_refused_before_it_is_made() -> None:
-    batching = TurboQuantBatching(model_of(), balance=False)
-    with pytest.raises(ValueError, match=r"1,000,000,000 pages .`num_blocks`. .* GiB may be taken"):
-        batching.generate_batch(prompts([5]), greedy(1), options(num_blocks=10**9))
-    assert batching.model.config._attn_implementation == "sdpa"
 
 
 def test_the_pool_of_a_batch_is_no_larger_than_its_requests_can_fill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from tq_hf.compat import as_input
 LAYERS = 2
 
 
-def new_cache(tokens: int = 300, batch: int = 2, **options) -> TurboQuantCache:
-    """A cache that holds `tokens` tokens, some of them packed."""
+def new_cache(*calls: int, batch: int = 2, **options) -> TurboQuantCache:
+    """A cache that was given tokens in these calls, by default 300 in one. Some are packed."""
     cache = TurboQuantCache(llama_config(LAYERS), residual_length=0, sink_tokens=0, **options)
-    if tokens:
+    for tokens in filter(None, calls or (300,)):
         for layer in range(LAYERS):
             cache.update(*states(layer, batch, tokens=tokens), layer)
     return cache
@@ -124,11 +124,16 @@ MISFITS = {
 }
 
 
+SETTLED, PENDING = (300,), (250, 50)
+"""Calls after which all complete blocks are packed, and after which one has its rows in the residual, too."""
+
+
 @pytest.mark.parametrize("message", MISFITS)
 @pytest.mark.parametrize("tokens", [1, 200])
 @pytest.mark.parametrize("limit", [None, 1000])
-def test_a_cache_reused_for_another_batch_or_model_is_refused(message, tokens, limit):
-    cache = new_cache(max_cache_len=limit)
+@pytest.mark.parametrize("calls", [SETTLED, PENDING], ids=["settled", "pending"])
+def test_a_cache_reused_for_another_batch_or_model_is_refused(message, tokens, limit, calls):
+    cache = new_cache(*calls, max_cache_len=limit)
     with unchanged(cache), pytest.raises(ValueError, match=f"This cache holds.*{message}.*cache.reset"):
         cache.update(*states(5, tokens=tokens, **MISFITS[message]), 0)
 
@@ -176,14 +181,15 @@ def test_a_cache_may_be_initialized_early():
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("limit", [None, 1000])
-def test_states_of_another_device_than_the_caches_are_refused(tokens, limit):
-    cache = new_cache(max_cache_len=limit)
+@pytest.mark.parametrize("calls", [SETTLED, PENDING], ids=["settled", "pending"])
+def test_states_of_another_device_than_the_caches_are_refused(tokens, limit, calls):
+    cache = new_cache(*calls, max_cache_len=limit)
     keys, values = states(5, 2, tokens=tokens)
     with unchanged(cache), pytest.raises(ValueError, match="on device cpu|device cpu.* device meta"):
         cache.update(keys.to("meta"), values.to("meta"), 0)
 
 
-@pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
+@pytest.mark.parametrize("held", [(0,), SETTLED, PENDING], ids=["empty", "settled", "pending"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(
     "broken, message",
@@ -201,7 +207,7 @@ def test_states_of_another_device_than_the_caches_are_refused(tokens, limit):
 )
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_states_that_are_no_keys_and_values_are_refused(broken, message, held, tokens, limit):
-    cache = new_cache(held, max_cache_len=limit)
+    cache = new_cache(*held, max_cache_len=limit)
     with unchanged(cache), pytest.raises(ValueError, match=message):
         cache.update(*broken(*states(5, 2, tokens=tokens)), 0)
 

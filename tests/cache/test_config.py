@@ -180,7 +180,14 @@ def test_a_configuration_with_presets_by_layer_is_hashable_and_goes_by_what_it_s
     assert other == mixed() and hash(other) == hash(mixed()) and other != PRESETS["3bit_nc"]
     assert eval(repr(other)) == other and dataclasses.replace(other) == other
     assert TurboQuantConfig(**json.loads(json.dumps(dataclasses.asdict(other)))) == other
-    assert config_from(config_text(other)) == other
+    for config in (
+        other,
+        TurboQuantConfig(),
+        TurboQuantConfig(key_bits=8, skip_layers=(0, -1)),
+        TurboQuantConfig(seed=3),
+    ):
+        text = config_text(config)
+        assert config_from(text) == config and config_text(config_from(text)) == text
 
 
 @pytest.mark.parametrize("preset", ["auto", "", 0, ["a"]], ids=str)
