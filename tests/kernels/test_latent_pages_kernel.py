@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_paged_kernel import assert_same_pool
 from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences
 
 from tests.support.kernel_cases import DEVICE, INTERPRETED, child, relative_rms, runs_kernels
-from tests.support.paged_cases import (
-    Step,
-    assert_same_pool,
-    encoded_pages,
-    in_torch,
-    needed_pages,
-    sequences_of,
-    shuffled_table,
-)
+from tests.support.paged_cases import Step, encoded_pages, in_torch, needed_pages, sequences_of, shuffled_table
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, latent_pages
 from tq_hf.tensors.pages import LayerPages

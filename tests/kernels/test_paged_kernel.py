@@ -15,7 +15,7 @@ from tq_kernels.prefix import launch as prefix_launch
 from tq_kernels.types import AttentionOptions, Sequences, Tokens
 
 from tests.support.kernel_cases import DEVICE, INTERPRETED, child, gpu, relative_rms, runs_kernels
-from tests.support.paged_cases import Inputs, Step, assert_same_pool, make, sequences_of
+from tests.support.paged_cases import Inputs, Step, make, sequences_of
 from tq_hf.config import PRESETS
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.ops.triton import pages as triton_pages
@@ -75,6 +75,17 @@ def run(inputs: Inputs) -> torch.Tensor:
     """The kernels' output."""
     assert triton_pages.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages)
     return paged_step(inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
+
+
+def assert_same_pool(inputs: Inputs, expected: Inputs) -> None:
+    """Rings, other pages and other layers are bit for bit what the reference leaves; of the bytes of encoded blocks few
+    differ, where a sum rounded the other way."""
+    found, other = inputs.pool.cpu().clone(), expected.pool.clone()
+    encoded = expected.encoded()
+    blocks, others = found[encoded, 1], other[encoded, 1]
+    assert (blocks != others).sum() <= 2e-3 * blocks.numel()
+    found[encoded, 1] = other[encoded, 1] = 0
+    assert torch.equal(found, other)
 
 
 def check(step: Step) -> None:

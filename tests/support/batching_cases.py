@@ -191,14 +191,15 @@ class Oracle:
     def furthest(self, inputs: list[Tokens], found: list[Tokens], expected: list[Tokens]) -> float:
         """Largest distance between the two tokens at which answers part, in standard deviations of the logits. Rounding
         parts answers at near ties only."""
-        distances = [0.0]
+        before, distances = self.model.config._attn_implementation, [0.0]
+        self.model.set_attn_implementation("turboquant")
         for prompt, one, other in zip(inputs, found, expected, strict=True):
             at = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
             if at is not None:
                 ids = torch.tensor([prompt + one[:at]], device=self.model.device)
-                with self.attention():
-                    logits = self.model(ids, **as_input(self.cache())).logits[0, -1].float()
+                logits = self.model(ids, **as_input(self.cache())).logits[0, -1].float()
                 distances.append(float((logits[one[at]] - logits[other[at]]).abs() / logits.std()))
+        self.model.set_attn_implementation(before)
         return max(distances)
 
     def begun(self, prompt: Tokens, blocks: int) -> TurboQuantCache:
