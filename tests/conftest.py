@@ -29,7 +29,7 @@ if os.environ.get("TQ_HF_TARGET"):
 
 LONGEST = tuple(
     f"tests/{name}.py"
-    for name in ("cache/test_compiled", "cache/test_tensor_parallel", "batching/test_layers_that_differ")
+    for name in ("cache/test_compiled", "cache/test_tensor_parallel", "batching/test_kinds_of_layers")
 )
 
 

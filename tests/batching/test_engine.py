@@ -1,7 +1,8 @@
 """What transformers' engine does around the cache, with packed pages in it: like its own tests of continuous batching.
 
-Parity with `generate()` is in `test_generate_batch.py`; here are the other features, and the ways of running that need
-a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), acted out on a CPU.
+Parity with `generate()` is in `test_kinds_of_layers.py`; here are the other features, and the ways of running that need
+a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), acted out on a CPU. Metrics count
+requests, tokens, pages and times, as Prometheus reads them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -26,20 +26,17 @@ from tests.support.batching_cases import (
     Stream,
     Tokens,
     answers,
-    check_one_graph,
     greedy,
-    mixed,
     model_of,
     options,
-    outputs_of,
     prompts,
     serve,
     take_scratch,
 )
-from tests.support.helpers import slow
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import requests
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
+from tq_hf.batching.metrics import SECONDS, Histogram
 from tq_hf.batching.requests import scheduler_class
 from tq_hf.compat import as_input
 
@@ -101,24 +98,6 @@ def test_log_probabilities_are_those_of_the_logits(batching: TurboQuantBatching)
     assert result.logprobs == pytest.approx(found, abs=1e-4)
 
 
-def test_a_cancelled_request_gives_its_pages_back(batching: TurboQuantBatching) -> None:
-    with Session(batching.model) as session:
-        session.run(prompts([5]), greedy(1))
-        manager = session.manager
-        manager.start()
-        name = manager.add_request(prompts([300])[0], max_new_tokens=400, streaming=True)
-        seen = 0
-        for _ in manager.request_id_iter(name):
-            seen += 1
-            if seen == 3:
-                manager.cancel_request(name)
-                break
-        while manager.batch_processor.has_pending_requests():
-            manager.get_result(timeout=0.01)
-        manager.stop(keep_for_next_session=True)
-        assert session.pages_in_use() == 0
-
-
 def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuantBatching) -> None:
     """They take part in a step without a token of their own, and more requests than tokens are in it."""
     held, *others = prompts([129, *[50] * 9])
@@ -150,8 +129,7 @@ def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuan
 def test_forks_of_a_prompt_of_which_one_token_is_left(batching: TurboQuantBatching, length: int) -> None:
     """There is a step without any token then."""
     (prompt,) = prompts([length])
-    generation = greedy(4)
-    generation.num_return_sequences = 3
+    generation = greedy(4, answers=3)
     with Session(batching.model) as session:
         session.run([prompt], generation)  # whose block is held then
         expected = session.oracle.chunked(prompt, 4, [length // 128 * 128])
@@ -172,13 +150,6 @@ def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
             assert manager.current_batch == before
         *_, last = outputs
     assert last.generated_tokens == expected(batching, prompt, 40)
-
-
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first", "shortest_first"])
-def test_every_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
-    inputs = prompts([40, 140])
-    results = batching.generate_batch(inputs, greedy(6), options(scheduler_type=scheduler))
-    assert answers(results) == [expected(batching, prompt, 6) for prompt in inputs]
 
 
 def test_shorter_prompts_go_first_until_a_longer_one_has_waited_its_time() -> None:
@@ -338,16 +309,6 @@ def test_a_warm_up_waits_for_the_one_before(asynchronous: dict[str, Any], monkey
     assert [event for event, _ in groupby(events)] == ["compute", "wait"] * 16
 
 
-def test_asynchronous_forks_and_shared_prefixes(asynchronous: dict[str, Any]) -> None:
-    (prompt,) = prompts([300])
-    generation = greedy(12)
-    generation.num_return_sequences = 3
-    with Session(model_of(), **asynchronous) as session:
-        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 12, [299])] * 3
-        assert session.run([prompt], generation) == [session.oracle.after_prefix(prompt, 12, 260)] * 3
-        assert session.pages_in_use() == 0
-
-
 def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = prompts([130, 40])
     with Session(model_of(), allow_block_sharing=False, **asynchronous) as session:
@@ -364,17 +325,6 @@ def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypat
         assert "a bit fell over" in [result.error for result in results.values()]
         assert session.pages_in_use() == 0
         assert session.run(inputs, greedy(12)) == expected
-
-
-def test_two_requests_of_one_id_are_both_answered(batching: TurboQuantBatching) -> None:
-    """transformers keeps requests by id: two of one would share pages, tokens and answer."""
-    with serve(batching, 5) as manager:
-        ids = [manager.add_request([7] * tokens, "a", max_new_tokens=5) for tokens in (30, 40, 50)]
-        assert ids == ["a", "a#2", "a#3"]
-        found = outputs_of(manager, 3)
-        assert {name: len(each.generated_tokens) for name, each in found.items()} == {"a": 5, "a#2": 5, "a#3": 5}
-        assert manager.add_request([7] * 30, "a", max_new_tokens=5) == "a", "an id that was answered is free again"
-        assert outputs_of(manager, 1)["a"].generated_tokens == found["a"].generated_tokens
 
 
 def test_an_idle_loop_waits_without_looking_again(
@@ -399,20 +349,63 @@ def test_an_idle_loop_waits_without_looking_again(
     assert any(idle for idle, _ in waits) and all(timeout is None for idle, timeout in waits if idle)
 
 
-@pytest.mark.parametrize("name", [slow("llama"), slow("gemma3"), "gpt_oss"])
-def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
-    """Attention over pages and windows is an operator in it. A second cache takes the number of the first, so nothing
-    is compiled again."""
-    model = model_of() if name == "llama" else mixed(name)
-    check_one_graph(partial(Session, model), prompts([5, 120, 300]))
+def read(text: str) -> dict[str, float]:
+    """Values by name and labels; every name has its kind and a sentence."""
+    lines = text.splitlines()
+    assert text.endswith("\n")
+    kinds = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE")}
+    assert kinds.keys() == {line.split()[2] for line in lines if line.startswith("# HELP")}
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    for name in values:
+        plain = name.partition("{")[0]
+        assert plain in kinds or plain.rpartition("_")[0] in kinds
+    return {name: float(value) for name, value in values.items()}
 
 
-@pytest.mark.slow
-def test_a_step_that_inductor_compiled_answers_alike() -> None:
-    """Its code checks the strides of what operators return."""
-    model, inputs = mixed("gpt_oss", head_dim=128, num_attention_heads=8), prompts([5, 120, 300])
-    found = []
-    for level in (0, 1):
-        with Session(model, default_compile_level=level) as session:
-            found.append(session.run(inputs, greedy(20)))
-    assert found[0] == found[1]
+def test_requests_tokens_and_pages_are_counted() -> None:
+    first, other = prompts([300, 40])
+    with Session(model_of()) as session:
+        session.run([first], greedy(6))
+        session.run([first, other], greedy(4))
+        manager = session.manager
+        manager.start()
+        name = manager.add_request(other, max_new_tokens=400, streaming=True)
+        for i, _ in enumerate(manager.request_id_iter(name)):
+            if i == 3:
+                during = read(manager.metrics())
+                manager.cancel_request(name)
+                break
+        manager.add_request([1] * 10**6)
+        while (result := manager.get_result(timeout=30)).error is None:
+            pass
+        manager.stop(keep_for_next_session=True)
+        found = read(manager.metrics())
+    assert result.error
+    assert during['tq_hf_requests{state="running"}'] == 1 and during['tq_hf_pages{state="used"}'] >= 17
+    assert found['tq_hf_requests{state="running"}'] == found['tq_hf_requests{state="waiting"}'] == 0
+    ended = {kind: found[f'tq_hf_requests_total{{status="{kind}"}}'] for kind in ("finished", "failed", "cancelled")}
+    assert ended == {"finished": 3, "failed": 1, "cancelled": 1}
+    assert found['tq_hf_tokens_total{kind="generated"}'] == 6 + 2 * 4
+    assert found['tq_hf_tokens_total{kind="prompt"}'] == 300 + 300 + 40 + 10**6
+    assert found['tq_hf_tokens_total{kind="shared"}'] == 260, "two blocks and the sinks"
+    pages = {kind: found[f'tq_hf_pages{{state="{kind}"}}'] for kind in ("used", "cached", "free")}
+    assert pages["used"] == 0 < pages["cached"] and sum(pages.values()) == 200
+    for name, number in (("time_to_first_token", 3), ("time_per_token", 3)):
+        assert found[f"tq_hf_{name}_seconds_count"] == number == found[f'tq_hf_{name}_seconds_bucket{{le="+Inf"}}']
+        assert found[f"tq_hf_{name}_seconds_sum"] > 0
+
+
+def test_a_manager_that_has_not_started_has_metrics() -> None:
+    manager = TurboQuantBatching(model_of(), balance=False).init_continuous_batching(greedy(2), options())
+    found = read(manager.metrics())
+    assert found['tq_hf_requests{state="running"}'] == 0
+    manager.restore_attention()
+
+
+def test_buckets_hold_all_times_up_to_their_limit() -> None:
+    histogram = Histogram()
+    for seconds in (0.005, 0.0051, 3.0, 1e9):
+        histogram.observe(seconds)
+    found = dict(line.rsplit(" ", 1) for line in histogram.lines("x"))
+    assert [found[f'x_bucket{{le="{limit}"}}'] for limit in (0.005, 0.01, 2.0, 5.0, 60.0, "+Inf")] == list("122334")
+    assert float(found["x_sum"]) == pytest.approx(1e9 + 3.0101) and len(found) == len(SECONDS) + 3

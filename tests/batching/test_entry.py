@@ -11,7 +11,7 @@ from transformers import AttentionInterface, GenerationConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tests.support.batching_cases import Oracle, Session, answers, greedy, model_of, options, prompts
-from tests.support.tiny_models import build, multimodal
+from tests.support.tiny_models import multimodal
 from tq_hf import Balance, TurboQuantBatching, continuous_batching
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.batching.entry import inner_model
@@ -116,8 +116,7 @@ def test_a_kept_manager_is_used_again_only_if_it_generates_as_asked_for() -> Non
         again = session.batching.init_continuous_batching(unlimited, session.options)
         assert again is first and again.generation_config.max_new_tokens is None
         again.restore_attention()
-        twice = greedy(4)
-        twice.num_return_sequences = 2
+        twice = greedy(4, answers=2)
         assert len(session.run(inputs, twice)) == 4
         assert session.manager is not first and not first.is_running()
 
@@ -183,10 +182,3 @@ class TestBalance:
         model = self.loud()
         balance = Balance.of(model)
         assert TurboQuantBatching(model, balance=balance).balance is balance
-
-
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt2"])
-def test_other_families_of_full_attention(family: str) -> None:
-    model, inputs = build(family, num_hidden_layers=2), prompts([140, 30])
-    with Session(model) as session:
-        assert session.run(inputs, greedy(8)) == [session.oracle.generate(prompt, 8) for prompt in inputs]

@@ -12,16 +12,26 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts, serve
+from tests.support.batching_cases import (
+    Oracle,
+    Session,
+    Tokens,
+    ask,
+    greedy,
+    model_of,
+    options,
+    outputs_of,
+    prompts,
+    serve,
+)
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import grammars
 from tq_hf.batching.grammars import Grammars, grammar_of
 from tq_hf.batching.options import Features, RequestOptions
 from tq_hf.batching.processors import BatchOptions, PreparedStep, answer_ids, masked
-from tq_hf.compat import as_input
 
 pytest.importorskip("xgrammar", reason="answers in a form need tq-hf[grammar]")
 EOS, NEW = 2, 60
@@ -96,33 +106,14 @@ def batching() -> TurboQuantBatching:
     return TurboQuantBatching(model_of(), balance=False, tokenizer=characters())
 
 
-def alone(model: Any, prompt: Tokens, form: dict[str, Any], oracle: Oracle | None = None) -> Tokens:
+def alone(model: Any, prompt: Tokens, form: dict[str, Any]) -> Tokens:
     """Tokens of `generate()` on a cache of the same recipe, by a matcher of its own."""
     grammar = grammar_of(form.get("response_format"), form.get("structured_outputs"))
     assert grammar is not None
-    masks = LogitsProcessorList(
-        [
-            ByGrammar(
-                len(prompt), Grammars(characters(), VOCAB).compiled(RequestOptions(grammar=grammar)).grammar.compiled
-            )
-        ]
-    )
-    before, ids, config = model.config._attn_implementation, torch.tensor([prompt]), greedy(NEW)
-    model.set_attn_implementation("turboquant")
-    config.eos_token_id, config.pad_token_id = EOS, 0
-    cache = as_input((oracle or Oracle(model)).cache())
-    out = model.generate(ids, attention_mask=ids >= 0, **cache, generation_config=config, logits_processor=masks)
-    model.set_attn_implementation(before)
-    return out[0, len(prompt) :].tolist()
-
-
-def ask(batching: TurboQuantBatching, asked: list[tuple[Tokens, dict[str, Any]]], **changes: Any) -> list[Tokens]:
-    """Answers of one batch of requests, each with its own options."""
+    compiled = Grammars(characters(), VOCAB).compiled(RequestOptions(grammar=grammar)).grammar.compiled
     config = greedy(NEW)
-    with batching.continuous_batching_context_manager(config, continuous_batching_config=options(**changes)) as manager:
-        names = [manager.add_request(prompt, **fields) for prompt, fields in asked]
-        found = outputs_of(manager, len(names))
-    return [found[name].generated_tokens for name in names]
+    config.eos_token_id, config.pad_token_id = EOS, 0
+    return Oracle(model).generate(prompt, NEW, config, ByGrammar(len(prompt), compiled))
 
 
 def text_of(tokens: Tokens) -> str:
@@ -138,7 +129,7 @@ PLAIN: list[tuple[Tokens, dict[str, Any]]] = [(INPUTS[-2], {}), (INPUTS[-1], {"d
 @pytest.fixture(scope="module")
 def expected(batching: TurboQuantBatching) -> list[Tokens]:
     """Answers of `IN_FORM` by `generate()`, then those of `PLAIN` by batches without grammars."""
-    return [alone(batching.model, *each) for each in IN_FORM] + ask(batching, PLAIN)
+    return [alone(batching.model, *each) for each in IN_FORM] + ask(batching, PLAIN, NEW)
 
 
 @pytest.mark.parametrize("way", ["plain", "chunks", "few", "padded", "asynchronous"])
@@ -147,7 +138,7 @@ def test_requests_have_the_answers_of_generate_with_and_without_a_form(
 ) -> None:
     changes: dict[str, Any] = {"chunks": {"max_batch_tokens": 64}, "few": {"max_requests_per_batch": 3}}.get(way, {})
     changes |= request.getfixturevalue(way) or {} if way in ("padded", "asynchronous") else {}
-    found = ask(batching, IN_FORM + PLAIN, **changes)
+    found = ask(batching, IN_FORM + PLAIN, NEW, **changes)
     assert found == expected
     for form, tokens in zip(FORMS, found, strict=False):
         assert tokens[-1] != EOS or matches(form, text_of(tokens)), form
@@ -159,7 +150,7 @@ def test_answers_of_a_schema_parse_and_validate(number: int, batching: TurboQuan
     """A random model samples from all that is allowed, with little whitespace, so that answers are short."""
     fields = FORMS["schema"] | ENDS | {"do_sample": True, "temperature": 3.0, "max_new_tokens": 400}
     fields["logit_bias"] = dict.fromkeys(map(ord, " \n\r\t"), -9)
-    found = ask(batching, [(prompt, fields) for prompt in prompts([20] * number, seed=6)])
+    found = ask(batching, [(prompt, fields) for prompt in prompts([20] * number, seed=6)], NEW)
     texts = [text_of(tokens) for tokens in found]
     assert all(tokens[-1] == EOS for tokens in found) and all(matches("schema", text) for text in texts)
     assert len(set(texts)) > 0.75 * number and len({json.loads(text)["more"] is None for text in texts}) == 2
@@ -212,7 +203,7 @@ def test_the_end_is_allowed_where_the_grammar_accepts_only(batching: TurboQuantB
     form = {"structured_outputs": {"regex": "ab{2,4}"}} | ENDS
     banned = form | {"suppress_tokens": [ord("a")], "logit_bias": {ord("b"): -100}}
     long, short, cut = form | {"min_new_tokens": 50}, banned | {"logit_bias": {EOS: 100}}, form | {"max_new_tokens": 2}
-    found = ask(batching, [(INPUTS[0], fields) for fields in (banned, long, short, cut)])
+    found = ask(batching, [(INPUTS[0], fields) for fields in (banned, long, short, cut)], NEW)
     assert found[0][0] == ord("a") and found[0][-1] == EOS
     assert text_of(found[1]) == "abbbb" and found[1][-1] == EOS
     assert text_of(found[2]) == "abb" and found[3] == [ord("a"), ord("b")]

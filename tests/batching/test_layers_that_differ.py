@@ -1,5 +1,5 @@
 """Models whose full and sliding layers have heads of other widths and numbers, at the sizes they are published in, and
-whose last layers read the keys and values of others (Gemma 4, Gemma 3n)."""
+whose last layers read the keys and values of others (Gemma 4, Gemma 3n); packed layers beside dense ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, Steps, gemma4, gemma4_sharing, greedy, model_of, prompts
+from tests.support.batching_cases import Session, gemma4, gemma4_sharing, greedy, model_of, prompts
 from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf.batching.allocators import page_owners
 from tq_hf.ops.triton import pages as triton_pages
@@ -18,30 +18,6 @@ from tq_hf.ops.triton import pages as triton_pages
 test_in_the_interpreter = child(__file__)
 
 MODELS = [gemma4, gemma4_sharing]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="long")
-@pytest.mark.parametrize("make", MODELS)
-def test_answers_are_those_of_generate(make: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, steps = make(), prompts([5, 120, 129, 300]), Steps(monkeypatch)
-    with Session(model, num_blocks=400) as session:
-        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
-        assert session.pages_in_use() == 0
-    assert steps.kinds() == {"table", "lists"}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="long")
-@pytest.mark.parametrize(
-    ("make", "preset"),
-    [(gemma4, "k8v4"), (gemma4_sharing, "4bit_nc"), (lambda: model_of("gemma3n", num_hidden_layers=4), "4bit_nc")],
-)
-def test_a_prompt_in_chunks_reads_as_one_that_generate_is_given_in_chunks(
-    make: Callable[[], PreTrainedModel], preset: str
-) -> None:
-    """Layers that share keys all read what was there before a chunk, the last of them, too."""
-    with Session(make(), preset, max_batch_tokens=150, num_blocks=400) as session:
-        (prompt,) = prompts([333])
-        assert session.run([prompt], greedy(12)) == [session.oracle.chunked(prompt, 12, [150, 150])]
 
 
 def test_kernels_read_and_write_pages_of_512_channels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +54,15 @@ def test_pages_are_as_large_as_what_they_hold(make: Callable[[], PreTrainedModel
         rows = cache.second.bytes_per_block // row
         assert cache.second.tokens_per_page == rows and cache.second.bytes_per_block - rows * row < row
         assert cache.bytes_per_sector % cache.allocator.bytes_per_block == 0
+
+
+def test_kernels_find_pages_between_which_dense_blocks_lie(monkeypatch) -> None:
+    kernel_steps, step = [], triton_pages.paged_step
+    monkeypatch.setattr(
+        triton_pages, "paged_step", lambda *args, **more: kernel_steps.append(args[1]) or step(*args, **more)
+    )
+    model, inputs = model_of(num_hidden_layers=3), prompts([3, 132])
+    with Session(model, "4bit_nc", overrides=dict(balance=False, skip_layers=(1,))) as session:
+        assert session.run(inputs, greedy(3)) == [session.oracle.generate(prompt, 3) for prompt in inputs]
+        packed = {id(session.cache.allocator.pages[layer]) for layer in (0, 2)}
+        assert {id(pages) for pages in kernel_steps} == (packed if INTERPRETED else set())

@@ -10,9 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessor
 
-from tests.support.batching_cases import Oracle, Session, Tokens, greedy, model_of, options, outputs_of, prompts, serve
+from tests.support.batching_cases import (
+    Oracle,
+    Session,
+    Tokens,
+    ask,
+    greedy,
+    model_of,
+    options,
+    outputs_of,
+    prompts,
+    serve,
+)
 from tests.support.tiny_models import VOCAB
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.options import (
@@ -29,7 +40,6 @@ from tq_hf.batching.options import (
 )
 from tq_hf.batching.processors import BatchOptions, Features, History
 from tq_hf.batching.requests import Detokenizer
-from tq_hf.compat import as_input
 
 NEW = 12
 OTHER: dict[str, Any] = {
@@ -189,17 +199,7 @@ def alone(model: Any, prompt: Tokens, fields: dict[str, Any], oracle: Oracle | N
     if "logit_bias" in fields:
         config.sequence_bias = [[[token], float(value)] for token, value in fields["logit_bias"].items()]
     penalties = Occurrences(len(prompt), fields.get("presence_penalty", 0), fields.get("frequency_penalty", 0))
-    before, ids = model.config._attn_implementation, torch.tensor([prompt])
-    model.set_attn_implementation("turboquant")
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **as_input((oracle or Oracle(model)).cache()),
-        generation_config=config,
-        logits_processor=LogitsProcessorList([penalties]),
-    )
-    model.set_attn_implementation(before)
-    return out[0, len(prompt) :].tolist()
+    return (oracle or Oracle(model)).generate(prompt, NEW, config, penalties)
 
 
 def cases(answer: Tokens) -> list[dict[str, Any]]:
@@ -229,25 +229,20 @@ def batching() -> TurboQuantBatching:
     return TurboQuantBatching(model_of(), balance=False)
 
 
-def ask(batching: TurboQuantBatching, asked: list[tuple[Tokens, dict[str, Any]]], **changes: Any) -> list[Tokens]:
-    """Answers of one batch of requests, each with its own options."""
-    with serve(batching, NEW, **changes) as manager:
-        names = [manager.add_request(prompt, **fields) for prompt, fields in asked]
-        found = outputs_of(manager, len(names))
-    return [found[name].generated_tokens for name in names]
+WAYS = {"plain": {}, "chunks": {"max_batch_tokens": 64}, "lists": {"max_blocks_per_request": 0}}
+WAYS["few slots"] = {"max_requests_per_batch": 4}
 
 
-@pytest.mark.parametrize("way", ["plain", "chunks", "lists", "few slots"])
+@pytest.mark.parametrize("way", [*WAYS, "asynchronous", "padded"])
 def test_requests_of_one_batch_have_the_answers_of_generate_with_their_options(
-    way: str, batching: TurboQuantBatching
+    way: str, batching: TurboQuantBatching, request: pytest.FixtureRequest
 ) -> None:
     model, (prompt, other) = batching.model, prompts([100, 90])
-    changes = {"chunks": {"max_batch_tokens": 64}, "lists": {"max_blocks_per_request": 0}}.get(way, {})
-    changes |= {"max_requests_per_batch": 4} if way == "few slots" else {}
+    changes = WAYS[way] if way in WAYS else request.getfixturevalue(way) or {}
     asked = [(prompt, fields) for fields in cases(alone(model, prompt, {}))]
     asked += [(other, fields) for fields in cases(alone(model, other, {})) if "min_length" not in fields]
     expected = [alone(model, *each) for each in asked]
-    assert ask(batching, asked, **changes) == expected
+    assert ask(batching, asked, NEW, **changes) == expected
     changed = sum(answer != expected[0] for answer in expected[:15])
     assert changed > 11, "the options change answers"
 
@@ -256,20 +251,10 @@ def test_options_hold_behind_a_shared_prefix_and_at_realistic_lengths(batching: 
     model, (prompt,) = batching.model, prompts([700])
     asked = [(prompt, fields) for fields in cases(alone(model, prompt, {})) if "min_length" not in fields]
     unchunked = dict(allow_block_sharing=False, max_batch_tokens=16_384)
-    assert ask(batching, asked, **unchunked) == [alone(model, *each) for each in asked]
-    plain = ask(batching, asked[:1] * 2)[0]
-    shared = ask(batching, [asked[0], *asked])
+    assert ask(batching, asked, NEW, **unchunked) == [alone(model, *each) for each in asked]
+    plain = ask(batching, asked[:1] * 2, NEW)[0]
+    shared = ask(batching, [asked[0], *asked], NEW)
     assert shared[0] == plain and len({tuple(answer) for answer in shared}) > 8
-
-
-@pytest.mark.parametrize("way", ["asynchronous", "padded"])
-def test_options_hold_in_steps_as_on_a_gpu(
-    way: str, batching: TurboQuantBatching, request: pytest.FixtureRequest
-) -> None:
-    changes = request.getfixturevalue(way) or {}
-    model, (prompt,) = batching.model, prompts([100])
-    asked = [(prompt, fields) for fields in cases(alone(model, prompt, {}))]
-    assert ask(batching, asked, **changes) == [alone(model, *each) for each in asked]
 
 
 def test_preempted_requests_keep_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +428,7 @@ def test_an_answer_ends_with_its_stop_string() -> None:
     text = [Letters().decode(whole[: i + 1]) for i in range(NEW)]
     for stop in (text[4][-3:], text[0][-1:], "9"):
         end = next((i for i, each in enumerate(text) if stop in each), NEW - 1)
-        assert ask(batching, [(prompt, {"stop_strings": ["#", stop]})]) == [whole[: end + 1]]
+        assert ask(batching, [(prompt, {"stop_strings": ["#", stop]})], NEW) == [whole[: end + 1]]
 
 
 def test_stop_strings_without_a_tokenizer_are_refused(batching: TurboQuantBatching) -> None:
@@ -502,9 +487,9 @@ def test_a_step_of_greedy_requests_without_options_runs_no_processor(
     real = BatchOptions.choose
     monkeypatch.setattr(BatchOptions, "choose", lambda *args: (chosen.append(args[3]), real(*args))[1])
     (prompt,) = prompts([40])
-    ask(batching, [(prompt, {}), (prompt, {"top_k": 5, "temperature": 3.0})])
+    ask(batching, [(prompt, {}), (prompt, {"top_k": 5, "temperature": 3.0})], NEW)
     assert chosen == []
-    ask(batching, [(prompt, {"repetition_penalty": 1.2})])
+    ask(batching, [(prompt, {"repetition_penalty": 1.2})], NEW)
     assert set(chosen) == {Features(history=True)}
 
 

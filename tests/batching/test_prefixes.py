@@ -37,6 +37,12 @@ def outputs(session: Session, inputs: list[Tokens], new: int) -> list[Any]:
     return list(session.batching.generate_batch(inputs, generation_config=greedy(new), **more).values())
 
 
+def told(session: Session, inputs: list[Tokens], new: int = 8) -> list[tuple[Tokens, int]]:
+    """Tokens of requests one by one, and how many of each prompt were found in pages."""
+    found = [outputs(session, [list(prompt)], new)[0] for prompt in inputs]
+    return [(each.generated_tokens, each.cached_tokens) for each in found]
+
+
 def right(session: Session, output: Any) -> bool:
     """Whether an answer is that of a request that began with as many tokens in pages as this one."""
     expected = session.oracle.generate, session.oracle.after_prefix
@@ -156,15 +162,13 @@ def test_requests_one_by_one_in_a_small_pool_find_all_that_was_read(tmp_path: Pa
     inputs = [(*stem[:at], 1, 2, 3) for at in (400, 290, 500) for stem in stems]
     with session_of(model_of(), None) as session:
         session.run(stems, greedy(2))
-        expected = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
+        expected = told(session, inputs)
     with session_of(model_of(), tmp_path) as session:
         session.run(stems, greedy(2))
     with session_of(model_of(), tmp_path, num_blocks=30) as session:
-        found = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
+        assert told(session, inputs) == expected
         blocks = session.cache.prefixes.blocks  # type: ignore[union-attr]
         assert blocks["loaded"] > blocks["read"] > 0 == blocks["refused"]
-    for one, other in zip(found, expected, strict=True):
-        assert (one.generated_tokens, one.cached_tokens) == (other.generated_tokens, other.cached_tokens)
 
 
 class Device:
@@ -201,19 +205,17 @@ def test_copies_of_a_device_are_not_waited_for(blocks: int, tmp_path: Path, monk
 
     with session_of(model_of(), None) as session:
         session.run(stems, greedy(2))
-        expected = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
+        expected = told(session, inputs)
     monkeypatch.setattr(prefixes.PrefixStore, "__init__", init)
     monkeypatch.setattr(prefixes, "stream_context", lambda stream: nullcontext())
     monkeypatch.setattr(prefixes, "STEP_BYTES", 1)
     for pool in (200, blocks):
         with session_of(model_of(), PrefixFolder(tmp_path, memory=1), num_blocks=pool) as session:
             session.run(stems, greedy(2))
-            found = [outputs(session, [list(prompt)], 8)[0] for prompt in inputs]
+            assert told(session, inputs) == expected
             store: Any = session.cache.prefixes
             assert bool(store.stream.waits) == bool(store.blocks["loaded"]) and store.copies.waits
             assert session.pages_in_use() == 0 and not (store.flights or store.to_store or store.writing)
-        for one, other in zip(found, expected, strict=True):
-            assert (one.generated_tokens, one.cached_tokens) == (other.generated_tokens, other.cached_tokens)
     assert store.blocks["read"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,23 +80,29 @@ def test_heads_wider_than_the_kernels_are_refused_on_a_gpu(monkeypatch: pytest.M
         TurboQuantBatching(model, balance=False)
 
 
-def test_models_of_sliding_windows_only_are_refused() -> None:
-    with pytest.raises(ValueError, match="no full attention, .*`model.generate_batch`"):
-        TurboQuantBatching(build("mistral", sliding_window=64))
+def encoder_decoder() -> torch.nn.Module:
+    return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64))
 
 
-@pytest.mark.parametrize("graphs", [True, (True, False)])
-def test_graphs_of_prompts_over_sliding_windows_are_refused(graphs: bool | tuple[bool, bool]) -> None:
-    batching, config = TurboQuantBatching(build("gpt_oss"), balance=False), options(use_cuda_graph=graphs)
-    with pytest.raises(ValueError, match="`use_cuda_graph` is .*\\(False, True\\)"):
-        batching.init_continuous_batching(greedy(2), config)
-    assert batching.model.config._attn_implementation != "turboquant_paged"
+def on_two_devices() -> torch.nn.Module:
+    model = model_of()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    return model
 
 
-def test_encoder_decoders_are_refused() -> None:
-    config = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        TurboQuantBatching(T5ForConditionalGeneration(config))
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: build("mistral", sliding_window=64), "no full attention, .*`model.generate_batch`"),
+        (encoder_decoder, "encoder-decoder"),
+        (on_two_devices, "spread over 0, 1"),
+        (lambda: torch.nn.Linear(1, 1), "model of transformers or a wrapper of one, not Linear"),
+    ],
+    ids=["sliding windows only", "encoder-decoder", "several devices", "no model"],
+)
+def test_what_pages_cannot_serve_is_refused(make: Callable[[], torch.nn.Module], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TurboQuantBatching(make())
 
 
 def test_a_model_that_is_served_is_not_probed_again(batching: TurboQuantBatching) -> None:
@@ -127,18 +133,6 @@ def test_two_probes_at_once_leave_torch_compile_on() -> None:
     ended.set()
     second.join(60)
     assert {*checks.probes} == {*models} and eval_frame._stance.stance == "default"
-
-
-def test_models_over_several_devices_are_refused() -> None:
-    model = model_of()
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(ValueError, match="spread over 0, 1"):
-        TurboQuantBatching(model)
-
-
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="model of transformers or a wrapper of one, not Linear"):
-        TurboQuantBatching(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -205,8 +199,7 @@ def test_a_request_longer_than_the_pool_is_refused_at_once(children: int) -> Non
     with Session(model_of(), num_blocks=21, max_batch_tokens=256) as session:
         assert [len(out) for out in session.run([longest], greedy(20))] == [20]
         assert session.cache.max_request_tokens == 643
-        generation = greedy(21)
-        generation.num_return_sequences = children
+        generation = greedy(21, answers=children)
         results = session.batching.generate_batch(
             [longest, short], generation_config=generation, continuous_batching_config=session.options
         )
@@ -359,8 +352,7 @@ def test_a_request_that_cannot_be_scheduled_fails_and_others_are_answered(monkey
 
 def test_forks_fail_with_their_parent(broken: Broken) -> None:
     broken.after(0)
-    generation = greedy(3)
-    generation.num_return_sequences = 3
+    generation = greedy(3, answers=3)
     with Session(model_of()) as session:
         results = session.batching.generate_batch(prompts([200]), generation, session.options)
         assert [result.error for result in results.values()] == ["a bit fell over"] * 3

@@ -1,15 +1,19 @@
-"""Sessions that end while requests run, sessions beside others, and weights that change in a pause."""
+"""Sessions that end while requests run, sessions beside others, pages that a kept manager gives back between sessions,
+and models that change: with other adapters, weights or dtype, pages and graphs of before are not used."""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.batching_cases import Oracle, greedy, model_of, options, prompts, serve
-from tq_hf import TurboQuantBatching
+from tests.support.adapters import Lora, set_adapters
+from tests.support.batching_cases import Oracle, Session, Steps, answers, greedy, model_of, options, prompts, serve
+from tq_hf import TurboQuantBatching, continuous_batching
 
 
 @pytest.mark.parametrize("way", [{"block": False}, {"timeout": 0.01}], ids=["at once", "timeout"])
@@ -161,3 +165,181 @@ def test_requests_that_come_with_a_hard_stop_fail_with_the_others() -> None:
 def test_a_pool_that_no_request_fits_into_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="The pool has 34 pages, and a request of this model takes at least 73"):
         TurboQuantBatching(model_of(), residual_length=1024).generate_batch([[5]], greedy(3), options(num_blocks=34))
+
+
+def test_what_sleeps_holds_no_pages_and_answers_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,) = prompts([300])
+    with Session(model_of()) as session:
+        assert session.batching.sleep() == 0, "nothing is held before the first session"
+        found = session.run([prompt], greedy(8))
+        manager, pool = session.manager, weakref.ref(session.cache.cache_tensor)
+        size, pages = session.cache.cache_tensor.nbytes, session.cache.num_blocks
+        assert session.batching.sleep() == size and pool() is None
+        assert session.batching.sleep() == 0
+        steps = Steps(monkeypatch)
+        assert session.run([prompt], greedy(8)) == found and session.manager is manager
+        assert steps.seen[0][1] == [0], "shared prefixes are gone"
+        assert session.cache.num_blocks == pages
+
+
+def test_a_model_that_was_trained_in_between_goes_on_with_its_manager() -> None:
+    model, (prompt,) = model_of(), prompts([300])
+    with Session(model, overrides={"balance": False}) as session:
+        before, manager = session.run([prompt], greedy(8)), session.manager
+        session.batching.sleep()
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(-2)
+        after = session.run([prompt], greedy(8))
+        assert session.manager is manager
+        assert after == [session.oracle.generate(prompt, 8)] != before
+
+
+def test_a_session_that_runs_keeps_its_pages() -> None:
+    with Session(model_of()) as session:
+        session.run(prompts([40]), greedy(2))
+        session.manager.start()
+        with pytest.raises(ValueError, match="session of continuous batching is running.*Stop the session"):
+            session.batching.sleep()
+        session.manager.stop(keep_for_next_session=True)
+        assert session.batching.sleep() > 0
+
+
+def test_rollouts_of_a_trainer_sleep_between_them() -> None:
+    model = model_of()
+    asked = dict(generation_config=greedy(4), continuous_batching_config=options(), persistent_manager=True)
+    with continuous_batching(model) as batching:
+        found = answers(model.generate_batch(prompts([40]), **asked))
+        assert batching.sleep() > 0
+        assert answers(model.generate_batch(prompts([40]), **asked)) == found
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_has_its_memory_back() -> None:
+    model = model_of().to("cuda", torch.bfloat16)
+    with Session(model, num_blocks=20_000) as session:
+        found = session.run(prompts([300]), greedy(8))
+        pool, before = session.cache.cache_tensor.nbytes, torch.cuda.memory_allocated()
+        freed = session.batching.sleep()
+        assert freed >= 0.99 * pool and torch.cuda.memory_allocated() == before - freed
+        assert session.run(prompts([300]), greedy(8)) == found
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_sleeping_and_waking_leaves_nothing_behind() -> None:
+    """cuBLAS allocates a workspace of 32 MiB (on an H200) for each stream, and torch keeps it."""
+    held = []
+    with Session(model_of().to("cuda", torch.bfloat16), num_blocks=100) as session:
+        for _ in range(5):
+            session.run(prompts([300]), greedy(8))
+            session.batching.sleep()
+            held.append(torch.cuda.memory_allocated())
+            session.batching.wake()
+    assert held[1:] == held[1:2] * 4
+
+
+OPTIONS = {"balance": False}
+
+
+def adapted() -> Any:
+    model = model_of()
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
+    return model
+
+
+def trained(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj.lora_A["first"].data.mul_(3)
+
+
+@torch.no_grad()
+def edited(model: Any) -> None:
+    """One weight of many: a fingerprint samples 64 numbers of each tensor."""
+    model.model.layers[0].mlp.up_proj.weight[3, 5] += 100.0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another adapter": lambda model: set_adapters(model, active_adapters=["second"]),
+    "no adapter": lambda model: set_adapters(model, disable_adapters=True),
+    "a stronger adapter": lambda model: set_adapters(model, scaling={"first": 3.0, "second": 1.0}),
+    "a trained adapter": trained,
+    "another dtype": lambda model: model.bfloat16(),
+    "an edited weight": edited,
+    "an edited embedding": lambda model: model.model.embed_tokens.weight.detach()[7].mul_(-9),
+    "another device": lambda model: model.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_model_is_given_no_pages_of_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,), model = prompts([300]), adapted()
+    with Session(model, overrides=OPTIONS) as session:
+        before, first = session.run([prompt], greedy(8)), session.manager
+        session.run([prompt[:60]], greedy(8))
+        assert session.manager is first
+        CHANGES[name](model)
+        with pytest.raises(ValueError, match="adapters, dtype or device have changed"):
+            first.start()
+        if name == "another device":
+            return
+        steps = Steps(monkeypatch)
+        found = session.run([prompt], greedy(8))
+        assert session.manager is not first
+        assert steps.seen[0][1] == [0], "the prompt is read from its first token on"
+    with Session(model, overrides=OPTIONS) as fresh:
+        assert found == fresh.run([prompt], greedy(8)) != before
+
+
+def test_an_unchanged_model_goes_on_with_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,), model = prompts([300]), adapted()
+    with Session(model, overrides=OPTIONS) as session:
+        session.run([prompt], greedy(2))
+        manager, steps = session.manager, Steps(monkeypatch)
+        set_adapters(model, active_adapters=["second"])
+        set_adapters(model, active_adapters=["first"])
+        session.run([prompt], greedy(2))
+        assert session.manager is manager and steps.seen[0][1] == [260]
+
+
+def test_a_manager_is_not_started_again_over_a_changed_model() -> None:
+    model = adapted()
+    with Session(model, overrides=OPTIONS) as session:
+        session.run(prompts([20]), greedy(2))
+        set_adapters(model, active_adapters=["second"])
+        for start in (session.manager.start, lambda: model.generate_batch(prompts([20]), greedy(2))):
+            with pytest.raises(ValueError, match="adapters, dtype or device have changed.*Create a new manager"):
+                start()
+            assert model.config._attn_implementation == "sdpa" and not session.manager.is_running()
+        set_adapters(model, active_adapters=["first"])
+        assert session.run(prompts([20]), greedy(2))
+
+
+def test_adapters_of_peft_are_switched_between_two_uses() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=8, lora_alpha=32, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model_of(), lora)
+    model.add_adapter("b", lora)
+    (prompt,) = prompts([300])
+
+    def fresh() -> list[list[int]]:
+        with Session(model, overrides=OPTIONS) as session:
+            return session.run([prompt], greedy(8))
+
+    expected = {}
+    for name in ("default", "b"):
+        model.set_adapter(name)
+        expected[name] = fresh()
+    with model.disable_adapter():
+        expected["none"] = fresh()
+    assert len({str(tokens) for tokens in expected.values()}) == 3
+    model.set_adapter("default")
+    with Session(model, overrides=OPTIONS) as session:
+        session.model = session.batching.model
+        assert session.run([prompt], greedy(8)) == expected["default"]
+        model.set_adapter("b")
+        assert session.run([prompt], greedy(8)) == expected["b"]
+        with model.disable_adapter():
+            assert session.run([prompt], greedy(8)) == expected["none"]
+        assert session.run([prompt], greedy(8)) == expected["b"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, greedy, model_of, prompts
+from tests.support.batching_cases import Session, Steps, greedy, model_of, prompts
 
 SINKS = 4
 PREFIX = SINKS + 256
@@ -33,6 +33,31 @@ def test_a_long_answer_packs_its_own_blocks_as_generate_does(model: PreTrainedMo
     (prompt,) = prompts([20])
     with Session(model, num_blocks=400) as session:
         assert session.run([prompt], greedy(700)) == [session.oracle.generate(prompt, 700)]
+
+
+def test_a_request_that_outgrows_its_block_table_goes_on_with_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,), steps = prompts([120]), Steps(monkeypatch)
+    # A ring of float32 rows at head_dim 32 is 16 pages. With that of the sinks and the count, but without a column for
+    # block 0, tables serve 131 tokens.
+    with Session(model_of(), max_blocks_per_request=18) as session:
+        assert session.run([prompt], greedy(15)) == [session.oracle.generate(prompt, 15)]
+    assert [kind for kind, _, _ in steps.seen] == ["lists"] + ["table"] * 11 + ["lists"] * 3
+
+
+def test_a_shared_prefix_is_read_from_the_pages_of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that shares blocks reads them packed, the newest, too."""
+    first, *tails = prompts([300, 1, 60, 110])
+    shared = [first[:260] + tail for tail in tails]
+    with Session(model_of()) as session:
+        assert session.run([first], greedy(6)) == [session.oracle.generate(first, 6)]
+        assert len(session.cache.allocator.ledger.cached_blocks) == 2 + 1, "blocks and sinks"
+        steps = Steps(monkeypatch)
+        assert session.run(shared, greedy(6)) == [session.oracle.after_prefix(prompt, 6, 260) for prompt in shared]
+        assert all(past >= 260 for _, held, _ in steps.seen for past in held)
+        assert session.pages_in_use() == 0 and not session.cache.allocator.prefix_blocks
+    with Session(model_of(), allow_block_sharing=False) as session:
+        session.run([first], greedy(2))
+        assert session.run(shared, greedy(6)) == [session.oracle.generate(prompt, 6) for prompt in shared]
 
 
 def test_a_block_is_known_by_all_tokens_before_it(model: PreTrainedModel) -> None:
@@ -95,8 +120,7 @@ def test_a_prefix_whose_sinks_are_gone_is_read_again(model: PreTrainedModel) -> 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_forks_of_a_request_that_began_with_blocks_read_them_packed_too(model: PreTrainedModel, sharing: bool) -> None:
     first, tail = prompts([300, 70])
-    prompt, generation = first[:PREFIX] + tail, greedy(8)
-    generation.num_return_sequences = 3
+    prompt, generation = first[:PREFIX] + tail, greedy(8, answers=3)
     with Session(model) as session:
         session.run([first], generation)  # of another number of answers it would be another manager
         allocator = session.cache.allocator

@@ -9,7 +9,7 @@ from transformers import DynamicCache, LogitsProcessor
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.recorded_graph import RecordedGraph
-from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
+from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention, noisy
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding.assisted import PromptLookup, speculative_sample
@@ -20,16 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 ROOM = 320
 NEW = 24
 GREEDY = dict(max_new_tokens=NEW, do_sample=False)
-
-
-def noisy(model, noise: float = 0.05):
-    """A copy of a model with a little noise: some of its drafts are accepted."""
-    assistant = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in assistant.parameters():
-        change = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        parameter.data.add_(change, alpha=noise * parameter.data.std(correction=0).item())
-    return assistant
 
 
 @lru_cache
@@ -69,6 +59,13 @@ def decode(model, ids, cache=None, **options):
     cache = cache or TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
     torch.manual_seed(7)
     return model.generate(ids, **as_input(cache), **(GREEDY | options), custom_generate=graph_decoding), cache
+
+
+def check(pair, way: str, ids: torch.Tensor, **options) -> None:
+    """Tokens, and their number in the cache, are those of plain decoding."""
+    expected, plain = decode(pair[0], ids, **options)
+    tokens, cache = decode(pair[0], ids, **options, **drafts(pair, way))
+    assert torch.equal(tokens, expected) and int(cache.get_seq_length()) == int(plain.get_seq_length())
 
 
 WAYS = pytest.mark.parametrize("way", ["lookup", "assistant"])
@@ -140,21 +137,17 @@ def test_it_ends_at_an_end_of_sequence_within_a_step(captured, way, place) -> No
     model, ids = captured[0], repeating(captured[0])
     free, _ = decode(model, ids)
     end = int(free[0, ids.shape[1] + place])
-    expected, plain = decode(model, ids, eos_token_id=end, pad_token_id=0)
-    tokens, cache = decode(model, ids, eos_token_id=end, pad_token_id=0, **drafts(captured, way))
-    assert torch.equal(tokens, expected) and int(cache.get_seq_length()) == int(plain.get_seq_length())
+    check(captured, way, ids, eos_token_id=end, pad_token_id=0)
 
 
 @WAYS
 def test_criteria_of_ones_own_end_it_at_their_token(pair, way) -> None:
-    model, ids = pair[0], repeating(pair[0])
+    ids = repeating(pair[0])
 
     def stops(input_ids, scores, **kwargs):
         return torch.full((1,), input_ids.shape[1] >= ids.shape[1] + 14, device=input_ids.device)
 
-    expected, plain = decode(model, ids, stopping_criteria=[stops])
-    tokens, cache = decode(model, ids, stopping_criteria=[stops], **drafts(pair, way))
-    assert torch.equal(tokens, expected) and int(cache.get_seq_length()) == int(plain.get_seq_length())
+    check(pair, way, ids, stopping_criteria=[stops])
 
 
 class Streamed(list):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache, MistralConfig
 
-from tests.cache.test_assisted import drafts, noisy
+from tests.cache.test_assisted import drafts
 from tests.support.helpers import compile_config, every_pair
 from tests.support.recorded_graph import RecordedGraph
-from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, random_weights
+from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, noisy, random_weights
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding.loop import latest_steps
@@ -77,6 +77,15 @@ def assert_same_windows(cache, other) -> None:
             torch.testing.assert_close(held, expected, atol=close, rtol=close)
 
 
+def check(model, ids: torch.Tensor, pads: int = 0, **options) -> TurboQuantCache:
+    """Tokens and windows are those of plain decoding. Returns the cache of drafts."""
+    expected, plain = conversation(model, ids, pads=pads)
+    found, cache = conversation(model, ids, pads=pads, **options)
+    assert torch.equal(found, expected)
+    assert_same_windows(cache, plain)
+    return cache
+
+
 @pytest.mark.parametrize(
     ("name", "tokens", "way"),
     every_pair(("mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"), (90, 140), ("lookup", "assistant")),
@@ -84,11 +93,7 @@ def assert_same_windows(cache, other) -> None:
 @pytest.mark.parametrize("pads", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, way, pads) -> None:
     model, assistant = models(name, 96, device)
-    ids = prompt(model, tokens)
-    expected, plain = conversation(model, ids, pads=pads)
-    found, cache = conversation(model, ids, pads=pads, **drafts((model, assistant), way))
-    assert torch.equal(found, expected)
-    assert_same_windows(cache, plain)
+    cache = check(model, prompt(model, tokens), pads, **drafts((model, assistant), way))
     graph = latest_steps[cache].graph
     assert graph is not None and (not isinstance(graph, RecordedGraph) or graph.replays > 1)
 
@@ -100,14 +105,10 @@ def test_windows_may_be_smaller_than_a_step(device, size, number, way) -> None:
     """Then a step overwrites more rows than the window has, and its first queries do not see its first rows."""
     window, tokens = size
     model, assistant = models("gemma3", window, device)
-    ids = prompt(model, tokens)
-    expected, plain = conversation(model, ids, pads=tokens // 20)
     options = dict(prompt_lookup_num_tokens=number) if way == "lookup" else dict(assistant_model=assistant)
     assistant.generation_config.num_assistant_tokens = number
-    found, cache = conversation(model, ids, pads=tokens // 20, **options)
+    check(model, prompt(model, tokens), tokens // 20, **options)
     assistant.generation_config.num_assistant_tokens = DRAFTS
-    assert torch.equal(found, expected)
-    assert_same_windows(cache, plain)
 
 
 @WAYS
@@ -132,11 +133,7 @@ def test_a_model_without_sliding_layers_takes_an_assistant_with_them_and_the_oth
     sliding, full = models("gemma3", 24, device)[0], build("llama").to(device)
     full.set_attn_implementation("turboquant")
     for model, assistant in ((sliding, full), (full, sliding)):
-        ids = prompt(model, 60)
-        expected, plain = conversation(model, ids)
-        found, cache = conversation(model, ids, **drafts((model, assistant), way))
-        assert torch.equal(found, expected)
-        assert_same_windows(cache, plain)
+        check(model, prompt(model, 60), **drafts((model, assistant), way))
 
 
 @WAYS

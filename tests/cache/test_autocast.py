@@ -1,5 +1,7 @@
-"""Under `torch.autocast` a float32 model gives the cache float32 keys and 16-bit values, and is served like a
-`DynamicCache` serves it: attention computes in 16 bits, and what this package computes is not rounded."""
+"""Models in float64, and float32 models under `torch.autocast`, which gives the cache float32 keys and 16-bit values.
+
+They are served as a `DynamicCache` serves them: attention computes in 16 bits under autocast, and what this package
+computes is not rounded. Nothing of the cache, of attention or of files narrows float64 where it may not."""
 
 from types import SimpleNamespace
 
@@ -193,3 +195,73 @@ def test_without_autocast_keys_and_values_have_one_dtype(held):
     keys, values = states(1, tokens=3)
     with pytest.raises(ValueError, match="both must have one floating-point dtype"):
         cache.update(keys, values.bfloat16(), 0)
+
+
+generator = torch.Generator().manual_seed(0)
+PROMPT = torch.randint(3, VOCAB, (2, 300), generator=generator)
+MORE = torch.randint(3, VOCAB, (2, 7), generator=generator)
+
+
+def double(name: str, attention: str):
+    model = build(name, num_hidden_layers=2, attention=attention).double()
+    return model
+
+
+def logits_after_crops(model, cache) -> torch.Tensor:
+    """Of a prompt, several tokens and single ones, before and after tokens are taken back."""
+    cache.activate_past_recording()
+    model(PROMPT, **as_input(cache))
+    out = [model(MORE[:, :5], **as_input(cache)).logits, model(MORE[:, 5:6], **as_input(cache)).logits]
+    cache.crop(-3)
+    out.append(model(MORE[:, 6:], **as_input(cache)).logits)
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("limit", [None, 400])
+@pytest.mark.parametrize("attention", ["turboquant", "dense"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+def test_logits_in_float64_are_those_over_a_dynamic_cache(name, attention, limit):
+    model = double(name, dense_attention(name) if attention == "dense" else attention)
+    plain = double(name, dense_attention(name))
+    expected = logits_after_crops(plain, DynamicCache(config=plain.config))
+    actual = logits_after_crops(model, TurboQuantCache(model.config, max_cache_len=limit, residual_length=10**4))
+    assert actual.dtype == torch.float64
+    # Attention in torch sums in float32.
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "2bit_nc", "4bit_nc"])
+@pytest.mark.parametrize("limit", [None, 400])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_packed_tokens_are_read_as_dequantized_ones(name, limit, preset):
+    model, dense = double(name, "turboquant"), double(name, "sdpa")
+    out = []
+    for each in (model, dense):
+        # Of two balancings one has no queries.
+        cache = TurboQuantCache(each.config, preset, max_cache_len=limit, balance=False, residual_length=0)
+        out.append(logits_after_crops(each, cache))
+    torch.testing.assert_close(out[0], out[1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [None, 400])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cache_is_saved_and_loaded(tmp_path, name, limit):
+    model = double(name, "turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=limit)
+    model(PROMPT, **as_input(cache))
+    cache.save(tmp_path / "cache.safetensors", model)
+    loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", model)
+    one, other = (model(MORE[:, :1], **as_input(each)).logits for each in (cache, loaded))
+    assert torch.equal(one, other)
+
+
+def test_a_batch_gives_the_tokens_of_a_float32_model():
+    from tq_hf import TurboQuantBatching  # needs a newer transformers than the oldest
+
+    answers = []
+    for model in (build("llama", num_hidden_layers=2), build("llama", num_hidden_layers=2).double()):
+        outputs = TurboQuantBatching(model, "k8v4").generate_batch([PROMPT[0].tolist()], max_new_tokens=5)
+        (output,) = outputs.values()
+        assert output.error is None
+        answers.append(output.generated_tokens)
+    assert answers[0] == answers[1] and len(answers[0]) == 5

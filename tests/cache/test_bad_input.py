@@ -18,10 +18,10 @@ from tq_hf.compat import as_input
 LAYERS = 2
 
 
-def new_cache(tokens: int = 300, batch: int = 2, **options) -> TurboQuantCache:
-    """A cache that holds `tokens` tokens, some of them packed."""
+def new_cache(*calls: int, batch: int = 2, **options) -> TurboQuantCache:
+    """A cache that was given tokens in these calls, by default 300 in one. Some are packed."""
     cache = TurboQuantCache(llama_config(LAYERS), residual_length=0, sink_tokens=0, **options)
-    if tokens:
+    for tokens in filter(None, calls or (300,)):
         for layer in range(LAYERS):
             cache.update(*states(layer, batch, tokens=tokens), layer)
     return cache
@@ -52,11 +52,6 @@ def test_unknown_preset_lists_the_valid_ones(preset):
     with pytest.raises(ValueError) as error:
         TurboQuantCache(llama_config(), preset)
     assert repr(preset) in str(error.value) and all(name in str(error.value) for name in PRESETS)
-
-
-def test_unknown_option_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="nbits.*Valid options:.*residual_length"):
-        TurboQuantCache(llama_config(), nbits=4)
 
 
 def test_options_beside_a_config_object_are_refused():
@@ -129,11 +124,16 @@ MISFITS = {
 }
 
 
+SETTLED, PENDING = (300,), (250, 50)
+"""Calls after which all complete blocks are packed, and after which one has its rows in the residual, too."""
+
+
 @pytest.mark.parametrize("message", MISFITS)
 @pytest.mark.parametrize("tokens", [1, 200])
 @pytest.mark.parametrize("limit", [None, 1000])
-def test_a_cache_reused_for_another_batch_or_model_is_refused(message, tokens, limit):
-    cache = new_cache(max_cache_len=limit)
+@pytest.mark.parametrize("calls", [SETTLED, PENDING], ids=["settled", "pending"])
+def test_a_cache_reused_for_another_batch_or_model_is_refused(message, tokens, limit, calls):
+    cache = new_cache(*calls, max_cache_len=limit)
     with unchanged(cache), pytest.raises(ValueError, match=f"This cache holds.*{message}.*cache.reset"):
         cache.update(*states(5, tokens=tokens, **MISFITS[message]), 0)
 
@@ -181,14 +181,15 @@ def test_a_cache_may_be_initialized_early():
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("limit", [None, 1000])
-def test_states_of_another_device_than_the_caches_are_refused(tokens, limit):
-    cache = new_cache(max_cache_len=limit)
+@pytest.mark.parametrize("calls", [SETTLED, PENDING], ids=["settled", "pending"])
+def test_states_of_another_device_than_the_caches_are_refused(tokens, limit, calls):
+    cache = new_cache(*calls, max_cache_len=limit)
     keys, values = states(5, 2, tokens=tokens)
     with unchanged(cache), pytest.raises(ValueError, match="on device cpu|device cpu.* device meta"):
         cache.update(keys.to("meta"), values.to("meta"), 0)
 
 
-@pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
+@pytest.mark.parametrize("held", [(0,), SETTLED, PENDING], ids=["empty", "settled", "pending"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(
     "broken, message",
@@ -206,7 +207,7 @@ def test_states_of_another_device_than_the_caches_are_refused(tokens, limit):
 )
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_states_that_are_no_keys_and_values_are_refused(broken, message, held, tokens, limit):
-    cache = new_cache(held, max_cache_len=limit)
+    cache = new_cache(*held, max_cache_len=limit)
     with unchanged(cache), pytest.raises(ValueError, match=message):
         cache.update(*broken(*states(5, 2, tokens=tokens)), 0)
 
@@ -241,20 +242,11 @@ def test_exceeding_max_cache_len_while_decoding_is_refused(held, more):
     assert cache.get_seq_length() == 300
 
 
-@pytest.mark.parametrize("tokens", [1, 300])
-def test_a_positive_crop_is_refused(tokens):
-    cache = new_cache()
-    with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens}.*negative number, e.g. -1"):
-        cache.crop(tokens)
-    with pytest.raises(ValueError, match="negative number"):
-        new_cache(0).crop(tokens)
-
-
-@pytest.mark.parametrize("tokens", ["4", None, 1.5])
-def test_a_crop_of_no_number_is_refused(tokens):
-    cache = new_cache()
-    with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens!r}. Pass a negative number"):
-        cache.crop(tokens)
+@pytest.mark.parametrize("tokens", [1, 300, "4", None, 1.5])
+def test_a_crop_of_no_negative_number_is_refused(tokens):
+    for cache in (new_cache(), new_cache(0)):
+        with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens!r}.*negative number"):
+            cache.crop(tokens)
 
 
 def test_sequences_to_keep_are_a_tensor():

@@ -117,7 +117,7 @@ def test_a_prompt_waits_for_its_queries_and_for_nothing_else():
 
 @pytest.mark.parametrize("length", [None, 500])
 @torch.no_grad()
-def test_channel_scales_go_where_their_sequence_goes(length):
+def test_channel_scales_go_where_their_sequence_goes_and_a_copy_has_its_own(length):
     model = made("qwen2")
     cache = filled(model, tokens(300, batch=3), max_cache_len=length)
     before = [pair.map(torch.clone) for pair in channel_scales(cache)]
@@ -130,7 +130,10 @@ def test_channel_scales_go_where_their_sequence_goes(length):
     copied = copy.deepcopy(cache)
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     follow([2, 0, 0])
+    model(tokens(20, batch=3, seed=5), **as_input(cache))
+    cache.reset()
     cache = copied
+    follow([0, 1, 2])
     if length is None:
         cache.batch_repeat_interleave(2)
         follow([0, 0, 1, 1, 2, 2])
@@ -139,40 +142,25 @@ def test_channel_scales_go_where_their_sequence_goes(length):
 
 
 @pytest.mark.parametrize("length", [None, 500])
-@pytest.mark.parametrize("forget", [lambda cache: cache.reset(), lambda cache: cache.crop(-300)], ids=["reset", "crop"])
+@pytest.mark.parametrize(
+    ("forget", "first"), [("reset", "turboquant"), ("crop", "turboquant"), ("reset", "sdpa")], ids=str
+)
 @torch.no_grad()
-def test_a_forgotten_prompt_leaves_no_channel_scales(length, forget):
+def test_a_forgotten_prompt_leaves_no_channel_scales(length, forget, first):
+    """Nor that it showed no queries, as sdpa's shows none."""
     model = made("llama")
     cache, fresh = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
+    model.set_attn_implementation(first)
     model(tokens(300), **as_input(cache))
-    forget(cache)
+    if first == "sdpa":
+        model(tokens(1), **as_input(cache))
+        assert all((keys.abs() == 1).all() for keys, _ in channel_scales(cache))
+    cache.reset() if forget == "reset" else cache.crop(-300)
+    model.set_attn_implementation("turboquant")
     for used in (cache, fresh):
         model(tokens(280, seed=3), **as_input(used))
-    assert_has_channel_scales(cache, channel_scales(fresh))
-
-
-@pytest.mark.parametrize("length", [None, 500])
-@torch.no_grad()
-def test_a_reset_cache_waits_for_queries_again(length):
-    model = made("llama")
-    used, fresh = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
-    model.set_attn_implementation("sdpa")  # shows none
-    for part in (tokens(300), tokens(1)):
-        model(part, **as_input(used))
-    assert all((keys.abs() == 1).all() for keys, _ in channel_scales(used))
-    used.reset()
-    model.set_attn_implementation("turboquant")
-    for cache in (used, fresh):
-        model(tokens(300, seed=3), **as_input(cache))
     assert all((keys.abs() != 1).any() for keys, _ in channel_scales(fresh))
-    assert_has_channel_scales(used, channel_scales(fresh))
-
-
-@torch.no_grad()
-def test_a_short_prompt_is_not_balanced():
-    model = made("llama")
-    cache = filled(model, tokens(20))
-    assert all((part.abs() == 1).all() for pair in channel_scales(cache) for part in pair)
+    assert_has_channel_scales(cache, channel_scales(fresh))
 
 
 @pytest.mark.parametrize("length", [None, 500])
@@ -367,35 +355,23 @@ def test_layers_offloaded_to_disk_have_the_channel_scales_of_the_whole_model(len
 
 
 @pytest.mark.parametrize("saved, loaded", [(None, None), (None, 500), (500, None), (500, 500)])
-def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loaded, tmp_path):
+@pytest.mark.parametrize("given", [False, True], ids=["found", "handed on"])
+def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(given, saved, loaded, tmp_path):
+    """Those of a prompt, which another prompt has not, or those handed on, which stay."""
     model = made("llama")
-    cache = filled(model, tokens(300, batch=2), max_cache_len=saved)
+    balance = Balance.of(model) if given else None
+    cache = filled(model, tokens(20 if given else 300, batch=2), max_cache_len=saved, balance=balance)
     cache.save(tmp_path / "c.safetensors", model)
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
+    more = tokens(400 if given else 1, batch=2, seed=5)
+    assert torch.equal(*(model(more, **as_input(used)).logits for used in (again, cache)))
     assert is_balanced(again)
     assert_has_channel_scales(again, channel_scales(cache))
-    assert torch.equal(*(model(tokens(1, batch=2), **as_input(used)).logits for used in (again, cache)))
-    # Another prompt has channel scales of its own.
     again.reset()
-    fresh = TurboQuantCache(model.config, max_cache_len=loaded)
+    fresh = TurboQuantCache(model.config, max_cache_len=loaded, balance=balance)
     for used in (again, fresh):
         model(tokens(280, batch=2, seed=3), **as_input(used))
     assert_has_channel_scales(again, channel_scales(fresh))
-
-
-@pytest.mark.parametrize("saved, loaded", [(None, None), (None, 500), (500, None), (500, 500)])
-def test_channel_scales_that_are_handed_on_stay_in_a_file(saved, loaded, tmp_path):
-    model = made("llama")
-    cache = filled(model, tokens(20, batch=2), max_cache_len=saved, balance=Balance.of(model))
-    cache.save(tmp_path / "c.safetensors", model)
-    again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
-    same = [model(tokens(400, batch=2, seed=5), **as_input(used)).logits for used in (cache, again)]
-    assert is_balanced(again) and torch.equal(*same)
-    assert_has_channel_scales(again, channel_scales(cache))
-    for used in (cache, again):
-        used.reset()
-        model(tokens(300, batch=2, seed=3), **as_input(used))
-    assert_has_channel_scales(again, channel_scales(cache))
 
 
 @LENGTHS
@@ -408,18 +384,6 @@ def test_channel_scales_that_are_handed_on_go_with_an_empty_cache_to_another_pro
             model(part, **as_input(used))
     assert is_balanced(again)
     assert_has_channel_scales(again, channel_scales(cache))
-
-
-@LENGTHS
-def test_a_copy_has_channel_scales_of_its_own(length):
-    model = made("llama")
-    cache = filled(model, tokens(300), max_cache_len=length)
-    copied = copy.deepcopy(cache)
-    assert_has_channel_scales(copied, channel_scales(cache))
-    before = [pair.map(torch.clone) for pair in channel_scales(copied)]
-    cache.reset()
-    model(tokens(290, seed=5), **as_input(cache))
-    assert_has_channel_scales(copied, before)
 
 
 @LENGTHS
@@ -518,15 +482,11 @@ def test_scales_with_another_number_of_loud_channels_are_refused(change, tmp_pat
 OWN = ["sdpa", "turboquant", "eager"]
 
 
-def test_parts_of_a_model_keep_their_own_attention():
+def test_parts_of_a_model_have_their_own_attention_after_a_run_and_after_one_that_fails():
     model, attention = multimodal()
     assert attention() == OWN
     Balance.of(model)
     assert attention() == OWN
-
-
-def test_parts_of_a_model_get_their_own_attention_back_from_a_run_that_fails():
-    model, attention = multimodal()
 
     def fail(*args: object) -> None:
         assert attention() == ["turboquant"] * 3

@@ -97,19 +97,19 @@ def test_tables_are_constants_of_a_graph(make, arguments):
     assert make(*arguments) is make(*arguments)
 
 
+def two_steps(model: PreTrainedModel, call, room: int | None) -> torch.Tensor:
+    """Logits of two steps by `call` after a prompt that the model has read."""
+    cache, ids = TurboQuantCache(model.config, max_cache_len=room, **OPTIONS), inputs(1, 40)["input_ids"]
+    model(ids, **as_input(cache))
+    return torch.stack([call(ids[:, i : i + 1], **as_input(cache)).logits for i in range(2)])
+
+
 @pytest.mark.slow
 def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_updates_and_attention_alone():
     """Both stay out of graphs, which would be compiled anew as the cache grows."""
     model = build("llama", num_hidden_layers=2, attention="turboquant")
-    ids = inputs(length=40)["input_ids"]
-
-    def logits(call):
-        cache = TurboQuantCache(model.config, **OPTIONS)
-        model(ids, **as_input(cache))
-        return torch.stack([call(ids[:, i : i + 1], **as_input(cache)).logits for i in range(2)])
-
-    with torch.no_grad():
-        torch.testing.assert_close(logits(torch.compile(model, backend="eager")), logits(model))
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(two_steps(model, compiled, None), two_steps(model, model, None))
     assert len(counters["graph_break"]) == 2
     for function in ("TurboQuantCache._update_outside_of_graphs", "_outside_of_graphs"):
         assert any(f"<function {function} at" in reason for reason in counters["graph_break"])
@@ -126,16 +126,9 @@ def test_inductor_gives_the_tokens_of_eager_decoding():
 def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_cache():
     """Without positions of the caller's they follow from the cache's length, which the first layer's step changes."""
     model = build("llama", num_hidden_layers=2, attention="turboquant")
-    ids = inputs(batch=1, length=40)["input_ids"]
-
-    def logits(call):
-        cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
-        model(ids, **as_input(cache))
-        return torch.stack([call(ids[:, i : i + 1], **as_input(cache)).logits for i in range(2)])
-
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="inductor", fullgraph=True)
-        torch.testing.assert_close(logits(compiled), logits(model), atol=1e-4, rtol=1e-4)
+    compiled = torch.compile(model, backend="inductor", fullgraph=True)
+    found, expected = (two_steps(model, call, MAX_LENGTH) for call in (compiled, model))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():

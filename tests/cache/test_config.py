@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,19 +29,14 @@ VLLM_SLOT_BYTES = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_names_of_presets_say_their_bits(name):
-    """Of keys and values, or on average; an odd bit is the keys'."""
+def test_names_of_presets_say_their_bits_and_all_have_one_recipe(name):
+    """Bits of keys and values, or on average; an odd bit is the keys'."""
     config = PRESETS[name]
     if by_kind := re.match(r"k(\d)v(\d)", name):
         assert (config.key_bits, config.value_bits) == tuple(map(int, by_kind.groups()))
     else:
         assert (config.key_bits + config.value_bits) / 2 == float(name.removesuffix("bit_nc"))
         assert config.key_bits - config.value_bits in (0, 1)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_share_the_quality_recipe(name):
-    config = PRESETS[name]
     assert (config.residual_length, config.sink_tokens, config.skip_layers, config.seed) == (128, 4, (), 0)
 
 
@@ -61,16 +57,11 @@ def test_heads_of_64_channels_or_more_have_loud_ones_unless_keys_are_fp8(dim, lo
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", PRESETS)
-def test_slot_is_codes_loud_channels_and_two_fp16_scales(name, dim):
+def test_a_slot_is_codes_loud_channels_and_two_fp16_scales_and_a_block_has_means_beside_its_slots(name, dim):
     config = PRESETS[name]
     layout = config.layout(dim)
     assert layout.slot_bytes == dim * (config.key_bits + config.value_bits) // 8 + 4 + layout.loud
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_block_is_slots_a_key_mean_and_means_and_units_of_loud_channels(name):
-    layout = PRESETS[name].layout(128)
-    assert layout.block_bytes == 128 * layout.slot_bytes + 2 * (128 + 2 * layout.loud)
+    assert layout.block_bytes == 128 * layout.slot_bytes + 2 * (dim + 2 * layout.loud)  # units of loud ones, too
 
 
 @pytest.mark.parametrize(
@@ -104,17 +95,15 @@ def test_head_without_channels_is_refused(dims):
         TurboQuantConfig().layout(*dims)
 
 
-def test_unknown_option_error_names_it_and_lists_the_valid_ones():
-    with pytest.raises(ValueError) as error:
-        TurboQuantConfig.from_preset("4bit_nc", window=64)
-    assert "window" in str(error.value)
+@pytest.mark.parametrize("name", ["window", "nbits", "preset"])
+@pytest.mark.parametrize("make", [TurboQuantConfig.from_preset, partial(TurboQuantCache, build("llama").config)])
+def test_unknown_option_error_names_it_and_lists_the_valid_ones(make, name):
+    if name == "preset" and isinstance(make, partial):
+        pytest.skip("an argument of its own")
+    with pytest.raises(ValueError, match=f"Unknown option.*{name}") as error:
+        make("4bit_nc", **{name: "3bit_nc"})
     options = {field.name for field in dataclasses.fields(TurboQuantConfig)} - {"preset"}
     assert all(option in str(error.value) for option in options)
-
-
-def test_preset_cannot_be_overridden_by_itself():
-    with pytest.raises(ValueError, match="Unknown option.*preset"):
-        TurboQuantConfig.from_preset("4bit_nc", **{"preset": "3bit_nc"})
 
 
 def test_overrides_replace_options_and_leave_the_preset_alone():
@@ -123,30 +112,23 @@ def test_overrides_replace_options_and_leave_the_preset_alone():
     assert (PRESETS["3bit_nc"].residual_length, PRESETS["3bit_nc"].skip_layers) == (128, ())
 
 
-@pytest.mark.parametrize("option", ["key_bits", "value_bits"])
-@pytest.mark.parametrize("bits", [0, 1, 5, 6, 7, 16, -4, "4", None, True, 4.0])
-def test_bits_other_than_2_3_4_8_are_refused(option, bits):
-    with pytest.raises(ValueError, match=f"`{option}` is .*2, 3, 4, 8"):
-        TurboQuantConfig(**{option: bits})
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    **dict.fromkeys(("key_bits", "value_bits"), ([0, 1, 5, 6, 7, 16, -4, "4", None, True, 4.0], "2, 3, 4, 8")),
+    **dict.fromkeys(("residual_length", "sink_tokens"), ([-1, 1.5, "128", None, True], "0 or more")),
+    "skip_layers": (["0", "all", "AUTO", [0.5], [None], [True, False], 3, None], "sequence of layer indices"),
+    "layers": (
+        [None, 3, "k8v4", ["k8v4"], {0.5: "k8v4"}, {True: "k8v4"}, {"0": "k8v4"}, [(1, 2, 3)]],
+        "presets by layer indices, e.g. {0: 'k8v4'",
+    ),
+    "seed": ([1.5, "0", None, True], ""),
+}
+"""Values that an option cannot have, and what its error says is allowed."""
 
 
-@pytest.mark.parametrize("option", ["residual_length", "sink_tokens"])
-@pytest.mark.parametrize("tokens", [-1, 1.5, "128", None, True])
-def test_token_counts_must_be_whole_and_not_negative(option, tokens):
-    with pytest.raises(ValueError, match=f"`{option}` is .*0 or more"):
-        TurboQuantConfig(**{option: tokens})
-
-
-@pytest.mark.parametrize("layers", ["0", "all", "AUTO", [0.5], [None], [True, False], 3, None])
-def test_skip_layers_must_be_indices(layers):
-    with pytest.raises(ValueError, match="`skip_layers` is .*sequence of layer indices"):
-        TurboQuantConfig(skip_layers=layers)
-
-
-@pytest.mark.parametrize("seed", [1.5, "0", None, True])
-def test_seed_must_be_whole(seed):
-    with pytest.raises(ValueError, match="`seed` is"):
-        TurboQuantConfig(seed=seed)
+@pytest.mark.parametrize("option, value", [(name, value) for name, (values, _) in REFUSED.items() for value in values])
+def test_values_that_an_option_cannot_have_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"`{option}` is .*{REFUSED[option][1]}"):
+        TurboQuantConfig(**{option: value})
 
 
 def test_config_is_frozen_and_hashable():
@@ -198,15 +180,14 @@ def test_a_configuration_with_presets_by_layer_is_hashable_and_goes_by_what_it_s
     assert other == mixed() and hash(other) == hash(mixed()) and other != PRESETS["3bit_nc"]
     assert eval(repr(other)) == other and dataclasses.replace(other) == other
     assert TurboQuantConfig(**json.loads(json.dumps(dataclasses.asdict(other)))) == other
-    assert config_from(config_text(other)) == other
-
-
-@pytest.mark.parametrize(
-    "layers", [None, 3, "k8v4", ["k8v4"], {0.5: "k8v4"}, {True: "k8v4"}, {"0": "k8v4"}, [(1, 2, 3)]]
-)
-def test_layers_must_be_presets_by_index(layers):
-    with pytest.raises(ValueError, match="`layers` is .*presets by layer indices, e.g. {0: 'k8v4'"):
-        TurboQuantConfig(layers=layers)
+    for config in (
+        other,
+        TurboQuantConfig(),
+        TurboQuantConfig(key_bits=8, skip_layers=(0, -1)),
+        TurboQuantConfig(seed=3),
+    ):
+        text = config_text(config)
+        assert config_from(text) == config and config_text(config_from(text)) == text
 
 
 @pytest.mark.parametrize("preset", ["auto", "", 0, ["a"]], ids=str)

@@ -1,14 +1,25 @@
-"""Every model type of transformers on a compressed cache: none differs silently from transformers' own cache."""
+"""Every model type of transformers on a compressed cache: none differs silently from transformers' own cache.
 
+Single families taught more: models that do more than hand attention what was cached, or make a new cache where their
+rotary embedding changes (Phi-3, Phi-4 and PhiMoE)."""
+
+import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache, EncoderDecoderCache
 
-from examples.measure.quality.family_check import NOT_TESTABLE, difference, examine, worst
-from examples.measure.quality.family_configs import WITH_IMAGES, model_types
+import tq_hf
+from examples.measure.quality.family_check import NOT_TESTABLE, difference, examine, forward, worst
+from examples.measure.quality.family_configs import WITH_IMAGES, model_types, tiny_model
+from tests.support.tiny_models import VOCAB, build
+from tq_hf import TurboQuantCache, TurboQuantLayer, graph_decoding
+from tq_hf.compat import CACHE_NAME, as_input, switches_rope
+from tq_hf.layers.handle import LazyStates
 from tq_hf.ops import dispatch
 
 SAMPLE = (
@@ -86,3 +97,212 @@ def test_wrong_attention_over_packed_blocks_is_noticed(monkeypatch):
         "turboquant, preallocated, dense",
         "turboquant, preallocated, packed",
     }
+
+
+DENSE = dict(residual_length=10**6)
+
+
+def ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def layer_of(cache: TurboQuantCache) -> TurboQuantLayer:
+    return next(layer for layer in cache.layers if isinstance(layer, TurboQuantLayer))
+
+
+@pytest.fixture
+def returned(monkeypatch):
+    """What compressed layers have returned, in order."""
+    seen = []
+    update = TurboQuantLayer.update
+
+    def spied(self, *args, **kwargs):
+        seen.append(update(self, *args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(TurboQuantLayer, "update", spied)
+    return seen
+
+
+def test_a_handle_is_refused_with_other_values():
+    """DiffLlama gives attention the keys of `update` and other values."""
+    model = tiny_model("diffllama", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    logits = forward(model, cache)
+    assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
+    assert not layer_of(cache).reads_packed
+
+
+def test_a_model_that_computes_with_cached_values_gets_them(returned):
+    """Doge makes a mask of its values: it is given states it can read at every call, and attention the store."""
+    model = tiny_model("doge", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    logits = forward(model, cache)
+    assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
+    assert layer_of(cache).reads_packed
+    assert all(type(keys) is LazyStates and type(values) is LazyStates for keys, values in returned)
+
+
+def test_states_of_a_model_that_leaves_them_alone_are_never_made(returned):
+    model = tiny_model("llama", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    with torch.no_grad():
+        for length in (9, 1, 3, 1, 3):
+            model(ids(1, length), **as_input(cache))
+    layers = len(cache.layers)
+    assert [type(keys) is LazyStates for keys, _ in returned[::layers]] == [True] * 5
+    assert not any(tensor._handle.touched for pair in returned for tensor in pair)
+    assert all(layer.is_untouched for layer in cache.layers)
+
+
+def test_a_prompt_is_not_lazy_for_other_attention(returned):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model(ids(1, 9), **as_input(TurboQuantCache(model.config)))
+    assert type(returned[0][0]) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda x: x + 0, lambda x: torch.cat([x, x]), lambda x: x.cpu(), lambda x: x[..., 0]]
+)
+def test_a_lazy_tensor_becomes_the_states_at_any_operation(operation):
+    model = tiny_model("llama", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    with torch.no_grad():
+        model(ids(1, 9), **as_input(cache))
+    layer = layer_of(cache)
+    new = torch.randn(1, 4, 1, 16)
+    keys, _ = layer.update(new, new)
+    assert type(keys) is LazyStates and keys.shape == (1, 4, 10, 16) and layer.is_untouched
+    assert torch.equal(operation(keys), operation(layer.keys))
+    assert not layer.is_untouched
+
+
+@pytest.mark.parametrize("room", [None, 40])
+def test_masks_for_models_with_attention_of_their_own(room):
+    """XGLM takes the name "turboquant" and goes on with its own attention, which adds the mask to its logits."""
+    right, model = tiny_model("xglm"), tiny_model("xglm", "turboquant")
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        expected = right(ids(2, 20), attention_mask=mask).logits[1]
+        cache = TurboQuantCache(model.config, max_cache_len=room, **DENSE)
+        assert difference([model(ids(2, 20), attention_mask=mask).logits[1]], [expected]) < 2e-3
+        actual = model(ids(2, 20), attention_mask=mask, **as_input(cache)).logits[1]
+    assert difference([actual], [expected]) < 2e-3
+
+
+def test_position_biases_of_a_preallocated_cache_are_added():
+    model = tiny_model("t5", "turboquant")
+    own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    ours = EncoderDecoderCache(
+        TurboQuantCache(model.config, max_cache_len=200, **DENSE), DynamicCache(config=model.config)
+    )
+    assert difference(forward(model, ours), forward(model, own)) < 2e-3
+
+
+def test_what_attention_cannot_compute_is_refused():
+    model = tiny_model("inkling2_text", "turboquant")
+    with pytest.raises(ValueError, match='sink logits by query.*Load the model with `attn_implementation="eager"'):
+        model(ids(1, 9))
+
+
+@pytest.mark.parametrize("cross", ["transformers", "compressed"])
+@pytest.mark.parametrize("room", [None, 64])
+def test_assisted_decoding_of_an_encoder_decoder(cross, room):
+    model = tiny_model("bart/seq2seq", "turboquant")
+
+    def generate(cache):
+        options = dict(do_sample=False, max_new_tokens=8, prompt_lookup_num_tokens=2, eos_token_id=None)
+        return model.generate(ids(1, 30), **as_input(cache), decoder_start_token_id=2, **options)
+
+    own = DynamicCache(config=model.config)
+    beside = TurboQuantCache(model.config, **DENSE) if cross == "compressed" else DynamicCache(config=model.config)
+    ours = EncoderDecoderCache(TurboQuantCache(model.config, max_cache_len=room, **DENSE), beside)
+    expected = generate(EncoderDecoderCache(own, DynamicCache(config=model.config)))
+    assert torch.equal(generate(ours), expected)
+    ours.batch_repeat_interleave(2)
+    ours.batch_select_indices(torch.tensor([1]))
+    assert layer_of(ours.self_attention_cache).batch_size == 1
+    assert ours.cross_attention_cache.layers[0].keys.shape[0] == 1
+
+
+@pytest.mark.parametrize("attention", [None, "turboquant"])
+def test_a_compressed_cross_attention_cache_is_read(attention):
+    """A long encoder's keys and values are packed, and each step reads them dequantized."""
+    model = tiny_model("bart/seq2seq", attention)
+    packed = dict(residual_length=0, sink_tokens=0, preset="k8v4")
+    logits = []
+    for cross in (DynamicCache(config=model.config), TurboQuantCache(model.config, **packed)):
+        cache = EncoderDecoderCache(TurboQuantCache(model.config, **DENSE), cross)
+        with torch.no_grad():
+            for step in range(3):
+                out = model(ids(1, 200), decoder_input_ids=ids(1, 3)[:, step : step + 1], **as_input(cache))
+        logits.append(out.logits)
+    assert layer_of(cross).store.blocks.capacity == 1
+    assert 1e-4 < difference([logits[1]], [logits[0]]) < 0.1
+    footprint = cross.memory_footprint()
+    assert footprint.packed > 0
+
+
+LIMIT = 200
+PROMPT = torch.randint(3, VOCAB, (1, 50), generator=torch.Generator().manual_seed(0)).repeat(1, 6)
+
+
+def phi3():
+    model = build("phi3")
+    model.config.original_max_position_embeddings = LIMIT
+    model.set_attn_implementation("turboquant")
+    return model
+
+
+def answer(model, cache, prompt=PROMPT, **options):
+    options = dict(max_new_tokens=12, do_sample=False, disable_compile=True, return_dict_in_generate=True) | options
+    outputs = model.generate(prompt, **as_input(cache), **options)
+    return outputs.sequences, outputs[CACHE_NAME]
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt_lookup_num_tokens": 3}], ids=str)
+@pytest.mark.parametrize("room, loop", [(None, None), (400, None), (400, graph_decoding)])
+def test_an_empty_cache_is_kept_by_a_long_prompt(room, loop, more):
+    model = phi3()
+    expected, _ = answer(model, DynamicCache(config=model.config), **more)
+    cache = TurboQuantCache(model.config, "k8v4", residual_length=400, max_cache_len=room)
+    tokens, returned = answer(model, cache, **more, **({"custom_generate": loop} if loop else {}))
+    assert torch.equal(tokens, expected)
+    assert returned is cache and int(cache.get_seq_length()) == 311
+
+
+@pytest.mark.parametrize("room", [None, 400])
+def test_a_cache_that_is_dropped_in_an_answer_is_named(room, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(tq_hf.cache.logger, "warning_once", warnings.append)
+    model, start = phi3(), PROMPT[:, : LIMIT - 5]
+    expected, _ = answer(model, DynamicCache(config=model.config), start)
+    tokens, returned = answer(model, TurboQuantCache(model.config, max_cache_len=room), start)
+    assert torch.equal(tokens, expected) and type(returned) is DynamicCache
+    assert len(warnings) == 1 and "Phi3ForCausalLM drops this TurboQuantCache at 200 tokens" in warnings[0]
+    model.config.original_max_position_embeddings = 10**9
+    cache = TurboQuantCache(model.config, max_cache_len=room)
+    assert answer(model, cache, start)[1] is cache and len(warnings) == 1
+
+
+def test_graph_decoding_refuses_what_it_would_not_compute_again():
+    model = phi3()
+    cache = TurboQuantCache(model.config, max_cache_len=400)
+    with pytest.raises(ValueError, match=r"changes at 200 tokens.* may have 207 tokens.*_embeddings = 10\*\*9"):
+        answer(model, cache, PROMPT[:, : LIMIT - 5], custom_generate=graph_decoding)
+    assert int(cache.get_seq_length()) == 0
+    answer(model, cache, PROMPT[:, : LIMIT - 20], custom_generate=graph_decoding)
+    with pytest.raises(ValueError, match="filled a DynamicCache of its own, not the cache"):
+        answer(model, cache, custom_generate=graph_decoding)
+
+
+@pytest.mark.parametrize("name", ["phi3.Phi3", "phimoe.Phimoe", "phi4_multimodal.Phi4Multimodal"])
+def test_models_that_drop_a_cache_are_known_by_what_they_ask_for(name):
+    folder, kind = name.split(".")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    model = object.__new__(getattr(module, f"{kind}ForCausalLM"))
+    vars(model)["config"] = SimpleNamespace(original_max_position_embeddings=LIMIT)
+    assert switches_rope(model) == LIMIT
+    assert switches_rope(build("llama")) is None

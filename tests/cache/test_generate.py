@@ -10,7 +10,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from tests.support.saving_cases import model_named
-from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
+from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention, noisy
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 
@@ -62,13 +62,7 @@ ONE_CALL: dict[str, Scenario] = {
 
 
 def assisted(model, make):
-    # The model itself with a little noise proposes: some candidates are taken, some rolled back.
-    assistant = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in assistant.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.add_(noise, alpha=0.05 * parameter.data.std(correction=0).item())
-    return generate(model, make(), prompts(1, 40), assistant_model=assistant)
+    return generate(model, make(), prompts(1, 40), assistant_model=noisy(model))
 
 
 def prompt_lookup(model, make):

@@ -1,6 +1,8 @@
 """The way of a decode step's keys, from the cache to a kernel, is short and goes one way."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from tq_kernels.codec import balance as prompts
 from tq_kernels.codec import launch as encoding
 from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode import append, launch
+from transformers import PreTrainedModel
 
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import store_no_rows
@@ -59,6 +62,26 @@ def kernels(monkeypatch):
     release_workspaces()
 
 
+@pytest.fixture
+def prompt_kernels(kernels, monkeypatch):
+    """Those of prompts, too, are launched and do nothing."""
+    for module, names in PROMPT_KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel(Silent()))
+    monkeypatch.setattr(triton_blocks, "encode_blocks", encoding.encode)
+    monkeypatch.setattr(triton_blocks, "store_prompt_rows", prompts.store)
+
+
+@contextmanager
+def profiled(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Tell `note` of every call."""
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
 LAUNCH = "tq_kernels.common.launcher"
 
 
@@ -85,20 +108,22 @@ class Way:
             self.functions.append((module, code.co_qualname))
 
 
+def after_steps(layers: int, room: int | None) -> tuple[PreTrainedModel, TurboQuantCache, torch.Tensor]:
+    """A model, a cache after a prompt and two steps, the first of which compiles, and the prompt."""
+    model = build("llama", num_hidden_layers=layers, attention="turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=room)
+    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    for part in (ids, ids[:, :1], ids[:, :1]):
+        model(part, **as_input(cache))
+    return model, cache, ids
+
+
 @pytest.mark.parametrize("preallocated", [None, 300], ids=["growing", "preallocated"])
 def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocated, kernels):
-    model = build("llama", num_hidden_layers=1, attention="turboquant")
-    cache = TurboQuantCache(model.config, max_cache_len=preallocated)
-    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
-    model(ids, **as_input(cache))
-    for _ in range(2):  # the first step compiles
-        model(ids[:, :1], **as_input(cache))
+    model, cache, ids = after_steps(1, preallocated)
     way = Way()
-    sys.setprofile(way)
-    try:
+    with profiled(way):
         model(ids[:, :1], **as_input(cache))
-    finally:
-        sys.setprofile(None)
     modules = [module for module, _ in way.functions]
     # Launching is where the way ends.
     modules = modules[: modules.index(LAUNCH)] if LAUNCH in modules else modules
@@ -113,9 +138,7 @@ def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocat
 )
 def test_a_layer_of_a_step_runs_few_functions(preallocated, dispatched, most, kernels):
     """From `TurboQuantCache.update` to the backend at most `dispatched` of this package, and `most` in all."""
-    model = build("llama", num_hidden_layers=2, attention="turboquant")
-    cache = TurboQuantCache(model.config, max_cache_len=preallocated)
-    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    model, cache, ids = after_steps(2, preallocated)
     functions: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -123,15 +146,8 @@ def test_a_layer_of_a_step_runs_few_functions(preallocated, dispatched, most, ke
         if event == "call" and module.startswith("tq_hf."):
             functions.append(f"{module} {frame.f_code.co_qualname}")
 
-    with torch.no_grad():
-        model(ids, **as_input(cache))
-        for _ in range(2):  # the first step compiles
-            model(ids[:, :1], **as_input(cache))
-        sys.setprofile(note)
-        try:
-            model(ids[:, :1], **as_input(cache))
-        finally:
-            sys.setprofile(None)
+    with profiled(note):
+        model(ids[:, :1], **as_input(cache))
     start, end = (i for i, name in enumerate(functions) if name == "tq_hf.cache TurboQuantCache.update")
     layer = functions[start:end]
     assert layer.index("tq_hf.ops.triton.blocks attend") < dispatched and len(layer) <= most, layer
@@ -154,12 +170,7 @@ class Launching(TorchDispatchMode):
 @pytest.mark.parametrize(("tokens", "launches"), [(2, 1), (128, 1), (259, 1), (260, 3), (1000, 3)])
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("room", [None, 1200], ids=["growing", "preallocated"])
-def test_a_first_prompt_launches_at_most_three_kernels_a_layer(room, balance, tokens, launches, kernels, monkeypatch):
-    for module, names in PROMPT_KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, Kernel(Silent()))
-    monkeypatch.setattr(triton_blocks, "encode_blocks", encoding.encode)
-    monkeypatch.setattr(triton_blocks, "store_prompt_rows", prompts.store)
+def test_a_first_prompt_launches_at_most_three_kernels_a_layer(room, balance, tokens, launches, prompt_kernels):
     config = build("llama", num_hidden_layers=1).config
     states = torch.zeros(2, tokens, 2, 16).transpose(1, 2)
     query = torch.zeros(2, tokens, 4, 16).transpose(1, 2)
@@ -189,13 +200,8 @@ def test_a_first_prompt_makes_few_tensors(tokens, tensors, kernels, monkeypatch)
 @pytest.mark.parametrize(
     ("room", "tokens", "most"), [(None, 128, 73), (None, 512, 99), (1024, 128, 88), (1024, 512, 114)]
 )
-def test_what_the_first_layer_of_a_prompt_worked_out_others_look_up(room, tokens, most, kernels, monkeypatch):
+def test_what_the_first_layer_of_a_prompt_worked_out_others_look_up(room, tokens, most, prompt_kernels):
     """At most so many functions of this project run for each, a few of which compare equal configurations."""
-    for module, names in PROMPT_KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, Kernel(Silent()))
-    monkeypatch.setattr(triton_blocks, "encode_blocks", encoding.encode)
-    monkeypatch.setattr(triton_blocks, "store_prompt_rows", prompts.store)
     config = build("llama", num_hidden_layers=2).config
     config._attn_implementation = "turboquant"
     cache = TurboQuantCache(config, max_cache_len=room)
@@ -209,18 +215,14 @@ def test_what_the_first_layer_of_a_prompt_worked_out_others_look_up(room, tokens
     with torch.no_grad():
         for layer in range(2):
             functions.clear()
-            sys.setprofile(note)
-            resolve(*cache.update(states, states, layer), SimpleNamespace(config=config, is_causal=True), query)
-            sys.setprofile(None)
+            with profiled(note):
+                resolve(*cache.update(states, states, layer), SimpleNamespace(config=config, is_causal=True), query)
     assert len(functions) <= most, functions
 
 
 @pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 3)], ids=["growing", "preallocated"])
 def test_a_step_launches_few_kernels_a_layer(room, launches, kernels):
-    model = build("llama", num_hidden_layers=2, attention="turboquant")
-    cache = TurboQuantCache(model.config, max_cache_len=room)
-    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
-    model(ids, **as_input(cache))
+    model, cache, ids = after_steps(2, room)
     for _ in range(3):
         before = Silent.launches
         model(ids[:, :1], **as_input(cache))

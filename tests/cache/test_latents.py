@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_memory import storages_reachable_from
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeLiteConfig, PreTrainedModel
 
@@ -28,6 +27,7 @@ from tests.support.helpers import (
     relative_error,
     slow,
     states,
+    storages_reachable_from,
 )
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
@@ -186,12 +186,17 @@ def read_edited(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
-def read_padded(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
-    """A batch with padding on the left of its first sequence: logits of steps."""
+def padded_prompt(padding: int) -> dict[str, torch.Tensor]:
+    """Two sequences, the first of them padded on the left."""
     prompt = torch.cat([ids(420), ids(421)[:, 1:]])
-    mask = torch.ones(2, 420, dtype=torch.long)
-    mask[0, :37] = 0
-    logits = []
+    mask = torch.ones_like(prompt)
+    mask[0, :padding] = 0
+    return {"input_ids": prompt, "attention_mask": mask}
+
+
+def read_padded(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
+    """Logits of steps after a padded prompt."""
+    (prompt, mask), logits = padded_prompt(37).values(), []
     for step in (prompt, prompt[:, :1], prompt[:, 5:6], prompt[:, 7:10]):
         if logits:
             mask = torch.cat([mask, torch.ones_like(step)], 1)
@@ -230,16 +235,14 @@ def test_attention_is_switched_between_steps(absorbed):
 @pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
 def test_the_same_tokens_are_generated(graph, absorbed):
     model = build("glm4_moe_lite")
-    prompt, options = torch.cat([ids(420), ids(421)[:, 1:]]), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
-    mask = torch.ones_like(prompt)
-    mask[1, :9] = 0
+    options = padded_prompt(9) | dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
     if graph:
         options["custom_generate"] = graph_decoding
 
     def generated(attention: str) -> torch.Tensor:
         model.set_attn_implementation(attention)
         cache = TurboQuantCache(model.config, max_cache_len=600 if graph else None)
-        return model.generate(prompt, attention_mask=mask, **as_input(cache), **options)
+        return model.generate(**as_input(cache), **options)
 
     expected = generated("sdpa")
     assert torch.equal(generated("turboquant"), expected)
@@ -352,17 +355,14 @@ def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     model = build("deepseek_v3", attention="turboquant")
-    prompt = torch.cat([ids(420), ids(421)[:, 1:]])
-    mask = torch.ones_like(prompt)
-    mask[1, :9] = 0
-    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    expected = model.generate(prompt, **as_input(TurboQuantCache(model.config)), **options)
+    options = padded_prompt(9) | dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = model.generate(**as_input(TurboQuantCache(model.config)), **options)
     absorbed.clear()
     if graph:
         options["custom_generate"] = graph_decoding
     monkeypatch.delattr(dispatch, "dense_tokens")  # which no step runs
     cache = TurboQuantCache(model.config, max_cache_len=600)
-    found = model.generate(prompt, **as_input(cache), **options, compile_config=compile_config("aot_eager"))
+    found = model.generate(**as_input(cache), **options, compile_config=compile_config("aot_eager"))
     assert torch.equal(found, expected)
     assert len(absorbed) == 7 * LAYERS
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

@@ -15,6 +15,7 @@ from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 
 ROOM = 12
+PROMPT = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
 once = pytest.mark.skipif(INTERPRETED, reason="the operator checks before it chooses who computes")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -22,6 +23,20 @@ model_on = lru_cache(lambda device: build("llama", num_hidden_layers=2).to(devic
 
 
 test_under_the_interpreter = child(__file__)
+
+
+def nearly_full(attention: str, masked: bool = True, device: str = "cpu", skip_layers: tuple[int, ...] = ()):
+    """A model, its cache with room for two tokens more, and a step by a call after which it has a number of tokens."""
+    model = model_on(device)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM, skip_layers=skip_layers, residual_length=0)
+    model(PROMPT.to(device), **as_input(cache))
+
+    def step(call, length: int) -> None:
+        mask = torch.ones(1, length, dtype=torch.long, device=device) if masked else None
+        call(PROMPT[:, :1].to(device), attention_mask=mask, **as_input(cache))
+
+    return model, cache, step
 
 
 def held(cache: TurboQuantCache) -> list[dict[str, object]]:
@@ -47,26 +62,17 @@ def assert_held(cache: TurboQuantCache, before: list[dict[str, object]]) -> None
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
 def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, device):
-    model = model_on(device)
-    model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model.config, max_cache_len=ROOM, skip_layers=skip_layers, residual_length=0)
-    ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0)).to(device)
-    model(ids, **as_input(cache))
-
-    def step(length: int) -> None:
-        mask = torch.ones(1, length, dtype=torch.long, device=device) if masked else None
-        model(ids[:, :1], attention_mask=mask, **as_input(cache))
-
-    step(ROOM - 1)
-    step(ROOM)
+    model, cache, step = nearly_full(attention, masked, device, skip_layers)
+    step(model, ROOM - 1)
+    step(model, ROOM)
     before = held(cache)
     for _ in range(2):
         with pytest.raises(ValueError, match=f"1 tokens to the {ROOM} in this cache exceeds its `max_cache_len`"):
-            step(ROOM + 1)
+            step(model, ROOM + 1)
         assert int(cache.get_seq_length()) == ROOM
         assert_held(cache, before)
     cache.crop(-1)
-    step(ROOM)  # room again
+    step(model, ROOM)  # room again
 
 
 @once
@@ -81,17 +87,8 @@ def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, devic
 def test_a_compiled_step_too_many_is_refused(attention, masked):
     """On a GPU the assertion in the kernel fails, and the process's GPU is lost: not tested here."""
     torch._dynamo.reset()
-    model = model_on("cpu")
-    model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model.config, max_cache_len=ROOM, residual_length=0)
-    ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
-    model(ids, **as_input(cache))
+    model, cache, step = nearly_full(attention, masked)
     compiled = torch.compile(model, backend="eager")
-
-    def step(call, length: int) -> None:
-        mask = torch.ones(1, length, dtype=torch.long) if masked else None
-        call(ids[:, :1], attention_mask=mask, **as_input(cache))
-
     step(compiled, ROOM - 1)
     assert all(layer.num_tokens is None for layer in cache.layers), "a compiled step does not count"
     step(model, ROOM)
@@ -110,12 +107,11 @@ def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
     model = model_on("cpu")
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
-    ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
-    options = dict(disable_compile=True)
-    if compiled:
-        options = dict(compile_config=compile_config(fullgraph=False))
+    options = dict(compile_config=compile_config(fullgraph=False)) if compiled else dict(disable_compile=True)
     with pytest.raises(ValueError, match="exceeds its `max_cache_len`"):
-        model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), max_length=ROOM + 6, **options)
+        model.generate(
+            PROMPT, attention_mask=torch.ones_like(PROMPT), **as_input(cache), max_length=ROOM + 6, **options
+        )
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [ROOM] * 2
 
 

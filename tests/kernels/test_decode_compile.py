@@ -1,5 +1,6 @@
 """Every decode kernel compiles for every GPU we name, for blocks of a cache and for pages, without spilling; the inner
-loop stays within its instruction budget, which the block table costs next to nothing of.
+loop stays within its instruction budget, which the block table costs next to nothing of. Appending to a preallocated
+store asserts that there is room.
 
 Needs no GPU: `sass.py` compiles for any target and counts.
 """
@@ -11,15 +12,22 @@ from typing import Any
 
 import pytest
 from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
-from tq_kernels.decode.append import append_tails, append_to_pages, rotate_and_append
+from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
 from tq_kernels.decode.plan import Plan
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
 from tq_kernels.prefix.windows import window_attention
 
-from examples.measure.compile.builds import build_append, build_paged_split, build_reduce, build_rotate, build_small
-from examples.measure.compile.sass import SHARED, build_split, inner_loop, per_element, plan, resources
+from examples.measure.compile.builds import (
+    build_append,
+    build_paged_split,
+    build_preallocated_append,
+    build_reduce,
+    build_rotate,
+    build_small,
+)
+from examples.measure.compile.sass import SHARED, build_split, code, inner_loop, per_element, plan, resources
 from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import cards, within
@@ -209,3 +217,37 @@ def test_no_length_decides_what_is_compiled() -> None:
         numbers = [p for p in kernel.params if not p.is_constexpr and p.name in kernel.do_not_specialize]
         assert {"count", "queries", "heads"} & {p.name for p in numbers}  # of sequences
         assert not any(p.name in ("tokens", "width", "workers") and not p.do_not_specialize for p in kernel.params)
+
+
+@pytest.mark.parametrize("rotates", [slow(False), True], ids=["append", "append and rotate"])
+@pytest.mark.parametrize("arch", [slow(75), slow(80), slow(86), slow(89), 90, slow(100)])
+def test_a_full_store_is_asserted_on_the_device(arch: int, rotates: bool) -> None:
+    assert append_and_rotate.debug, "without it a launch compiles no assertion"
+    built = build_preallocated_append(arch, (4, 4), rotates=rotates)
+    assert "larger `max_cache_len`" in built.asm["ttir"] and "__assertfail" in built.asm["ptx"]
+    assert built.metadata.shared <= SHARED[arch] * 1024 - 1024
+    # A step without a due block must not wait for the stack of the encoder, which all programs would set up.
+    assert resources(built).stack <= (72 if arch == 100 else 0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim"),
+    [(90, 128), *[slow(arch, dim) for arch in (75, 80, 90) for dim in (64, 96, 128, 256) if (arch, dim) != (90, 128)]],
+)
+def test_rotating_takes_no_registers_or_memory_from_appending(arch: int, dim: int) -> None:
+    alone, both = (build_preallocated_append(arch, (4, 4), dim=dim, rotates=rotates) for rotates in (False, True))
+    units = [-(-resources(one).registers // 8) for one in (both, alone)]  # in which a thread is given them
+    assert units[0] <= units[1]
+    assert resources(both).stack <= resources(alone).stack
+    assert resources(both).shared <= resources(alone).shared
+    # The instructions of both kernels and a few to choose.
+    added = len(code(both)) - len(code(alone))
+    assert added <= 1.1 * len(code(build_rotate(arch, (4, 4), dim=dim, rows=both.metadata.num_warps)))
+
+
+def test_no_length_decides_how_appending_is_compiled() -> None:
+    parameters = append_and_rotate.params
+    constants = [p.name for p in parameters if p.is_constexpr]
+    assert len(constants) == 4 and all(name.isupper() for name in constants)
+    unspecialised = [p.name for p in parameters if p.do_not_specialize]
+    assert unspecialised == [p.name for p in parameters[: -len(constants)][-21:]]

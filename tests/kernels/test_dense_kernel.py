@@ -37,6 +37,7 @@ class Case:
     splits: int | None = None
 
 
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
 BASE = Case()
 CASES = [
     BASE,
@@ -57,7 +58,7 @@ CASES = [
 ]
 
 
-def inputs(case: Case, device: str, dtype: torch.dtype):
+def inputs(case: Case, device: str | torch.device, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
 
     def states(heads: int, tokens: int, dim: int) -> torch.Tensor:
@@ -82,7 +83,7 @@ def inputs(case: Case, device: str, dtype: torch.dtype):
     return query, keys, states(case.Hkv, case.T, case.Dv), mask, options
 
 
-def check(case: Case, device: str, dtype: torch.dtype) -> None:
+def check(case: Case, device: str | torch.device, dtype: torch.dtype) -> None:
     from tq_kernels.prefix.dense import attend_dense
 
     query, keys, values, mask, options = inputs(case, device, dtype)
@@ -97,13 +98,25 @@ def check(case: Case, device: str, dtype: torch.dtype) -> None:
     assert relative_rms(actual, expected.cpu()) < (1e-3 if dtype == torch.float16 else 5e-3)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_torch(case: Case) -> None:
-    check(case, "cpu", torch.float16)
+LARGE = [
+    replace(BASE, B=1, S=1000, T=1000, Hq=64, Hkv=8, Dk=64, Dv=64, sliding=128, s_aux=True),
+    replace(BASE, B=1, S=1000, T=1000, Hq=64, Hkv=8, Dk=64, Dv=64, s_aux=True),
+    replace(BASE, B=1, S=1000, T=1000, Hq=8, Hkv=4, Dk=256, Dv=256, softcap=50.0),
+    replace(BASE, B=8, S=1, T=4096, Hq=8, Hkv=4, Dk=256, Dv=256, softcap=50.0, splits=None),
+    replace(BASE, B=1, S=700, T=700, Hq=16, Hkv=2, Dk=128, Dv=128, softcap=30.0, padding=100),
+]
+FP16, BF16 = torch.float16, torch.bfloat16
+IN_INTERPRETER = [*((case, FP16) for case in CASES), (replace(BASE, s_aux=True), BF16)]
+ON_GPU = [(case, dtype) for case in CASES + LARGE for dtype in (FP16, BF16)]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+@runs_kernels
+@pytest.mark.parametrize(("case", "dtype"), IN_INTERPRETER if INTERPRETED else ON_GPU, ids=str)
+def test_agrees_with_torch(case: Case, dtype: torch.dtype) -> None:
+    check(case, DEVICE, dtype)
+
+
+@interpreted
 def test_values_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from tq_kernels.prefix import dense
 
@@ -115,19 +128,14 @@ def test_values_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2 * (1 + 3)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
-def test_bf16_is_taken_too() -> None:
-    check(replace(BASE, s_aux=True), "cpu", torch.bfloat16)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+@interpreted
 def test_a_query_that_sees_nothing_gives_zero() -> None:
     query, keys, values, mask, options = inputs(replace(BASE, sliding=4, padding=10), "cpu", torch.float16)
     out = triton_blocks.attend_dense(query, (keys, values), mask, AttentionOptions(**options))
     assert (out[0, :10] == 0).all() and (out[0, 10:] != 0).any(-1).all()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+@interpreted
 def test_a_window_reads_no_more_tokens_than_its_own() -> None:
     query, keys, values, mask, options = inputs(replace(BASE, B=1, S=150, T=600, sliding=16), "cpu", torch.float16)
     for states in (keys, values):
@@ -135,26 +143,7 @@ def test_a_window_reads_no_more_tokens_than_its_own() -> None:
     assert triton_blocks.attend_dense(query, (keys, values), mask, AttentionOptions(**options)).isfinite().all()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        *CASES,
-        replace(BASE, B=1, S=1000, T=1000, Hq=64, Hkv=8, Dk=64, Dv=64, sliding=128, s_aux=True),
-        replace(BASE, B=1, S=1000, T=1000, Hq=64, Hkv=8, Dk=64, Dv=64, s_aux=True),
-        replace(BASE, B=1, S=1000, T=1000, Hq=8, Hkv=4, Dk=256, Dv=256, softcap=50.0),
-        replace(BASE, B=8, S=1, T=4096, Hq=8, Hkv=4, Dk=256, Dv=256, softcap=50.0, splits=None),
-        replace(BASE, B=1, S=700, T=700, Hq=16, Hkv=2, Dk=128, Dv=128, softcap=30.0, padding=100),
-    ],
-    ids=str,
-)
-def test_agrees_with_torch_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
-    check(case, "cuda", dtype)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+@interpreted
 def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypatch) -> None:
     calls = []
     monkeypatch.setattr(triton_blocks, "attend_dense", lambda *a, **o: calls.append("kernel"))

@@ -1,5 +1,5 @@
 """The encode and dequantize kernels compile for every GPU we name and fit its shared memory, without spilling where it
-matters.
+matters. The look-ups of the dequantize kernel get whole words, in whatever layout Triton gives their tiles.
 
 Needs no GPU: Triton compiles for any target, and its wheel ships the disassembler.
 """
@@ -125,3 +125,31 @@ def test_other_shapes_fit(arch: int, shape: dict[str, Any]) -> None:
     # Wide tiles and rotations in two parts do spill, around the matrix products.
     assert within(stack_of(build_encode(arch, is_value=is_value, **shape)), 512)
     build_dequantize(arch, is_value=is_value, **shape)
+
+
+def look_up_layouts(ttgir: str) -> list[str]:
+    """The layout of the word tile of every look-up; a tile is `[M, K]` int16, two neighbours along K a word."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    tiles = re.findall(r"packed_element = 2[^\n]*?: tensor<\d+x\d+xi16, (#\w+|#ttg\.dot_op<\{[^}]*\}>)>", ttgir)
+    return [layouts.get(tile, tile) for tile in tiles]
+
+
+def keeps_words_whole(layout: str) -> bool:
+    """Whether the first two elements of each thread are neighbours along the last dimension."""
+    if first := re.search(r"register = \[\[(\d+), (\d+)\]", layout):
+        return first.groups() == ("0", "1")
+    if blocked := re.search(r"sizePerThread = \[\d+, (\d+)\].*order = \[(\d)", layout):
+        return int(blocked[1]) % 2 == 0 and blocked[2] == "1"
+    return re.search(r"opIdx = 0,.*kWidth = [248]", layout) is not None
+
+
+@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("arch", "dim"), [(90, 64), (90, 128), (80, 128), slow(90, 256), slow(80, 64), slow(80, 256), slow(89, 128)]
+)
+def test_a_look_up_gets_whole_words(arch: int, dim: int, bits: int, is_value: bool) -> None:
+    compiled = build_dequantize(arch, bits, is_value=is_value, dim=dim)
+    layouts = look_up_layouts(compiled.asm["ttgir"])
+    assert layouts
+    assert [layout for layout in layouts if not keeps_words_whole(layout)] == []

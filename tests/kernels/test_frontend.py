@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,7 @@ def test_a_kernel_over_pages_is_taken(kernel: str, preset: str, shape: tuple[int
     PAGED[kernel](arch, preset, dim)
 
 
-@pytest.mark.usefixtures("frontend_only")
-@pytest.mark.parametrize("arch", [80, 90])
-def test_prompts_over_pages_are_taken(arch: int) -> None:
-    build_prompts(arch, "4bit_nc")
-
-
-@pytest.mark.usefixtures("frontend_only")
-@pytest.mark.parametrize("bits", [(4, 8), (3, 8), (8, 4)], ids=str)
-@pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_of_latents_are_taken(arch: int, bits: tuple[int, int]) -> None:
+def build_kernels_of_latents(arch: int, bits: tuple[int, int]) -> None:
     for rows in (16, 128):
         build_latents(arch, bits, rows=rows)
         build_latents(arch, bits, rows=rows, paged=True)
@@ -113,17 +105,36 @@ def test_kernels_of_latents_are_taken(arch: int, bits: tuple[int, int]) -> None:
     build_small_latents(arch, bits, dim=64, rotary=16, dtype="fp32")
 
 
-@pytest.mark.usefixtures("frontend_only")
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
-def test_the_kernel_that_reorders_is_taken(arch: int | str, dtype: str) -> None:
-    build_reorder(arch, dtype)
+ALL_CARDS = (75, 80, 90, "gfx942")
+PROMPTS = [dict(dim=dim, value_dim=value_dim, dtype=dtype) for dim, value_dim, dtype in
+           ((128, 128, "bf16"), (72, 12, "fp32"), (192, 256, "fp16"))]  # fmt: skip
+OTHERS: dict[str, Callable[[], Any]] = {
+    **{f"prompts over pages {arch}": partial(build_prompts, arch, "4bit_nc") for arch in (80, 90)},
+    **{
+        f"latents {arch} {bits}": partial(build_kernels_of_latents, arch, bits)
+        for arch in (80, 90)
+        for bits in ((4, 8), (3, 8), (8, 4))
+    },
+    **{
+        f"reorder {arch} {dtype}": partial(build_reorder, arch, dtype)
+        for arch in ALL_CARDS
+        for dtype in ("fp16", "bf16", "fp32")
+    },
+    **{f"sampling {arch}": partial(build_sampling, arch) for arch in ALL_CARDS},
+    **{
+        f"prompt {arch} {balanced} {shape}": partial(build_prompt, arch, balanced=balanced, **shape)
+        for arch in ALL_CARDS
+        for balanced in (True, False)
+        for shape in PROMPTS
+    },
+}
+"""Kernels of prompts and of latents, of a new order of sequences and of the choice of tokens."""
 
 
 @pytest.mark.usefixtures("frontend_only")
-@pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
-def test_the_kernels_that_choose_tokens_are_taken(arch: int | str) -> None:
-    build_sampling(arch)
+@pytest.mark.parametrize("kernel", OTHERS)
+def test_another_kernel_is_taken(kernel: str) -> None:
+    OTHERS[kernel]()
 
 
 def test_the_kernels_that_choose_tokens_become_machine_code_that_keeps_to_registers() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,14 @@ import test_latent_kernel as latents
 import test_paged_kernel as paged
 import test_prefix_kernel as prefix
 import torch
+from tq_kernels.common import device
+from tq_kernels.decode.rotate import rotate_query
 
-from tests.support.kernel_cases import Case, gpu
+from examples.measure.compile.sass import build, disassemble
+from tests.support import target_override
+from tests.support.kernel_cases import INTERPRETED, Case, gpu
 from tests.support.paged_cases import Step
-from tests.support.target_override import OTHER_CARDS, VARIABLE, wanted_card
+from tests.support.target_override import OTHER_CARDS, VARIABLE, assemble_for, wanted_card
 from tq_hf.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,3 +153,39 @@ else:
         if reason := lacks(check, *arguments[:1] or [None]):
             pytest.skip(reason)
         check(*arguments)
+
+
+def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm_61")
+    with pytest.raises(ValueError, match="'sm_61'.*sm_75"):
+        wanted_card()
+    monkeypatch.delenv(VARIABLE)
+    assert wanted_card() is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_ptx_of_turing_is_assembled_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    for name in ("make_cubin", "hash"):  # put back afterwards
+        monkeypatch.setattr(CUDABackend, name, getattr(CUDABackend, name))
+    assemble_for(90)
+    compiled = build(
+        rotate_query, ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8], (64, 64, 64, 4, 8), 75, num_warps=2
+    )
+    assert ".target sm_75" in compiled.asm["ptx"]
+    assert "sm_90" in disassemble(compiled, "-sass")
+
+
+def test_tables_are_told_the_named_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`target` asks the override, which gives the card's capability and memory and keeps this GPU's multiprocessors."""
+    monkeypatch.setattr(device, "override", None)
+    monkeypatch.setattr(target_override, "pretend", lambda: target_override.OTHER_CARDS["sm_75"])
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(device, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    at_hand = torch.device("cuda", 0)
+    assert device.target.__wrapped__(at_hand).capability == (9, 0)
+    target_override.install()
+    assert device.target.__wrapped__(at_hand) == device.Target(132, 64 * 1024, (7, 5), True)

@@ -1,16 +1,18 @@
-"""The kernel of attention over many queries compiles for every GPU we name, without spilling where it is used, and on
-sm_90 its inner loop stays within a budget. Needs no GPU."""
+"""The kernels of attention over many queries, over dense states and over windows compile for every GPU we name and fit
+its shared memory, without spilling where they are used. Needs no GPU."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import pytest
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits
 from tq_kernels.prefix.tiles import merge_splits
 
-from examples.measure.compile.builds import build_prefix, build_prompts
-from examples.measure.compile.sass import SHARED, build, disassemble, target_of
+from examples.measure.compile.builds import build_dense, build_prefix, build_prompts, build_windows
+from examples.measure.compile.sass import SHARED, build, disassemble, loops, resources, target_of
 from tests.kernels.test_decode_compile import BITS
 from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED
@@ -42,7 +44,14 @@ def test_on_sm_90_tiles_reach_the_tensor_cores_by_wide_stores() -> None:
     assert "HGMMA" in code and not (HOLD and "STS.U16" in code)
 
 
-@pytest.mark.parametrize(("arch", "preset"), [(80, "4bit_nc"), (90, "3bit_nc"), ("gfx942", "4bit_nc")], ids=str)
+QUICK = [(80, "4bit_nc"), (90, "3bit_nc"), ("gfx942", "4bit_nc")]
+
+
+@pytest.mark.parametrize(
+    ("arch", "preset"),
+    [case if case in QUICK else slow(*case) for case in itertools.product((80, 86, 89, 90, 100, "gfx942"), BITS)],
+    ids=str,
+)
 def test_compiles_for(arch: int | str, preset: str) -> None:
     compiled, _ = compiled_for(arch, preset)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" else 0)
@@ -57,13 +66,6 @@ def test_compiles_over_pages_for(arch: int, merge: bool) -> None:
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
     if arch < 100:
         assert not (HOLD and spills(compiled))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", BITS)
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, "gfx942"], ids=str)
-def test_every_preset_compiles_for(arch: int | str, preset: str) -> None:
-    test_compiles_for(arch, preset)
 
 
 @pytest.mark.slow
@@ -102,3 +104,59 @@ def test_the_merge_compiles_for(arch: int | str) -> None:
 def test_splits_fill_whole_waves(tiles: int, units: int, resident: int, splits: int) -> None:
     found = prefix_splits(tiles, units, resident)
     assert found == splits or (found > splits // 2 and -(-tiles * found // resident) * splits <= found + splits)
+
+
+SHAPES = [
+    dict(dim=64),  # gpt-oss
+    dict(dim=64, mask=2),
+    dict(dim=128, softcap=True),
+    dict(dim=256, softcap=True),  # Gemma 2
+    dict(dim=256, softcap=True, mask=2),
+    dict(dim=64, rows=8, split=True),
+    dict(dim=256, rows=2, split=True, mask=1),
+]
+WIDE = [
+    dict(dim=512, softcap=True),
+    dict(dim=512, mask=1, softcap=True),
+    dict(dim=512, mask=2),
+    dict(dim=320, split=True),
+    dict(dim=512, rows=8, split=True),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arch", [80, 89, 90, *map(slow, (86, 100, "gfx942"))], ids=str)
+def test_dense_states_compile_for(arch: int | str, shape) -> None:
+    """On sm_90 nothing is spilt, and prompts reach the wide products."""
+    compiled = build_dense(arch, **shape)
+    if arch == "gfx942":
+        assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
+        assert compiled.metadata.shared <= SHARED[arch] * 1024
+    elif arch in (80, 89, 90):
+        assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+        assert resources(compiled).stack <= (0 if arch == 90 else 64)
+    if arch == 90:
+        assert ("HGMMA" in disassemble(compiled, "-sass")) == ("rows" not in shape)
+
+
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+@pytest.mark.parametrize("arch", [slow(80), 90], ids=str)
+def test_dense_heads_of_512_have_no_stack_in_a_loop(arch: int, shape) -> None:
+    compiled = build_dense(arch, **shape)
+    assert compiled.metadata.shared <= SHARED[90 if arch == 90 else 86] * 1024 - 1024
+    assert not any(loop["STL"] + loop["LDL"] for loop in loops(compiled))
+    assert ("HGMMA" in disassemble(compiled, "-sass")) == (arch == 90 and "rows" not in shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(), dict(dim=64, split=True), dict(dim=80, dtype="fp16"), dict(dim=256, softcap=True)], ids=str
+)
+@pytest.mark.parametrize("arch", cards([80, 86, 89, 90, 100]))
+def test_decode_over_windows_compiles_for(arch: int, shape) -> None:
+    compiled = build_windows(arch, **shape)
+    # Two programs a multiprocessor at least.
+    assert 2 * (compiled.metadata.shared + 1024) <= SHARED[arch] * 1024
+    assert resources(compiled).stack == 0
+    if arch < 100:
+        # Rows are copied while the tile before is computed.
+        assert any(loop["LDGSTS"] and loop["HMMA"] for loop in loops(compiled))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.helpers import all_packed, filled, states
-from tests.support.kernel_cases import INTERPRETED, child, gpu
+from tests.support.kernel_cases import DEVICE, INTERPRETED, child, gpu, runs_kernels
 from tq_hf.ops import dispatch
 from tq_hf.ops.backend import HAS_TRITON
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -15,6 +15,7 @@ from tq_hf.tensors.layer import LayerTensors
 
 CPU = torch.device("cpu")
 ORDERS = [[0], [0, 1], [1, 0], [2, 0, 0], [1, 2, 3, 0], [0, 0, 1, 2], [6, 6, 2, 3, 3, 0, 5], [*range(16, -1, -1)]]
+ORDERS += [] if INTERPRETED else [[*range(1, 256), 0]]
 
 
 def tensors_of(batch: int, device: torch.device, longest: int) -> list[torch.Tensor]:
@@ -43,11 +44,14 @@ def check(order: list[int], device: torch.device, longest: int = 300) -> None:
 test_all_cases_in_the_interpreter = child(__file__)
 
 
-if INTERPRETED:
+@runs_kernels
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: str(order[:8]))
+def test_sequences_are_where_they_were_asked_to_be(order: list[int]) -> None:
+    """On a GPU there are more pieces than programs, too."""
+    check(order, DEVICE, 300 if INTERPRETED else 2_000_000 // len(order))
 
-    @pytest.mark.parametrize("order", ORDERS, ids=str)
-    def test_sequences_are_where_they_were_asked_to_be(order: list[int]) -> None:
-        check(order, CPU)
+
+if INTERPRETED:
 
     @pytest.mark.parametrize("order", [[0, 2], [-1, 1]], ids=str)
     def test_a_sequence_that_does_not_exist_is_not_read(order: list[int]) -> None:
@@ -58,13 +62,6 @@ if INTERPRETED:
         before = [tensor.clone() for tensor in tensors]
         ReorderLaunch(tensors)(torch.tensor(order))
         assert all(map(torch.equal, tensors, before))
-
-
-@gpu
-@pytest.mark.parametrize("order", [*ORDERS, [*range(1, 256), 0]], ids=lambda order: str(len(order)))
-def test_sequences_are_where_they_were_asked_to_be_on_a_gpu(order: list[int]) -> None:
-    """More pieces than programs, too."""
-    check(order, torch.device("cuda", 0), 2_000_000 // len(order))
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

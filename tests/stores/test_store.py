@@ -265,34 +265,7 @@ def test_crop_into_packed_blocks_keeps_survivors_as_they_were_read(config, past_
     assert store.length == 700
 
 
-# Refusals
-
-
-WRONG = {
-    "batch size": lambda k, v: (k[:1], v[:1]),
-    "number of KV heads": lambda k, v: (k[:, :1], v[:, :1]),
-    "key head_dim": lambda k, v: (k[..., :8], v),
-    "value head_dim": lambda k, v: (k, v[..., :8]),
-    "dtype": lambda k, v: (k.half(), v.half()),
-    "device": lambda k, v: (k.to("meta"), v.to("meta")),
-    "both to one device": lambda k, v: (k, v.to("meta")),
-    "one floating-point dtype": lambda k, v: (k, v.half()),
-    "floating-point": lambda k, v: (k.int(), v.int()),
-    "agree in batch, heads and tokens": lambda k, v: (k, v[:, :, :-1]),
-    "must both have the shape": lambda k, v: (k[0], v[0]),
-    "head_dim of 0": lambda k, v: (k[..., :0], v[..., :0]),
-}
-
-
-@rooms
-@pytest.mark.parametrize("message", WRONG)
-@pytest.mark.parametrize("calls", [[300], [250, 50]], ids=["settled", "pending"])
-def test_states_that_do_not_fit_are_refused_and_change_nothing(message, calls, room):
-    store = filled(all_packed(), states(20, batch=2, tokens=300), calls, room)
-    before = snapshot(store)
-    with pytest.raises(ValueError, match=message):
-        store.append(*WRONG[message](*states(21, batch=2, tokens=5)))
-    assert_unchanged(store, before)
+# Failures
 
 
 @rooms

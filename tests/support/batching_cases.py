@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tq_kernels.types import Sequences
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from tests.support.tiny_models import VOCAB, build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
@@ -66,8 +74,12 @@ def prompts(lengths: Sequence[int], seed: int = 1) -> list[Tokens]:
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def greedy(new: int, **options: Any) -> GenerationConfig:
-    return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, **options)
+def greedy(new: int, answers: int = 1, **options: Any) -> GenerationConfig:
+    """A number of answers of `new` tokens; `generate()` would refuse several greedy ones."""
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, **options)
+    if answers > 1:
+        config.num_return_sequences = answers
+    return config
 
 
 def options(**changes: Any) -> ContinuousBatchingConfig:
@@ -86,6 +98,16 @@ def answers(results: dict[str, Any]) -> list[Tokens]:
 def serve(batching: TurboQuantBatching, new: int, **changes: Any) -> AbstractContextManager[Any]:
     """A session of answers of `new` tokens. The context gives its manager."""
     return batching.continuous_batching_context_manager(greedy(new), continuous_batching_config=options(**changes))
+
+
+def ask(
+    batching: TurboQuantBatching, asked: list[tuple[Tokens, dict[str, Any]]], new: int, **changes: Any
+) -> list[Tokens]:
+    """Answers of one batch of requests, each with its own options."""
+    with serve(batching, new, **changes) as manager:
+        names = [manager.add_request(prompt, **fields) for prompt, fields in asked]
+        found = outputs_of(manager, len(names))
+    return [found[name].generated_tokens for name in names]
 
 
 def outputs_of(manager: TurboQuantBatchingManager, number: int) -> dict[str, Any]:
@@ -110,6 +132,26 @@ def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     monkeypatch.setattr(allocators, "paged_step", with_scratch)
 
 
+class HeldSteps:
+    """Lets layers of steps of at least `tokens` tokens wait for a sign, and then raise `error`. Counts these layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int = 0) -> None:
+        self.reached, self.go_on, self.layers = threading.Event(), threading.Event(), 0
+        self.error: BaseException | None = None
+        real = allocators.paged_step
+
+        def step(new: Any, *args: Any, **more: Any) -> torch.Tensor:
+            if len(new.query) >= tokens:
+                self.layers += 1
+                self.reached.set()
+                assert self.go_on.wait(60)
+                if self.error is not None:
+                    raise self.error
+            return real(new, *args, **more)
+
+        monkeypatch.setattr(allocators, "paged_step", step)
+
+
 NEAR_TIE = 0.5
 """Standard deviations of the logits by which rounding in bf16, and the codes that it changes, move them at most."""
 
@@ -126,15 +168,23 @@ class Oracle:
     def cache(self, **changes: Any) -> TurboQuantCache:
         return TurboQuantCache(self.model.config, replace(self.config, **changes), balance=self.balance)
 
-    def generate(self, prompt: Tokens, new: int) -> Tokens:
-        """Greedy tokens of `generate()`."""
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """The model reads packed caches."""
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("turboquant")
-        ids = torch.tensor([prompt], device=self.model.device)
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), **as_input(self.cache()), max_new_tokens=new, do_sample=False
-        )
+        yield
         self.model.set_attn_implementation(before)
+
+    def generate(
+        self, prompt: Tokens, new: int, config: GenerationConfig | None = None, *processors: LogitsProcessor
+    ) -> Tokens:
+        """Tokens of `generate()`, greedy ones without a config, chosen from what processors leave."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        options = dict(max_new_tokens=new, do_sample=False) if config is None else dict(generation_config=config)
+        options |= dict(logits_processor=LogitsProcessorList(processors), attention_mask=torch.ones_like(ids))
+        with self.attention():
+            out = self.model.generate(ids, **as_input(self.cache()), **options)
         return out[0, len(prompt) :].tolist()
 
     @torch.no_grad()
@@ -173,10 +223,8 @@ class Oracle:
 
     def chunked(self, prompt: Tokens, new: int, chunks: Sequence[int] = (), blocks: int = 0) -> Tokens:
         """Greedy tokens, the prompt read in pieces of these sizes and the rest, after so many blocks of others."""
-        before = self.model.config._attn_implementation
-        self.model.set_attn_implementation("turboquant")
         out, logits = [], torch.empty(0)
-        with torch.no_grad():
+        with torch.no_grad(), self.attention():
             cache, at = self.begun(prompt, blocks), self.config.sink_tokens + 128 * blocks if blocks else 0
             for size in filter(None, (*chunks, len(prompt) - at - sum(chunks))):
                 logits = self.model(torch.tensor([prompt[at : at + size]]), **as_input(cache)).logits[0, -1]
@@ -184,7 +232,6 @@ class Oracle:
             for _ in range(new):
                 out.append(int(logits.argmax()))
                 logits = self.model(torch.tensor([out[-1:]]), **as_input(cache)).logits[0, -1]
-        self.model.set_attn_implementation(before)
         return out
 
 
@@ -212,8 +259,12 @@ class Session:
 
     def capture(self) -> None:
         """Compile and capture steps of all sizes now."""
+        self.prepare(now=True)
+
+    def prepare(self, **ways: bool) -> None:
+        """Make the pool, as `warmup` does in these ways."""
         manager = self.batching.init_continuous_batching(greedy(2), self.options)
-        manager.warmup(now=True)
+        manager.warmup(**ways)
         manager.restore_attention()
         self.model._cached_continuous_batching_manager = manager
 

@@ -6,6 +6,7 @@ and a test on them cannot fail.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,16 @@ def random_weights(config: PreTrainedConfig, seed: int = 1) -> PreTrainedModel:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def noisy(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:
+    """A copy of a model with a little noise: as an assistant, some of its drafts are accepted."""
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in assistant.parameters():
+        change = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.data.add_(change, alpha=noise * parameter.data.std(correction=0).item())
+    return assistant
 
 
 def multimodal() -> tuple[PreTrainedModel, Callable[[], list[str]]]:
