@@ -15,7 +15,7 @@ import triton.language as tl
 from ..common.device import AMPERE
 from ..common.unpack import load_levels, load_tile
 from ..format import CODE, TOKENS
-from .loud import LOUD_TILE, coded_divisors, load_loud, loud_channels_of
+from .loud import LOUD_TILE, load_loud, loud_channels_of
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -38,7 +38,10 @@ def _load_inverse(
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
         r = r * DIM**0.5
-    r = r / coded_divisors(tl.load(channel_scales + n, mask=n < HEAD_DIM, other=1.0), LOUD)
+    factor = tl.load(channel_scales + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32)
+    r = r / tl.abs(factor)
+    if LOUD > 0:  # `coded_divisors` would spill more registers on sm_75
+        r = tl.where(factor < 0, 0.0, r)
     high = r.to(tl.float16)
     low = (r - high.to(tl.float32)).to(tl.float16) if SPLIT else high
     return high, low
