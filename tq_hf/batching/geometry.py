@@ -25,7 +25,7 @@ from ..tensors.pages import ring_pages, rows_per_page
 
 Length = TypeVar("Length", int, torch.Tensor)
 HostLengths = tuple[tuple[int, ...], tuple[int, ...]]
-"""Numbers of new and of cached tokens of the requests of a step."""
+"""Numbers of new tokens, and of cached ones, by request."""
 
 
 class TableShape(NamedTuple):
