@@ -78,7 +78,7 @@ class LatentInputs:
 
     def to(self, device: torch.device) -> LatentInputs:
         """A copy on `device`."""
-        *tensors, max_q, _ = self.sequences
+        tensors, max_q = self.sequences[:4], self.sequences.max_q
         return LatentInputs(
             self.step,
             self.pool.to(device, copy=True),

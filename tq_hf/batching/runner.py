@@ -359,7 +359,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         # Kernels of single tokens beside prompts are compiled, too.
         lengths = [(future.query_length, future.state.position_offset) for future in host.requests_in_batch]
         if self.only_compiles:  # and little history, which cuDNN would read
-            lengths = [*((new, min(length, new + 16 * BLOCK_TOKENS)) for new, length in lengths), (1, 1)]
+            lengths = [*((new, min(length, new + 100 * BLOCK_TOKENS)) for new, length in lengths), (1, 1)]
         self.cache.lengths = tuple(new for new, _ in lengths), tuple(length - new for new, length in lengths)
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
