@@ -92,7 +92,7 @@ BUDGETS = {
         "batching": 5040,  # latents; options by request; requests that fail alone; prefixes in files; grammars
         "graph_decoding": 1100,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 881,  # layers that are uneven on purpose; layers that share the order of padded rows
-        "layers": 1827,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
+        "layers": 1830,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
         "stores": 963,  # one way into operators; one store; blocks that keep their codes when rows are assigned or cut
         "ops": 2626,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 909,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
@@ -108,7 +108,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_419, 35_308
+PRODUCT, TESTS = 28_422, 35_308
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, prompts at the speed of their products 400: all are paid for. Loud
 channels were granted 600."""

@@ -13,6 +13,7 @@ import torch
 from tq_kernels.layout import BlockLayout
 from transformers.utils import logging
 
+from ..compat import outside_autocast
 from ..ops import dispatch
 
 logger = logging.get_logger(__name__)
@@ -104,7 +105,8 @@ def warn_beyond_fp16(layers: Mapping[int, Any]) -> None:
         at_once = max(1, SAMPLED_NUMBERS // shape.numel())
         for some in (members[start : start + at_once] for start in range(0, len(members), at_once)):
             indices, states, factors = zip(*some, strict=True)
-            rows = torch.stack(states).float() * torch.stack(factors).float()
+            with outside_autocast(states[0]):
+                rows = torch.stack(states).float() * torch.stack(factors).float()
             centered = rows - rows.mean(3, keepdim=True) if name == "Keys" else rows
             norms = (torch.linalg.vector_norm(x, dim=(3, 4)) for x in (rows, centered))
             size, rms = (norm / (shape[2] * shape[3]) ** 0.5 for norm in norms)  # [layers, B, Hkv]

@@ -237,7 +237,8 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is None:
             view = self._begin(key_states, value_states, padding)
         else:
-            is_step = self.is_compileable and self.takes_step(key_states.shape[2])
+            several = self.is_compileable and key_states.shape[2:3] > (1,)  # dimensions are not checked yet
+            is_step = several and self.takes_step(key_states.shape[2])
             view = self.store.append(key_states, value_states, self.needs_queries, padding, is_step)
         if view.counts is None:
             return self._first_states(view, self._with_empty_rows((key_states, value_states)))
