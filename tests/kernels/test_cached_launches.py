@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
 CONFIG = all_packed()
 KERNELS = {
-    codec: ("ENCODE", "DEQUANTIZE"),
+    codec: ("ENCODE", "ENCODE_PAGES", "DEQUANTIZE"),
     prefix: ("ATTEND", "MERGE"),
     decode: ("ROTATE_AND_APPEND", "APPEND_TO_PAGES", "SPLIT", "REDUCE"),
     appends: ("APPEND_TAILS",),
@@ -39,7 +39,7 @@ POINTERS = set(
     """
     states packed rotation channel_scales query key_rotation value_rotation key_channel_scales
     value_channel_scales kv_rows new_keys new_values mask s_aux out partial lse operand_rows rotated block_table
-    tokens rows values cu_seqlens_q cu_seqlens_k packed_blocks new_lse
+    tokens rows keys values cu_seqlens_q cu_seqlens_k packed_blocks new_lse
     """.split()
 )
 
@@ -170,7 +170,7 @@ def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
     for past, new in (((0, 300, 5), (20, 1, 3)), ((200, 0, 0), (2, 14, 8)), ((500, 16, 128), (16, 1, 2))):
         paged_step(Step(past=past, new=new, Hq=1))
         decoding = ["APPEND_TO_PAGES", "SPLIT", "REDUCE"] * (1 in new)
-        assert [name for name, *_ in log] == ["ATTEND", "MERGE", *decoding, "ENCODE", "APPEND_TAILS"]
+        assert [name for name, *_ in log] == ["ATTEND", "MERGE", *decoding, "ENCODE_PAGES", "APPEND_TAILS"]
         kinds.append(how(log))
     assert kinds == [["compiled"] * 7, ["launched"] * 4, ["launched"] * 7]
 
@@ -221,12 +221,13 @@ def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
 @pytest.mark.parametrize(
     ("kernel", "others"),
     [
-        (codec.ENCODE, {"stride_batch", "stride_head", "stride_token"}),
+        (codec.ENCODE, {"stride_b", "stride_h", "stride_t"}),
+        (codec.ENCODE_PAGES, None),
         (codec.DEQUANTIZE, {"stride_batch", "stride_head", "stride_token"}),
         (prefix.ATTEND, None),
         (prefix.MERGE, set()),
     ],
-    ids=["encode", "dequantize", "attend", "merge"],
+    ids=["encode", "pages", "dequantize", "attend", "merge"],
 )
 def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
     """The key has strides; whatever else is a number must not be specialised."""
