@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+from tq_kernels.prefix.join import join_attention
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits
 from tq_kernels.prefix.tiles import merge_splits
 
@@ -90,11 +91,13 @@ def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arch", cards(SHARED))
-def test_the_merge_compiles_for(arch: int | str) -> None:
+def test_merges_compile_for(arch: int | str) -> None:
     types = ["*fp32", "*fp32", "*fp32", "*fp16", None, *["i32"] * 8]
     compiled = build(merge_splits, types, (128, 128, 16, True), arch, num_warps=4)
-    if isinstance(arch, int) and arch < 100:
-        assert not spills(compiled)
+    types = ["*bf16", "*fp32", "*fp16", "*fp32", "*bf16", *["i32"] * 9]
+    for each in (compiled, build(join_attention, types, (128, 128, 32), arch, num_warps=4)):
+        if isinstance(arch, int) and arch < 100:
+            assert not spills(each)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,14 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig, holds_latents
 from ..ops import latent_pages
-from ..ops.dispatch import SCRATCH, decode_scratch_bytes, latent_scratch, prompt_buffer_bytes, step_scratch_bytes
+from ..ops.dispatch import (
+    SCRATCH,
+    decode_scratch_bytes,
+    latent_scratch,
+    plans_prompts,
+    prompt_buffer_bytes,
+    step_scratch_bytes,
+)
 from ..ops.workspace import Workspace
 from .allocators import (
     BESIDE,
@@ -231,6 +238,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         recipe: Any = (allocator.tq_config, allocator.layout, like)
         pages: Any = ((query_heads, allocator.num_key_value_heads), *recipe)
+        self.plans_prompts = plans_prompts(like, allocator.layout)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
         blocks = options.num_blocks
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]

@@ -29,7 +29,7 @@ from ..compat import (
 )
 from ..config import number_of_positions
 from ..layers.base import Substitute, replaced
-from ..ops.dispatch import compile_kernels
+from ..ops.dispatch import compile_kernels, planning
 from .attention import LAYER, PAGES, running
 from .cache import TurboQuantPagedCache
 from .processors import BatchOptions, Features, PreparedStep
@@ -38,6 +38,8 @@ logger = logging.get_logger(__name__)
 
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
+SHORT_HISTORY = 16_384
+"""Tokens before a prompt that warms up while there is no request."""
 SHORT_TURN = 1e-4
 """Seconds of a short turn. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
 5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""
@@ -221,8 +223,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
         Call before the first step."""
         self.ahead, self.wake_up = True, wake_up
-        if not self.use_cuda_graph_varlen:  # a request would wait for the longest prompt, and no graph comes of it
+        if not self.use_cuda_graph_varlen:  # no graph comes of a prompt
             self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
+            self.missing += [(0, 0)] * self.cache.plans_prompts  # the last: a request would wait for it
         if self.layers is not None:
             self.uncompiled, self.layers, self.calls = self.layers, None, {}
             # A processor would wait for the thread to compile.
@@ -244,9 +247,10 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if behind.error is None:
             self.layers = behind.layers
             self.logit_processor.compiled = self._processors_are_compiled
-            kernels = [each for each in self.missing if each[1] is None]
-            self.list_warm_ups()
-            self.missing = kernels + [each for each in self.missing if each[0]]  # steps with prompts are not captured
+            left = self.missing
+            self.list_warm_ups()  # steps with prompts are not captured
+            steps = [each for each in self.missing if each[0]]
+            self.missing = [x for x in left if x[1] is None] + steps + [x for x in left if x == (0, 0)]
         else:
             reason = " ".join(str(behind.error).split()[:40])
             logger.warning(f"The step cannot be compiled, and stays as it is, which is slower: {reason}")
@@ -256,7 +260,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
         if self.behind is not None or self.calls:
             return "Steps are not compiled yet, and take longer."
-        left = sum(pair is not None for _, pair in self.missing) if self.ahead else 0
+        left = sum(bool(requests) for requests, pair in self.missing if pair is not None) if self.ahead else 0
         return f"Up to {left} graphs of steps are not captured yet." if left else None
 
     def work_ahead(self, model: torch.nn.Module) -> bool:
@@ -324,9 +328,11 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if pairs is not None:
             pairs.current_pair = pair
         tokens = requests or prompt or cache.max_batch_tokens
+        history = min(cache.max_request_tokens - tokens, SHORT_HISTORY if self.ahead else cache.max_request_tokens)
         self._positions = number_of_positions(model.config.get_text_config())
         try:
-            self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
+            with ExitStack() if requests else planning():
+                self.run_one_warmup(model, tokens, None if requests else max(0, history))
         finally:
             self._positions = None
         # transformers overwrites the inputs of a warm-up that may still run: kernels would read outside of the pool.

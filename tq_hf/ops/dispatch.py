@@ -31,6 +31,8 @@ from .triton.pages import (  # noqa: F401
     attend_latent_pages,
     decode_scratch_bytes,
     latent_scratch,
+    planning,
+    plans_prompts,
     prompt_buffer_bytes,
     step_scratch_bytes,
     supports_latent_step,

@@ -26,6 +26,8 @@ ALWAYS = {"enable_fp_fusion": True}
 multiplications and additions by itself."""
 
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
+only_compiles = _compiles_only.get
+"""Whether kernels are compiled here, and not launched."""
 
 
 def compile_in_threads(code: Callable[[], Any]) -> Callable[[], None]:
@@ -108,7 +110,7 @@ class Kernel:
             Launcher of the same variant; `None` in the interpreter and with an unknown Triton: every launch then goes
             through Triton. `None` as well where kernels are only compiled.
         """
-        if _compiles_only.get():
+        if only_compiles():
             self.function.warmup(*tensors, *numbers, *constants, grid=grid, **ALWAYS, **options)
             return None
         addresses = [None if t is None else t.data_ptr() for t in tensors]

@@ -7,9 +7,13 @@ caller's workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
@@ -28,9 +32,11 @@ from . import blocks
 if HAS_TRITON:
     from tq_kernels.codec.launch import encode_new_blocks
     from tq_kernels.common.device import AMPERE, target
+    from tq_kernels.common.launcher import only_compiles
     from tq_kernels.decode.append import append_new_rows
     from tq_kernels.decode.launch import DecodeLaunch, paged_scratch_bytes
     from tq_kernels.latents.launch import attend_latents, latent_scratch_bytes
+    from tq_kernels.prefix.join import join
     from tq_kernels.prefix.launch import attend_prefix, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
@@ -38,14 +44,14 @@ if HAS_TRITON:
 
 SCRATCH = "attention over pages"
 """The name of a step's scratch in a workspace."""
-LEAST_PAIRS = 3 << 23
+LEAST_PAIRS = 1 << 24
 """Least number of pairs of queries and keys that cuDNN attends to at once. From Hopper on it is twice as fast as
-FlashAttention 2 and as `prefix_attention` (H200, 8k tokens: 550 to 670 TFLOP/s), and needs 40 ms for each shape that it
-has not seen. With this number a step (32 layers, 32 heads, 128 channels) saves 22 ms."""
-DIVISOR = 1024
+FlashAttention 2 and as `prefix_attention` (H200, 8k tokens: 550 to 670 TFLOP/s)."""
+DIVISOR = 4096
 """Divisor of cuDNN's numbers of queries, so that it sees few shapes."""
-LEAST_PIECE, PIECE = 8, 64
-"""Blocks of history that are dequantized at once for cuDNN: a multiple, and the most."""
+PIECES = (64, 62, 32)
+"""Most blocks of history that are dequantized at once for cuDNN: whole rings. A chunk of a prompt of 8,192 tokens that
+begins at a multiple of 8,192 leaves 62 after pieces of 64."""
 
 
 def widest_paged_head(device: torch.device) -> int | None:
@@ -73,6 +79,11 @@ def supports_paged_prompts(states: torch.Tensor, layout: BlockLayout) -> bool:
     """Whether kernels attend from prompts with these states; otherwise torch does, from a copy of the pages."""
     able = supports_paged_decode(states, layout)
     return able and prefix_takes(layout.key_dim, layout.key_dim, states.device)
+
+
+def plans_prompts(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether cuDNN, which plans for each shape, attends from long prompts with these states."""
+    return states.is_cuda and layout.key_dim <= 256 and cudnn_takes(layout.key_dim, states.dtype, states.device)
 
 
 def decode_scratch_bytes(
@@ -106,11 +117,7 @@ def prompt_buffer_bytes(
     if not supports_paged_decode(like, layout):
         return 0
     if supports_paged_prompts(like, layout):
-        length = (
-            min(length, PIECE * BLOCK_TOKENS)
-            if like.is_cuda and cudnn_takes(layout.key_dim, like.dtype, like.device)
-            else 0
-        )
+        length = min(length, PIECES[0] * BLOCK_TOKENS) if plans_prompts(like, layout) else 0
     states = (layout.key_dim + layout.value_dim) * like.element_size()
     return heads[1] * length * (states + layout.slot_bytes)
 
@@ -146,24 +153,62 @@ def cudnn_takes(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return able and target(device).dependent_launch
 
 
-def long_prompts(query: torch.Tensor, sequences: Sequences, keys: int | None = None) -> dict[int, slice]:
-    """Sequences from which cuDNN attends to `keys` tokens, by default to the new ones, and slices of their new tokens.
-    The host knows `lengths`."""
-    lengths = sequences.lengths or ()
-    long = [i for i, count in enumerate(lengths) if count * (count // 2 if keys is None else keys) >= LEAST_PAIRS]
-    if not long or not cudnn_takes(query.shape[2], query.dtype, query.device):
-        return {}
-    ends = [0, *accumulate(lengths)]
-    return {i: slice(ends[i], ends[i + 1]) for i in long}
+class CudnnAttention:
+    """cuDNN's attention from long prompts. It needs .2 s to plan for a shape, and as long as eight steps of 32 layers
+    save: a shape is planned for once so many calls had it, or in a warm-up. Plans are those of a thread, so one thread
+    of this process makes all calls, and the others wait for it."""
+
+    CALLS = 256
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "tq_hf calls cuDNN")
+        self.calls = Counter[tuple[Any, ...]]()
+        self.plans_all = False
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Context of a warm-up, in which each shape is planned for at once."""
+        self.plans_all = True
+        try:
+            yield
+        finally:
+            self.plans_all = False
+
+    def takes(self, query: torch.Tensor, count: int, keys: int | None = None) -> bool:
+        """Whether to attend from `count` tokens of `query` `[T, Hq, D]` to `keys` others, by default to one another."""
+        size = -(-count // DIVISOR) * DIVISOR
+        if count * (count // 2 if keys is None else keys) < LEAST_PAIRS or 2 * size > 3 * count:
+            return False
+        if not cudnn_takes(query.shape[2], query.dtype, query.device):
+            return False
+        shape = query.shape[1:], query.dtype, query.device, size, keys
+        self.calls[shape] += self.CALLS if self.plans_all and not only_compiles() else 1
+        return self.plans_all or self.calls[shape] > self.CALLS
+
+    def __call__(self, new: Tokens, causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention `[S, Hq, D]` of S queries, and logarithms `[Hq, S]`; `causal` to keys and values of the same
+        tokens. Tokens of zeros come last, up to a multiple of `DIVISOR`: no other query sees their keys."""
+        count, added = len(new.query), -len(new.query) % DIVISOR
+        if only_compiles():
+            return torch.empty_like(new.query), new.query.new_empty(new.query.shape[1::-1], dtype=torch.float32)
+        states = [pad(x, (0, 0, 0, 0, 0, added)) if added and (causal or x is new.query) else x for x in new]
+        stream = torch.cuda.current_stream(new.query.device) if new.query.is_cuda else None
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                return cudnn_attention([x.transpose(0, 1)[None] for x in states], causal, scaling)
+
+        out, lse = self.thread.submit(call).result()
+        return out[0].transpose(0, 1)[:count], lse[0, :, :count, 0]
 
 
-def _attend_long(new: Tokens, causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention `[S, Hq, D]` of S queries by cuDNN, and logarithms `[Hq, S]`; `causal` to keys and values of the same
-    tokens. Tokens of zeros come last, up to a multiple of `DIVISOR`: no other query sees their keys."""
-    count, added = len(new.query), -len(new.query) % DIVISOR
-    states = [pad(x, (0, 0, 0, 0, 0, added)) if added and (causal or x is new.query) else x for x in new]
-    out, lse = cudnn_attention([x.transpose(0, 1)[None] for x in states], causal, scaling)
-    return out[0].transpose(0, 1)[:count], lse[0, :, :count, 0]
+long_attention = CudnnAttention()
+"""The one of this process."""
+
+
+def planning() -> AbstractContextManager[None]:
+    """Context of a warm-up, in which cuDNN plans for each shape that it sees."""
+    return long_attention.planning()
 
 
 def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,15 +216,20 @@ def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions
     logarithms of its sums of exponentials, `[Hq, T]` float32. The host knows `lengths` of the sequences."""
     query, lengths, cu_seqlens = new.query, sequences.lengths, sequences.cu_seqlens_q
     assert lengths is not None
-    if not (long := long_prompts(query, sequences)):
+    ends = [0, *accumulate(lengths)]
+    long = {i for i, count in enumerate(lengths) if long_attention.takes(query, count)}
+    if not long:
         # For a maximum of 1 the operator expects another shape.
         out, lse = flash_varlen(new, cu_seqlens[: len(lengths) + 1], max(2, *lengths), options.scaling)
         out[sum(lengths) :].zero_()
         return out, lse
+    if ends == [0, len(query)]:
+        out, lse = long_attention(new, True, options.scaling)
+        return out.contiguous(), lse
     out, lse = query.new_zeros(query.shape), query.new_empty(query.shape[1::-1], dtype=torch.float32)
-    for own in long.values():
-        out[own], lse[:, own] = _attend_long(Tokens(*(x[own] for x in new)), True, options.scaling)
-    ends = [0, *accumulate(lengths)]
+    for i in long:
+        own = slice(ends[i], ends[i + 1])
+        out[own], lse[:, own] = long_attention(Tokens(*(x[own] for x in new)), True, options.scaling)
     for is_short, run in groupby(range(len(lengths)), lambda i: lengths[i] > 1 and i not in long):
         indices = [*run]
         if is_short:
@@ -187,6 +237,35 @@ def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions
             part, most = Tokens(*(x[own] for x in new)), max(lengths[i] for i in indices)
             out[own], lse[:, own] = flash_varlen(part, cu_seqlens[within] - own.start, most, options.scaling)
     return out, lse
+
+
+def _attend_piece(
+    query: torch.Tensor, pages: LayerPages, places: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention `[S, Hq, D]` of queries in fp16 to the blocks in pages `places` `[N]`, and logarithms `[Hq, S]`."""
+    shapes = ((1, pages.kv_heads, len(places) * BLOCK_TOKENS, pages.layout.key_dim) for _ in range(2))
+    keys, values = map(query.new_empty, shapes)
+    blocks.dequantize(pages.config, pages.packed(places.long()), keys, values)
+    return long_attention(Tokens(query, keys[0].transpose(0, 1), values[0].transpose(0, 1)), False, scaling)
+
+
+def _sizes(pages: LayerPages) -> list[int]:
+    """`PIECES` of whole rings."""
+    ring = pages.tensors.ring_rows // BLOCK_TOKENS
+    return [size // ring * ring for size in PIECES if size >= ring]
+
+
+def _plan_pieces(new: Tokens, pages: LayerPages, table: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Plan for long prompts of up to as many tokens, and compile kernels, in a warm-up, which has no history."""
+    for count in range(len(new.query) // DIVISOR * DIVISOR, 0, -DIVISOR):
+        query = new.query[:count].half()
+        for size in PIECES:
+            shape = query.shape[1:], new.query.dtype, query.device, count, size * BLOCK_TOKENS
+            known = long_attention.calls[shape] >= long_attention.CALLS
+            if not known and long_attention.takes(new.query, count, size * BLOCK_TOKENS):
+                found = _attend_piece(query, pages, table[0, :1].expand(size), 1.0)
+                for states in (found, (out[:count].clone(), lse[:, :count].clone())):
+                    join(*states, *found, states[0])
 
 
 def attend_history(
@@ -202,30 +281,30 @@ def attend_history(
     Returns:
         The sequences without these blocks. They fill whole rings, so the rows after them stay where they are.
     """
-    held, layout, table = pages.tensors, pages.layout, sequences.block_table
-    if sequences.past is None or BLOCK_TOKENS * LEAST_PIECE % held.ring_rows:
+    held, table, counts = pages.tensors, sequences.block_table, sequences.lengths or ()
+    if sequences.past is None:
         return sequences
+    if long_attention.plans_all:
+        _plan_pieces(new, pages, table, out, lse)
     column, left_out = held.first_block_column, [0] * len(table)
-    rest = table
-    for i, own in long_prompts(new.query, sequences, PIECE * BLOCK_TOKENS).items():
-        whole = (sequences.past[i] - held.sinks - pages.config.residual_length) // BLOCK_TOKENS
-        whole, least = max(0, whole) // LEAST_PIECE * LEAST_PIECE, LEAST_PAIRS / BLOCK_TOKENS / (own.stop - own.start)
-        if whole < least:
+    rest, ends = table, [0, *accumulate(counts)]
+    for i, (count, past) in enumerate(zip(counts, sequences.past, strict=True)):
+        whole, own = (past - held.sinks - pages.config.residual_length) // BLOCK_TOKENS, slice(ends[i], ends[i + 1])
+        query, pieces = new.query[own], list[int]()
+        for size in _sizes(pages):
+            number, whole = divmod(max(0, whole), size)
+            if number and long_attention.takes(query, count, size * BLOCK_TOKENS):
+                pieces += [size] * number
+        if not pieces:
             continue
-        # In fp16, as in the kernel: bfloat16 would round keys to the size of their means.
-        query, mean, total = new.query[own].half(), out[own].half(), lse[:, own]
-        while (size := min(PIECE, whole - left_out[i])) >= least:
-            first = column + left_out[i]
-            packed = pages.packed(table[i, first : first + size].long())
-            shapes = ((1, pages.kv_heads, size * BLOCK_TOKENS, d) for d in (layout.key_dim, layout.value_dim))
-            keys, values = map(query.new_empty, shapes)
-            blocks.dequantize(pages.config, packed, keys, values)
-            piece = Tokens(query, keys[0].transpose(0, 1), values[0].transpose(0, 1))
-            found, found_lse = _attend_long(piece, False, options.scaling)
-            total = torch.logaddexp(total, found_lse)
-            mean.lerp_(found, (found_lse - total).exp().half().T.contiguous()[..., None])
-            left_out[i] += size
-        out[own], lse[:, own] = mean, total
+        query = query.half()  # as in the kernel: bfloat16 would round keys to the size of their means
+        ranges = pairwise(accumulate(pieces, initial=column))
+        parts = (_attend_piece(query, pages, table[i, slice(*each)], options.scaling) for each in ranges)
+        found = next(parts)
+        for part in parts:
+            join(*found, *part, found[0])
+        join(out[own], lse[:, own], *found, out[own])
+        left_out[i] = sum(pieces)
         rest = table.clone() if rest is table else rest
         rest[i, column : table.shape[1] - left_out[i]] = table[i, column + left_out[i] :]
     if rest is table:
@@ -235,6 +314,12 @@ def attend_history(
     lengths = sequences.cu_seqlens_k - BLOCK_TOKENS * fewer.cumsum(0, dtype=torch.int32)
     assert sequences.packed is not None
     return sequences._replace(cu_seqlens_k=lengths, block_table=rest, packed=sequences.packed - fewer[1:])
+
+
+def _any_history(sequences: Sequences) -> bool:
+    """Whether a sequence with several new tokens may have others before them."""
+    lengths, past = sequences.lengths, sequences.past
+    return lengths is None or past is None or any(new > 1 and old for new, old in zip(lengths, past, strict=True))
 
 
 @explains_failures
@@ -270,7 +355,7 @@ def paged_step(
     with blocks.launching_on(query):
         if attend_prompts is not None:
             attend_prompts(out)
-        elif not single:
+        elif not single and (new_lse is None or _any_history(sequences)):
             rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
             attend_prefix(
                 tokens.query, pages.tensors, rest, (tokens.key, tokens.value), rotation_fp16, None, options,
