@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from .compat import (
     takes_attention_functions,
     takes_other_states,
 )
+from .compiled import LAYER
 from .layers.expansion import ExpandedStates, real, take, up_projection
 from .layers.handle import Handle, LazyStates, resolve, without_backward
 from .ops import dispatch
@@ -31,6 +34,8 @@ from .tensors.layer import DeviceCounts, View, check_room
 logger = logging.get_logger(__name__)
 
 NAME = "turboquant"
+PROMPT = "turboquant_prompt"
+"""Keyword argument of layers that run compiled, in a first prompt without padding (see `prompt`)."""
 TAKE_BACK = "A cache has the tokens of this call in its first layers by now: call `cache.crop(0)`, or take a new one."
 
 
@@ -70,6 +75,8 @@ def turboquant_attention(
     Raises:
         ValueError: An argument is not supported, alone or together with the cache.
     """
+    if PROMPT in kwargs:
+        return _attend_prompt(module, (query, key, value), attention_mask, dropout, scaling, is_causal, **kwargs)
     if isinstance(key, LazyStates) and torch.compiler.is_dynamo_compiling():
         return _outside_of_graphs(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     if "sinks" in kwargs or (attention_mask is not None and attention_mask.dtype != torch.bool):
@@ -103,6 +110,55 @@ def turboquant_attention(
     if view is not None:  # a compressed layer, with states of all tokens
         kwargs.pop("sliding_window", None)
     return _attend_dense(*call, dropout=dropout, **kwargs)
+
+
+class Prompt(threading.local):
+    """The first prompt that this thread reads: the cache to fill, and attention modules by their place in `LAYER`."""
+
+    cache: Any = None
+    modules: Sequence[Module] = ()
+
+
+prompt = Prompt()
+
+
+class NotCompiled(ValueError):
+    """A layer attends in a way that is not compiled."""
+
+
+def _attend_prompt(
+    module: Module, states: tuple[torch.Tensor, ...], *refused: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention of a first prompt whose layers run compiled, causal and over the new tokens alone."""
+    mask, dropout, scaling, is_causal = refused
+    unknown = [kwargs.get(name) for name in ("position_bias", "indices", "block_indices", "sinks")]
+    if dropout or any(each is not None for each in (mask, is_causal, *unknown)):
+        _refuse_prompt(module)
+    options = AttentionOptions.of_call(states[0].shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
+    return attend_prompt([*states, module.__dict__[LAYER]], options.s_aux, options.scaling, options.softcap), None
+
+
+@torch.compiler.disable
+def _refuse_prompt(module: Module) -> None:
+    raise NotCompiled(f"{type(module).__name__} attends with a mask or other options.")
+
+
+@torch.library.custom_op("tq_hf::attend_prompt", mutates_args=())
+def attend_prompt(
+    tensors: list[torch.Tensor], s_aux: torch.Tensor | None, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Update the cache of the running `prompt`, and attend. `tensors` are queries, keys, values and `LAYER`."""
+    query, key, value, layer = tensors
+    index, place = layer.tolist()
+    key, value = prompt.cache.update(key, value, index)
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+    return turboquant_attention(prompt.modules[place], query, key, value, None, **options)[0].contiguous()
+
+
+@attend_prompt.register_fake
+def _empty_output(tensors: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
+    batch, heads, tokens, _ = tensors[0].shape
+    return tensors[0].new_empty(batch, tokens, heads, tensors[2].shape[3])
 
 
 def _check_call(module: Module, mask: Mask, sinks: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from tq_kernels.types import AttentionOptions, Tokens
 from transformers import AttentionInterface
 
+from ..compiled import LAYER
 from ..layers.expansion import up_projection
 from .cache import TurboQuantPagedCache
 
@@ -27,11 +28,6 @@ PAGES = "turboquant_pages"
 The engine's own argument `cache` reaches attention up to transformers 5.23. From 5.24 on, models take `cache` and call
 its `update`.
 """
-
-
-LAYER = "tq_hf_layer"
-"""Attribute of modules with `layer_idx`: the index as a tensor `[]` int64 on the CPU. Layers that only differ in a
-number of Python would be compiled one by one."""
 
 
 class NoPages(ValueError):
@@ -112,12 +108,12 @@ def attend_pages(
     softcap: float | None,
 ) -> torch.Tensor:
     """Call `TurboQuantPagedCache.layer_step` of the running step. `tensors` are queries, keys (or latents), values (or
-    rotary keys) and the index of the layer."""
+    rotary keys) and the module's `LAYER`."""
     if (pages := running.pages) is None:
         return _empty_output(tensors, weight).zero_()
     *states, layer = tensors
     options = AttentionOptions(scaling, True, softcap, s_aux)
-    return pages.layer_step(int(layer), Tokens(*states), running.arguments, options, weight).contiguous()
+    return pages.layer_step(int(layer[0]), Tokens(*states), running.arguments, options, weight).contiguous()
 
 
 @attend_pages.register_fake

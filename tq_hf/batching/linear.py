@@ -20,9 +20,10 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..compat import outside_inference_mode
+from ..compiled import LAYER
 from ..layers.base import Substitute
 from .allocators import StateName, StateShapes, linear_layers
-from .attention import LAYER, pages_of_step, running
+from .attention import pages_of_step, running
 from .cache import TurboQuantPagedCache
 
 States = dict[StateName, torch.Tensor]
@@ -186,8 +187,8 @@ def read_states(hidden_states: torch.Tensor, like: list[torch.Tensor], layer: to
     if (pages := running.pages) is None:
         return [states.zero_() for states in _read(hidden_states, like)]
     assert pages.states is not None
-    sources = pages.state_step(int(layer), running.arguments).sources
-    return list(pages.states.read(int(layer), sources).values())
+    sources = pages.state_step(int(layer[0]), running.arguments).sources
+    return list(pages.states.read(int(layer[0]), sources).values())
 
 
 @read_states.register_fake
@@ -201,9 +202,9 @@ def write_states(out: torch.Tensor, states: list[torch.Tensor], layer: torch.Ten
     so that no compiler drops the call."""
     if (pages := running.pages) is not None:
         assert pages.states is not None
-        targets = pages.state_step(int(layer), running.arguments).targets
-        names = pages.states.shapes[int(layer)]
-        pages.states.write(int(layer), targets, dict(zip(names, states, strict=True)))
+        targets = pages.state_step(int(layer[0]), running.arguments).targets
+        names = pages.states.shapes[int(layer[0])]
+        pages.states.write(int(layer[0]), targets, dict(zip(names, states, strict=True)))
     return out.clone()
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from transformers import CompileConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer, stream_context
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..compat import (
@@ -27,10 +25,11 @@ from ..compat import (
     outside_inference_mode,
     trace_apart,
 )
+from ..compiled import CompiledLayers
 from ..config import number_of_positions
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels, planning
-from .attention import LAYER, PAGES, running
+from .attention import PAGES, running
 from .cache import TurboQuantPagedCache
 from .processors import BatchOptions, Features, PreparedStep
 
@@ -81,48 +80,6 @@ def copied(arguments: Any) -> Any:
 def compiling_stream(device: torch.device) -> torch.cuda.Stream:
     """Stream of steps that are compiled in the background: one, as torch keeps a workspace of cuBLAS for each."""
     return torch.cuda.Stream(device)
-
-
-class CompiledLayers:
-    """Decoder layers of a model, compiled by `torch.compile`: layers that are alike once, for any number of tokens.
-    Layers whose `forward` something else has replaced stay as they are."""
-
-    def __init__(self, model: Any, config: CompileConfig) -> None:
-        layers = (each for each in model.get_decoder().modules() if isinstance(each, GradientCheckpointingLayer))
-        self.layers = [each for each in layers if "forward" not in vars(each)]
-        for module in chain(*(each.modules() for each in self.layers)):
-            if isinstance(index := getattr(module, "layer_idx", None), int):
-                vars(module)[LAYER] = torch.tensor(index)
-        if not self.layers:
-            logger.warning_once(
-                f"{type(model).__name__} has no layers that can be compiled one by one: steps stay as they are."
-            )
-        self.takes_prompts = config.dynamic is not False  # else each length would be compiled
-        kinds: set[Any] = {type(each) for each in self.layers}
-        self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
-
-    def within(self, function: Callable) -> Callable:
-        """`function`, in which the model calls the compiled layers."""
-
-        def call(*arguments: Any) -> Any:
-            for layer in self.layers:
-                vars(layer)["forward"] = functools.partial(self.forward[type(layer)], layer)
-            try:
-                return function(*arguments)
-            finally:
-                for layer in self.layers:
-                    del vars(layer)["forward"]
-
-        return call
-
-    @contextmanager
-    def recording(self, calls: list[Any]) -> Iterator[None]:
-        """Add the layers that are called, and their arguments, to `calls`."""
-        with ExitStack() as hooks:
-            for layer in self.layers:
-                hook = layer.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
-                hooks.callback(hook.remove)
-            yield
 
 
 class BackgroundCompile(threading.Thread):

@@ -13,6 +13,7 @@ model's tokens as it is.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,10 +249,12 @@ class AssistedLoop(Loop):
         """Decode from the logits `[1, vocabulary]` of the prompt until the sequence has ended."""
         step = None
         try:
-            step = self._begin(inputs)
-            self._accept(step, logits, None)
-            # The assistant reads its prompt before, with the experts for many tokens.
-            with optimized_for_decode(getattr(self.drafts, "model", self.model)):
+            with ExitStack() as contexts:
+                self._prepare_model(contexts)
+                step = self._begin(inputs)
+                self._accept(step, logits, None)
+                # The assistant reads its prompt before, with the experts for many tokens.
+                contexts.enter_context(optimized_for_decode(getattr(self.drafts, "model", self.model)))
                 while not self._ended(step):
                     self._advance(step)
         finally:  # a call that an exception ended is left to `crop`
@@ -274,7 +277,7 @@ class AssistedLoop(Loop):
         addresses = [tensor.data_ptr() for layer in self.drafts.layers for tensor in tensors_of(layer)]
         own = {"drafts": self.drafts, "accepted": self.prompt.new_zeros(self.tokens + 1)}
         inputs = longer_inputs(inputs, self.tokens - 1)
-        return self._step(inputs, AssistedTensors, (self.drafts.key, addresses), **own)
+        return self._step(inputs, self._first_step(AssistedTensors, **own), (self.drafts.key, addresses))
 
     def _advance(self, step: Any) -> None:
         self._run_or_replay(step)

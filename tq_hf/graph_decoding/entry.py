@@ -10,18 +10,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..cache import TurboQuantCache
-from ..compat import (
-    CACHE_NAME,
-    arguments_of_generate,
-    check_required_names,
-    compiles_steps,
-    optimized_for_decode,
-    prefill,
-    switches_rope,
-)
-from ..joined import joined
+from ..compat import CACHE_NAME, arguments_of_generate, check_required_names, compiles_steps, switches_rope
 from .assisted import AssistedLoop, check_room_for_drafts, drafts_of, expect_drafts
-from .loop import Loop, check_layers
+from .loop import Loop, check_layers, without_graphs
+from .prompt import read_prompt
 
 
 def graph_decoding(
@@ -51,7 +43,8 @@ def graph_decoding(
         logits_processor: Processors of logits, as for any loop of transformers.
         stopping_criteria: Stopping criteria, as for any loop of transformers.
         generation_config: Generation config. `disable_compile` and `compile_config` apply, except for CUDA graphs of
-            the compiler, which cannot be captured again. For one sequence
+            the compiler, which cannot be captured again. On a GPU the first call also compiles the layers once for
+            first prompts of any length, if all layers are compressed and nothing is padded. For one sequence
             `CompileConfig(options={"coordinate_descent_tuning": True})` shortens a step by 11 to 15% and lengthens the
             first call by half a minute (8B, H200): the compiler then writes products with one row itself and tunes
             them.
@@ -94,7 +87,9 @@ def graph_decoding(
             "`custom_generate`, pass fewer `max_new_tokens`, or keep the states that there are: set "
             "`model.config.original_max_position_embeddings = 10**9`."
         )
-    outputs, model_kwargs = prefill(model, input_ids, generation_config, model_kwargs)
+    compiles = input_ids.is_cuda and compiles_steps(model, cache, generation_config)
+    how = without_graphs(generation_config.compile_config) if compiles else None
+    outputs, model_kwargs = read_prompt(model, cache, input_ids, generation_config, how, model_kwargs)
     if model_kwargs[CACHE_NAME] is not cache:
         raise ValueError(
             f"{type(model).__name__} filled a {type(model_kwargs[CACHE_NAME]).__name__} of its own, not the cache that "
@@ -104,8 +99,7 @@ def graph_decoding(
     del outputs
     call = (model, cache, input_ids, logits_processor, stopping_criteria, generation_config, arguments.get("streamer"))
     loop = Loop(*call) if drafts is None else AssistedLoop(drafts, *call)
-    with optimized_for_decode(model), joined(model):
-        return loop.run(logits, model_kwargs)
+    return loop.run(logits, model_kwargs)
 
 
 def _check(

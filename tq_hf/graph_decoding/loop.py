@@ -14,6 +14,7 @@ the same loop runs step by step. `assisted.py` has the loop of assisted decoding
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,9 +36,11 @@ from ..compat import (
     compiles_steps,
     ending_failed_capture,
     mark_static_shape,
+    optimized_for_decode,
     outside_inference_mode,
     pad_token,
 )
+from ..joined import joined
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import SlidingLayer
@@ -66,7 +69,7 @@ WARM_UP = 2
 """Number of steps before the capture. The first compiles kernels; after the second, memory no longer grows."""
 
 
-def _without_graphs(config: CompileConfig | None) -> CompileConfig:
+def without_graphs(config: CompileConfig | None) -> CompileConfig:
     """Remove the compiler's own CUDA graphs from compile options: they would be captured inside of ours."""
     fields = (CompileConfig() if config is None else config).to_dict()
     (fields["options"] or {}).pop("triton.cudagraphs", None)
@@ -128,7 +131,7 @@ class Loop:
         assert cache.preallocated_for is not None
         self.width = max(cache.preallocated_for + 1, self.max_length or 0)
         """Number of tokens that the history has room for."""
-        self.compile_config = _without_graphs(config.compile_config) if compiles_steps(model, cache, config) else None
+        self.compile_config = without_graphs(config.compile_config) if compiles_steps(model, cache, config) else None
         self.captures = self.compile_config is not None and prompt.is_cuda
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
@@ -141,20 +144,29 @@ class Loop:
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
-        step = self._step(inputs)
+        step = self._first_step()
         step.logits = logits
         self._choose(step, step.history[:, : self.length])
-        while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
-            if self.cached == self.room:
-                if ended := self.flags.read_now():
-                    break
-                check_room(1, self.cached, self.room)
-            self._advance(step)
+        with ExitStack() as contexts:
+            while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
+                if self.cached == self.room:
+                    if ended := self.flags.read_now():
+                        break
+                    check_room(1, self.cached, self.room)
+                if step.inputs is None:
+                    self._prepare_model(contexts)
+                    step = self._step(inputs, step)
+                self._advance(step)
         self.flags.finish(ended)
         if ended and self.flags.lag:
             self.length -= self.flags.lag
             self.cache.crop(-self.flags.lag)
         return self._result(step.history)
+
+    def _prepare_model(self, contexts: ExitStack) -> None:
+        """Prepare the model for steps, until the end of `contexts`."""
+        contexts.enter_context(optimized_for_decode(self.model))
+        contexts.enter_context(joined(self.model))
 
     def _result(self, history: torch.Tensor) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Result of `generate()`, with the tokens in `history` `[B, W]`."""
@@ -215,6 +227,7 @@ class Loop:
 
     def _forward(self, step: CapturedStep) -> torch.Tensor:
         """Logits `[B, S, vocabulary]` after the newest token of each sequence and the drafts after it."""
+        assert step.inputs is not None
         newest = step.at - 1
         tokens = step.history.index_select(1, newest + step.inputs.place)
         return self.call(self.model, tokens, step.inputs.at(newest - step.shift), self.cache)
@@ -257,24 +270,28 @@ class Loop:
         return self.flags.record(step.unfinished, step.history[:, self.length - 1])
 
     @outside_inference_mode
-    def _step(self, inputs: dict[str, Any], kind: Any = CapturedStep, key: tuple[Any, ...] = (), **own: Any) -> Any:
-        """Tensors set for the first step: those of the last call, with its graph, if they fit, or new ones of the class
-        `kind` with fields of its `own`. The graph depends on `key`, too. (Outside of inference mode, tensors may be
-        written later.)"""
+    def _first_step(self, kind: Any = CapturedStep, **own: Any) -> Any:
+        """Tensors of the class `kind` that hold the prompt, with fields of its `own`. (Outside of inference mode,
+        tensors may be written later.)"""
+        history = self.prompt.new_zeros(self.prompt.shape[0], self.width)
+        history[:, : self.length] = self.prompt
+        at, shift = (history.new_full((1,), number) for number in (self.length, self.length - self.cached))
+        return kind(key=(), history=history, unfinished=history[:, 0] == history[:, 0], at=at, shift=shift, **own)
+
+    @outside_inference_mode
+    def _step(self, inputs: dict[str, Any], first: Any, key: tuple[Any, ...] = ()) -> Any:
+        """Tensors set for the steps after `first`: those of the last call, with its graph, if they fit, or those of
+        `first`. The graph depends on `key`, too."""
         made = StepInputs(self.model, self.cache, self.prompt, self.cached, self.tokens, inputs, self.width)
         step, key = latest_steps.pop(self.cache, None), (*self._key(made), *key)
         # Under autocast, a graph reads copies of weights that are freed when autocast ends.
         if step is None or step.key != key or (self.captures and autocast_dtype(self.prompt) is not None):
-            step = None  # free the last graph first
-            history = self.prompt.new_zeros(self.prompt.shape[0], self.width)
-            counts = {name: history.new_zeros(1) for name in ("at", "shift")}
-            step = kind(key=key, history=history, unfinished=history[:, 0] == 0, inputs=made, **counts, **own)
+            step, first.key, first.inputs = first, key, made  # which frees the last graph
+        else:
+            step.inputs.copy_(made)
+            for name in ("history", "at", "shift", "unfinished"):
+                getattr(step, name).copy_(getattr(first, name))
         latest_steps[self.cache] = step
-        step.inputs.copy_(made)
-        step.history[:, : self.length] = self.prompt
-        step.at.fill_(self.length)
-        step.shift.fill_(self.length - self.cached)
-        step.unfinished.fill_(True)
         return step
 
     def _key(self, inputs: StepInputs) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ class CapturedStep:
         at: `[1]` int64, the number of tokens of prompt and answer: the column of `history` for the next token.
         shift: `[1]` int64, number of tokens of the prompt that are not in the cache.
         unfinished: `[B]` bool, whether a sequence has not ended.
-        inputs: Inputs of the model.
+        inputs: Inputs of the model; `None` until the first token is chosen.
         logits: `[rows, vocabulary]` float32 of the last step, a row for each token that the step chooses.
         scores: `[rows, vocabulary]` float32, `logits` after the processors.
         graph: Captured CUDA graph, or `None` before the capture.
@@ -40,7 +40,7 @@ class CapturedStep:
     at: torch.Tensor
     shift: torch.Tensor
     unfinished: torch.Tensor
-    inputs: StepInputs
+    inputs: StepInputs | None = None
     logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     graph: torch.cuda.CUDAGraph | None = None
