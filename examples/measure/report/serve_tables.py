@@ -149,7 +149,15 @@ def prompts(record: dict[str, Any]) -> str:
         for name, which in (("kept", "a kept manager"), ("fresh", "a new one"))
     ]
     text += f"\nA call of `generate_batch` with one prompt of 16 tokens and one new token: {', '.join(calls)}. "
-    text += f"The first warm-up at compile level {record['level']} took {record['warm_up_s']:.0f} s.\n"
+    text += f"The first warm-up at compile level {record['level']} took {record['warm_up_s']:.0f} s.\n\n"
+    names, cells = ("DynamicCache", "growing", "graph_decoding"), []
+    for row in record.get("first_tokens", []):
+        times = [row[f"{name}_ms"] for name in names]
+        cells.append(
+            [tokens(row["tokens"]), f"{times[0]:.1f} ms", *(f"{x:.1f} ms, **{x / times[0]:.2f}×**" for x in times[1:])]
+        )
+    if cells:
+        text += table(["first token of `generate()`", "`DynamicCache`", "growing", "`graph_decoding`"], cells)
     return text + f"\n{record['model']}. {note(record)}{source(record)}"
 
 

@@ -44,10 +44,11 @@ if HAS_TRITON:
 
 SCRATCH = "attention over pages"
 """The name of a step's scratch in a workspace."""
-LEAST_PAIRS = 1 << 24
-"""Least number of pairs of queries and keys that cuDNN attends to at once. From Hopper on it is twice as fast as
-FlashAttention 2 and as `prefix_attention` (H200, 8k tokens: 550 to 670 TFLOP/s)."""
-DIVISOR = 4096
+LEAST_PAIRS = {True: 1 << 21, False: 1 << 24}
+"""Least number of pairs of queries and keys that cuDNN attends to at once: new tokens to one another (True; 2,048 of
+them), or to history. From Hopper on it is twice as fast as FlashAttention 2 and as `prefix_attention` (H200, 8k tokens:
+550 to 670 TFLOP/s)."""
+DIVISOR = {True: 1024, False: 4096}
 """Divisor of cuDNN's numbers of queries, so that it sees few shapes."""
 PIECES = (64, 62, 32)
 """Most blocks of history that are dequantized at once for cuDNN: whole rings. A chunk of a prompt of 8,192 tokens that
@@ -148,9 +149,14 @@ def flash_takes(query: torch.Tensor, options: AttentionOptions) -> bool:
 @lru_cache
 def cudnn_takes(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether cuDNN attends from long prompts with heads of `dim` channels, where `flash_takes` them."""
-    like = torch.empty(1, 1, DIVISOR, dim, dtype=dtype, device=device)
+    like = torch.empty(1, 1, DIVISOR[True], dim, dtype=dtype, device=device)
     able = can_use_cudnn_attention(SDPAParams(like, like, like, None, 0.0, True, False))
     return able and target(device).dependent_launch
+
+
+def _padded(count: int, causal: bool) -> int:
+    """Number of queries that cuDNN sees for `count`."""
+    return -(-count // DIVISOR[causal]) * DIVISOR[causal]
 
 
 class CudnnAttention:
@@ -176,8 +182,9 @@ class CudnnAttention:
 
     def takes(self, query: torch.Tensor, count: int, keys: int | None = None) -> bool:
         """Whether to attend from `count` tokens of `query` `[T, Hq, D]` to `keys` others, by default to one another."""
-        size = -(-count // DIVISOR) * DIVISOR
-        if count * (count // 2 if keys is None else keys) < LEAST_PAIRS or 2 * size > 3 * count:
+        causal, size = keys is None, _padded(count, keys is None)
+        pairs, padded = (n * (n // 2 if keys is None else keys) for n in (count, size))
+        if pairs < LEAST_PAIRS[causal] or 2 * padded > 3 * pairs:
             return False
         if not cudnn_takes(query.shape[2], query.dtype, query.device):
             return False
@@ -185,13 +192,22 @@ class CudnnAttention:
         self.calls[shape] += self.CALLS if self.plans_all and not only_compiles() else 1
         return self.plans_all or self.calls[shape] > self.CALLS
 
+    def plans(self, query: torch.Tensor, keys: int | None = None) -> Iterator[int]:
+        """Numbers of tokens of up to as many queries, in a warm-up, that are not planned for. The caller attends."""
+        unit = DIVISOR[keys is None]
+        for count in range(len(query) // unit * unit, 0, -unit):
+            shape = query.shape[1:], query.dtype, query.device, count, keys
+            if self.plans_all and self.calls[shape] < self.CALLS and self.takes(query, count, keys):
+                yield count
+
     def __call__(self, new: Tokens, causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention `[S, Hq, D]` of S queries, and logarithms `[Hq, S]`; `causal` to keys and values of the same
         tokens. Tokens of zeros come last, up to a multiple of `DIVISOR`: no other query sees their keys."""
-        count, added = len(new.query), -len(new.query) % DIVISOR
+        count, added = len(new.query), _padded(len(new.query), causal) - len(new.query)
         if only_compiles():
             return torch.empty_like(new.query), new.query.new_empty(new.query.shape[1::-1], dtype=torch.float32)
-        states = [pad(x, (0, 0, 0, 0, 0, added)) if added and (causal or x is new.query) else x for x in new]
+        # Also contiguous where nothing is added: other strides would be another shape.
+        states = [pad(x, (0, 0, 0, 0, 0, added)).contiguous() if causal or x is new.query else x for x in new]
         stream = torch.cuda.current_stream(new.query.device) if new.query.is_cuda else None
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,6 +232,8 @@ def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions
     logarithms of its sums of exponentials, `[Hq, T]` float32. The host knows `lengths` of the sequences."""
     query, lengths, cu_seqlens = new.query, sequences.lengths, sequences.cu_seqlens_q
     assert lengths is not None
+    for count in long_attention.plans(query):
+        long_attention(Tokens(*(x[:count] for x in new)), True, options.scaling)
     ends = [0, *accumulate(lengths)]
     long = {i for i, count in enumerate(lengths) if long_attention.takes(query, count)}
     if not long:
@@ -226,7 +244,8 @@ def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions
     if ends == [0, len(query)]:
         out, lse = long_attention(new, True, options.scaling)
         return out.contiguous(), lse
-    out, lse = query.new_zeros(query.shape), query.new_empty(query.shape[1::-1], dtype=torch.float32)
+    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[1::-1], dtype=torch.float32)
+    out[ends[-1] :].zero_()
     for i in long:
         own = slice(ends[i], ends[i + 1])
         out[own], lse[:, own] = long_attention(Tokens(*(x[own] for x in new)), True, options.scaling)
@@ -257,15 +276,11 @@ def _sizes(pages: LayerPages) -> list[int]:
 
 def _plan_pieces(new: Tokens, pages: LayerPages, table: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Plan for long prompts of up to as many tokens, and compile kernels, in a warm-up, which has no history."""
-    for count in range(len(new.query) // DIVISOR * DIVISOR, 0, -DIVISOR):
-        query = new.query[:count].half()
-        for size in PIECES:
-            shape = query.shape[1:], new.query.dtype, query.device, count, size * BLOCK_TOKENS
-            known = long_attention.calls[shape] >= long_attention.CALLS
-            if not known and long_attention.takes(new.query, count, size * BLOCK_TOKENS):
-                found = _attend_piece(query, pages, table[0, :1].expand(size), 1.0)
-                for states in (found, (out[:count].clone(), lse[:, :count].clone())):
-                    join(*states, *found, states[0])
+    for size in _sizes(pages):
+        for count in long_attention.plans(new.query, size * BLOCK_TOKENS):
+            found = _attend_piece(new.query[:count].half(), pages, table[0, :1].expand(size), 1.0)
+            for states in (found, (out[:count].clone(), lse[:, :count].clone())):
+                join(*states, *found, states[0])
 
 
 def attend_history(
@@ -284,8 +299,7 @@ def attend_history(
     held, table, counts = pages.tensors, sequences.block_table, sequences.lengths or ()
     if sequences.past is None:
         return sequences
-    if long_attention.plans_all:
-        _plan_pieces(new, pages, table, out, lse)
+    _plan_pieces(new, pages, table, out, lse)
     column, left_out = held.first_block_column, [0] * len(table)
     rest, ends = table, [0, *accumulate(counts)]
     for i, (count, past) in enumerate(zip(counts, sequences.past, strict=True)):
