@@ -31,7 +31,7 @@ ROOMS = {
         ["codec"],
         ["tensors"],
         ["config"],
-        ["compat", "joined"],
+        ["compat", "prepared"],
     ],
 }
 """Top to bottom; rooms side by side do not know one another."""
@@ -102,7 +102,7 @@ BUDGETS = {
         "memory": 89,
         "balance": 116,  # kernels of a probe are compiled together
         "config": 241,  # which layers hold latents, and their bits
-        "joined": 109,  # one product for projections of the same states
+        "prepared": 109,  # one product for projections of the same states
         "compat": 600,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
         "__init__": 71,  # public names on first use
     },

@@ -23,11 +23,11 @@ from .compat import (
     takes_attention_functions,
     takes_other_states,
 )
-from .compiled import LAYER
 from .layers.expansion import ExpandedStates, real, take, up_projection
 from .layers.handle import Handle, LazyStates, resolve, without_backward
 from .ops import dispatch
 from .ops.latent_pages import expand
+from .prepared import LAYER
 from .stores import graph_ops
 from .tensors.layer import DeviceCounts, View, check_room
 

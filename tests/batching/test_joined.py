@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.support.batching_cases import Session, greedy, model_of, prompts
-from tq_hf.joined import join, separate
+from tq_hf.prepared import join, separate
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "gpt_oss"])

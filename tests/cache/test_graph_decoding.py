@@ -18,8 +18,8 @@ from tests.support.recorded_graph import record_graphs
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, attention, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input
+from tq_hf.graph_decoding import entry as graph_entry
 from tq_hf.graph_decoding import loop as graph_loop
-from tq_hf.graph_decoding import prompt as graph_prompt
 
 # Of a tiny model compiled by transformers alone.
 pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -308,7 +308,7 @@ def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypa
 
 def test_a_step_that_is_compiled_otherwise_is_another(model, monkeypatch) -> None:
     monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__)
-    monkeypatch.setattr(graph_prompt, "_layers", lambda *_: None)
+    monkeypatch.setattr(graph_entry, "_layers", lambda *_: None)
     calls = [dict(do_sample=False, compile_config=CompileConfig(options={"tuning": on})) for on in (True, False, True)]
     for call in calls:
         call["compile_config"]._compile_all_devices = True
@@ -330,7 +330,7 @@ def test_how_to_compile_is_heeded_but_for_graphs_of_the_compiler(model, mode, ta
     given._compile_all_devices = True
     compiled = []
     monkeypatch.setattr(model, "get_compiled_call", lambda config: compiled.append(config) or model.__call__)
-    monkeypatch.setattr(graph_prompt, "_layers", lambda model, config: compiled.append(config))
+    monkeypatch.setattr(graph_entry, "_layers", lambda model, config: compiled.append(config))
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=given)
     model.generate(**prompt(model), **GREEDY, **options)
@@ -344,14 +344,14 @@ def read(model, inputs, how: CompileConfig | None, room: int = 512):
     cache, config = TurboQuantCache(model.config, residual_length=32, max_cache_len=room), model.generation_config
     with torch.no_grad():
         options = {"attention_mask": inputs["attention_mask"], **as_input(cache)}
-        outputs, _ = graph_prompt.read_prompt(model, cache, inputs["input_ids"], config, how, options)
+        outputs, _ = graph_entry.read_prompt(model, cache, inputs["input_ids"], config, how, options)
     return outputs.logits[:, -1], cache
 
 
 @pytest.mark.parametrize("padded", [0, 9])
 def test_compiled_layers_read_prompts_of_any_length(model, padded, monkeypatch) -> None:
-    calls, call = [], graph_prompt._call
-    monkeypatch.setattr(graph_prompt, "_call", lambda *x, **named: (calls.append(x), call(*x, **named))[1])
+    calls, call = [], graph_entry._call
+    monkeypatch.setattr(graph_entry, "_call", lambda *x, **named: (calls.append(x), call(*x, **named))[1])
     how = CompileConfig(backend="eager", mode=None)
     for tokens in (150, 40, 300):
         inputs = prompt(model, 2, tokens, padded)

@@ -16,8 +16,8 @@ import torch
 from tq_kernels.types import AttentionOptions, Tokens
 from transformers import AttentionInterface
 
-from ..compiled import LAYER
 from ..layers.expansion import up_projection
+from ..prepared import LAYER
 from .cache import TurboQuantPagedCache
 
 NAME = "turboquant_paged"

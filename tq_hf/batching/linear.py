@@ -20,8 +20,8 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..compat import outside_inference_mode
-from ..compiled import LAYER
 from ..layers.base import Substitute
+from ..prepared import LAYER
 from .allocators import StateName, StateShapes, linear_layers
 from .attention import pages_of_step, running
 from .cache import TurboQuantPagedCache

@@ -26,8 +26,8 @@ from transformers.utils import logging
 from ..balance import Balance
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
 from ..config import TurboQuantConfig
-from ..joined import join, separate
 from ..ops.dispatch import check_choice
+from ..prepared import join, separate
 from ..saving import fingerprint
 from .allocators import layer_kinds, packed_layout
 from .attention import NAME

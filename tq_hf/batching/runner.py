@@ -25,10 +25,10 @@ from ..compat import (
     outside_inference_mode,
     trace_apart,
 )
-from ..compiled import CompiledLayers
 from ..config import number_of_positions
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels, planning
+from ..prepared import CompiledLayers
 from .attention import PAGES, running
 from .cache import TurboQuantPagedCache
 from .processors import BatchOptions, Features, PreparedStep

@@ -40,10 +40,10 @@ from ..compat import (
     outside_inference_mode,
     pad_token,
 )
-from ..joined import joined
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import SlidingLayer
+from ..prepared import joined
 from ..saving.fingerprint import adapters
 from ..tensors.layer import check_room
 from .step import CapturedStep, LateFlags, StepInputs, layers_with_states, mask_tensors
