@@ -217,7 +217,7 @@ def _takes(
         and config.prefill_chunk_size is None
         and inputs.get("inputs_embeds") is None
         and autocast_dtype(ids) is None
-        and not any(has_forward_hooks(x) or "forward" in vars(x) for each in layers.layers for x in each.modules())
+        and not any(map(has_forward_hooks, layers.modules))
         and (mask is None or (mask.dim() == 2 and mask.shape[1] == tokens and bool(mask.all())))
     )
 

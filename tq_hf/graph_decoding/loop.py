@@ -87,7 +87,7 @@ def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     }
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
-    if any(hasattr(module, "recurrent_states") for module in model.modules()):
+    if any("recurrent_states" in vars(module) for module in model.modules()):
         other.add("recurrent states outside of it")
     if other:
         raise ValueError(

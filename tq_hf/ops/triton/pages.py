@@ -51,8 +51,8 @@ them), or to history. From Hopper on it is twice as fast as FlashAttention 2 and
 DIVISOR = {True: 1024, False: 4096}
 """Divisor of cuDNN's numbers of queries, so that it sees few shapes."""
 PIECES = (64, 62, 32)
-"""Most blocks of history that are dequantized at once for cuDNN: whole rings. Where chunks have 8,192 tokens, 62 are left
-after pieces of 64."""
+"""Most blocks of history that are dequantized at once for cuDNN: whole rings. Where chunks have 8,192 tokens, 62 are
+left after pieces of 64."""
 
 
 def widest_paged_head(device: torch.device) -> int | None:
@@ -162,8 +162,8 @@ def _padded(count: int, causal: bool) -> int:
 class CudnnAttention:
     """Attention from long prompts by cuDNN.
 
-    A plan for a shape takes .07 to .2 s, which eight steps of 32 layers save: a shape is planned for after `CALLS` calls,
-    or in a warm-up. Each thread has its own plans, so one thread of this process makes all calls, and the others wait.
+    A plan for a shape takes .07 to .2 s, which eight steps of 32 layers save: it is made after `CALLS` calls, or in a
+    warm-up. Each thread has its own plans, so one thread of this process makes all calls, and the others wait.
     """
 
     CALLS = 256
