@@ -223,7 +223,8 @@ def _takes(
 
 
 def _call(held: TurboQuantCache, forward: Any, layer: Any, /, *arguments: Any, **options: Any) -> Any:
-    """Call a compiled layer without its cache; one without this cache, or with a mask, as it is."""
-    if options.get(CACHE_NAME) is not held or options.get("attention_mask") is not None:
+    """Call a compiled layer without its cache; one without this cache, or with a mask, as it is. (Models that pass more
+    than states by position pass a mask.)"""
+    if arguments[1:] or options.get(CACHE_NAME) is not held or options.get("attention_mask") is not None:
         return type(layer).forward(layer, *arguments, **options)
     return forward(layer, *arguments, **options | {CACHE_NAME: None, PROMPT: True})
