@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CompileConfig,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     PreTrainedTokenizerFast,
     StoppingCriteria,
@@ -359,6 +360,13 @@ def test_compiled_layers_read_prompts_of_any_length(model, padded, monkeypatch) 
         assert torch.allclose(found, expected, atol=rounding(found.device, 1e-5)) and same_caches(cache, plain)
     assert len(calls) == (0 if padded else 3 * len(model.model.layers))
     assert not [name for name in vars(model.model.layers[0]) if name == "forward"]
+
+
+def test_prompts_are_compiled_where_asked_or_after_many_tokens(model) -> None:
+    asked, unasked = GenerationConfig(compile_config=CompileConfig()), GenerationConfig()
+    half = graph_entry.MANY_TOKENS // 2
+    found = [graph_entry._is_worth_compiling(model, config, half) for config in (unasked, asked, unasked)]
+    assert found == [False, True, True]
 
 
 def test_layers_that_attend_otherwise_are_not_compiled(model, monkeypatch, caplog) -> None:

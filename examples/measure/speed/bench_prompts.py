@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 
 from examples.measure.speed.bench_serve import Engine, Request, loaded, random_prompt, serve, session, warm_up
 from examples.provenance import RESULTS, provenance, slug
@@ -95,7 +95,7 @@ def first_tokens(model: PreTrainedModel, lengths: list[int]) -> list[dict[str, A
         "graph_decoding": (
             "turboquant",
             lambda: TurboQuantCache(model.config, PRESET, max_cache_len=2 * max(lengths)),
-            {"custom_generate": graph_decoding},
+            {"custom_generate": graph_decoding, "compile_config": CompileConfig()},
         ),
     }
     rows = []
