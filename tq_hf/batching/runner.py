@@ -37,8 +37,6 @@ logger = logging.get_logger(__name__)
 
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
-SHORT_HISTORY = 16_384
-"""Tokens before a prompt that warms up while there is no request."""
 SHORT_TURN = 1e-4
 """Seconds of a short turn. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
 5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""
@@ -285,11 +283,10 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if pairs is not None:
             pairs.current_pair = pair
         tokens = requests or prompt or cache.max_batch_tokens
-        history = min(cache.max_request_tokens - tokens, SHORT_HISTORY if self.ahead else cache.max_request_tokens)
         self._positions = number_of_positions(model.config.get_text_config())
         try:
             with ExitStack() if requests else planning():
-                self.run_one_warmup(model, tokens, None if requests else max(0, history))
+                self.run_one_warmup(model, tokens, None if requests else max(0, cache.max_request_tokens - tokens))
         finally:
             self._positions = None
         # transformers overwrites the inputs of a warm-up that may still run: kernels would read outside of the pool.
