@@ -35,7 +35,7 @@ from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks
 
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..ops import dispatch, reference
+from ..ops import dispatch
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, counts_after
 from ..tensors.residual import CutBlocks, PendingToken, ring_capacity, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
@@ -143,7 +143,7 @@ class LayerStore:
             else:
                 graph_ops.append_pending_token(self._step_view(None))
         if wait and self.device_counts is not None and self.num_tokens != 0:
-            self.counts = Counts(*self.device_counts.state.tolist())
+            self.counts = self.device_counts.read()
         return self.counts
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
@@ -258,7 +258,7 @@ class LayerStore:
         """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
         self.tensors, self.counts, self._deferred = before
         if self.device_counts is not None:
-            reference.write_counts(self.device_counts, self.counts)
+            self.device_counts.write(self.counts)
 
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
@@ -395,7 +395,7 @@ class LayerStore:
             self._fixed.copy_rows(self.tensors, self.counts.blocks * BLOCK_TOKENS, self.counts.residual)
             self.tensors = self._fixed.with_order(self.tensors.order)
         if not is_counted:
-            reference.write_counts(self.device_counts, self.counts)
+            self.device_counts.write(self.counts)
         self.num_tokens = self.counts.tokens
 
     def view(self) -> View:

@@ -216,24 +216,28 @@ class DeviceCounts(NamedTuple):
     every length.
 
     Args:
-        state: `[4]` int32: `Counts` between calls.
-        step_counts: `[6, 4]` int32, numbers for the last decode step: sinks, blocks, residual rows, slot of the first
-            residual row; the blocks that became due in it; and the number of programs of the append that are done,
-            which the last of them sets back to 0. Only column 0 is used: entries lie 16 bytes apart, which is Triton's
-            alignment.
+        held: `[5, 4]` int32: `Counts`, and the number of programs of the append that are done, which the last of them
+            sets back to 0. Only column 0 is used: entries lie 16 bytes apart, which is Triton's alignment.
         length: `[]` int64: tokens held, as `get_seq_length` returns it.
     """
 
-    state: torch.Tensor
-    step_counts: torch.Tensor
+    held: torch.Tensor
     length: torch.Tensor
 
     @classmethod
     def allocate(cls, device: torch.device, filled: bool = True) -> DeviceCounts:
         """Counts of nothing, or memory that is not filled."""
         make = torch.zeros if filled else torch.empty
-        state, step_counts = (make(*size, dtype=torch.int32, device=device) for size in ((4,), (6, 4)))
-        return cls(state, step_counts, make((), dtype=torch.int64, device=device))
+        return cls(make(5, 4, dtype=torch.int32, device=device), make((), dtype=torch.int64, device=device))
+
+    def read(self) -> Counts:
+        """The counts on the host, which waits for the device."""
+        return Counts(*self.held[:4, 0].tolist())
+
+    def write(self, counts: Counts) -> None:
+        """Write counts from the host, between steps."""
+        self.held[:, 0] = torch.tensor((*counts, 0), dtype=torch.int32, device="cpu")
+        self.length.fill_(counts.tokens)
 
 
 class View(NamedTuple):

@@ -96,7 +96,7 @@ def build_prompt(
     """`store_prompt` of a preallocated cache, and of a padded prompt whose queries were shown if `balanced`."""
     own, statistics = f"*{dtype}", ["*u8", "*fp32", "*fp32"] if balanced else [None] * 3
     types: list[str | None] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", own]
-    types += ["*i32", "*i32", "*i64", *["i32"] * 27]
+    types += ["*i32", "*i64", *["i32"] * 27]
     return build(store_prompt, types, prompt_constants(dim, value_dim or dim), arch, num_warps=WARPS)
 
 
@@ -225,7 +225,7 @@ def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
     states = ["*bf16"]
-    types: list[str | None] = [*2 * states, "*i32", "*i32", "*i64", *states, "*i32"]
+    types: list[str | None] = [*2 * states, "*i32", "*i64", *states, "*i32"]
     types += ["*fp32", "*fp32", "*fp16"]
     if rotates:
         types += [*states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]

@@ -61,11 +61,11 @@ def over_tensors(config: TurboQuantConfig, states: list[torch.Tensor], count: in
     packed = random_blocks(layout, batch, heads, count + 2, device)
     rows = torch.randn(batch, heads, RING + config.sink_tokens, 2 * dim, device=device, dtype=DTYPE)
     launch, out = blocks.decode_launch(LayerTensors(config, packed, rows)), query.transpose(1, 2).contiguous()
-    counts = (*(torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((4,), (6, 4))),)
+    counts = torch.zeros(5, 4, dtype=torch.int32, device=device)
     length = torch.zeros((), dtype=torch.int64, device=device)
     rotations = blocks.rotations(config, layout, device, torch.float32)
     dense = (rows, config.sink_tokens, config.residual_length)
-    append = AppendLaunch(packed, *dense, rotations, (*counts, length), 1 << 20)
+    append = AppendLaunch(packed, *dense, rotations, (counts, length), 1 << 20)
     options, scratch, times = AttentionOptions(dim**-0.5), torch.empty(1 << 24, device=device), {}
 
     def step() -> torch.Tensor:
@@ -73,8 +73,8 @@ def over_tensors(config: TurboQuantConfig, states: list[torch.Tensor], count: in
 
     for dense in DENSE:
         state = torch.tensor([config.sink_tokens, count, dense - 1, 0], dtype=torch.int32, device=device)
-        counts[0].copy_(state)
-        times[dense] = replayed(step, functools.partial(counts[0].copy_, state), repeat)
+        counts[:4, 0] = state
+        times[dense] = replayed(step, functools.partial(counts[:4, 0].copy_, state), repeat)
     return times
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..common.launcher import Kernel, Launch, kernel, launch_all, specialised
+from ..common.schedule import write_counts
 from ..format import (
     FAR,
     LARGEST_RATIO,
@@ -195,7 +196,7 @@ def store_prompt(
     counters,  # [B * Hkv, 2] of 32 bits, 0 between launches; or None
     key_channel_scales, value_channel_scales,  # [B, Hkv, DK] and [B, Hkv, DV] fp16, ones without sums; or None
     kv_rows,  # [B, Hkv, ring + max_sinks, DK + DV], contiguous; or None
-    state, step_counts, length,  # [4] int32, [6, 4] int32 and [] int64, or None
+    counts, length,  # [5, 4] int32 and [] int64, or None
     kv_heads,
     pieces,  # fields of a `Sample`, like the numbers after it except `kinds`
     kinds,  # 2 + group
@@ -211,14 +212,9 @@ def store_prompt(
     keys += batch * key_b + head * key_h
     values += batch * value_b + head * value_h
     dk, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    if state is not None:
+    if counts is not None:
         if (job == 0) & (program == 0):
-            tl.store(state, sinks)
-            tl.store(state + 1, blocks)
-            tl.store(state + 2, rows)
-            tl.store(state + 3, 0)
-            tl.store(step_counts + 5 * 4, 0)
-            tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
+            write_counts(counts, length, sinks, blocks, rows, 0)
     copying = job - pieces * kinds
     if copying >= 0:
         # Keys or values: both would take registers that the sums need.
@@ -321,7 +317,7 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
     launch, sizes = _prompt_launch(STORE, of_states, of_queries, of_valid, first, places)
     if first is not None:
         sums, counters = allocate(sizes[0]), zeros(sizes[1])
-    tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE[:2]), rows, *(counts or NONE))
+    tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE), rows, *(counts or NONE))
     launch_all(
         (launch,),
         (tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors]),),
@@ -329,7 +325,7 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
     )
 
 
-NONE = (None, None, None)
+NONE = (None, None)
 
 
 @lru_cache(maxsize=1024)

@@ -158,6 +158,17 @@ def completed(new, past, SINKS: tl.constexpr):
     return due_blocks_in_kernel(past + new, SINKS, 0) - due_blocks_in_kernel(past, SINKS, 0)
 
 
+@triton.jit
+def write_counts(counts, length, sinks, blocks, rows, pending):
+    """Write what a preallocated store holds to `counts` [5, 4] and `length` (`DeviceCounts` in `tq_hf/tensors/`)."""
+    tl.store(counts, sinks)
+    tl.store(counts + 1 * 4, blocks)
+    tl.store(counts + 2 * 4, rows)
+    tl.store(counts + 3 * 4, pending)
+    tl.store(counts + 4 * 4, 0)
+    tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
+
+
 LINE = tl.constexpr(32)
 """Unit of offsets into the scratch tensor, 32 float32: the compiler then knows them to be aligned."""
 ROTATED = tl.constexpr(2 * 32)

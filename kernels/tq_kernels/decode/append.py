@@ -3,9 +3,8 @@
 The counts of a growing store are on the host: `rotate_and_append` writes the row. Over pages `append_to_pages` writes a
 row of each sequence (`append_tails` the newest of sequences with several). A preallocated store has its counts in int32
 tensors on the device (`DeviceCounts` in `tq_hf/tensors/`); kernels read every length there, and append one token or a
-few. `state` has the counts between calls; `step_counts` has those of this step, the slot of the first residual row and
-the number of due blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the rows
-and encodes the due block, if any. All programs compute the counts from `state`; the last to have read it writes them.
+few. One program a head appends the keys, another the values: it writes the rows and encodes the due block, if any. All
+programs compute the new counts from those before; the last to have read them writes.
 Other programs rotate queries and wait for none of these. `AppendLaunch` launches the same without queries.
 """
 
@@ -31,7 +30,7 @@ from ..codec.encode import (
 from ..codec.launch import encode_shape
 from ..common.device import AMPERE, constants_of, matrix_type, target
 from ..common.launcher import Kernel, kernel, on_its_device
-from ..common.schedule import copy_rows, fetch, lengths, ring_rows, row_of
+from ..common.schedule import copy_rows, fetch, lengths, ring_rows, row_of, write_counts
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows, rotate_rows_of_head
@@ -160,8 +159,7 @@ def _append(
 @kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
 def append_and_rotate(
     keys, values,  # [B, H, S, DK] and [B, H, S, DV]
-    state,  # [4] int32
-    step_counts,  # [6, 4] int32; the last entry counts programs, 0 between launches
+    counts,  # [5, 4] int32; the last entry counts programs, 0 between launches
     length,  # [] int64
     kv_rows,  # [B, H, ring + max_sinks, DK + DV], contiguous
     packed,  # blocks, as for `encode_blocks`
@@ -184,7 +182,8 @@ def append_and_rotate(
     KEYS: tl.constexpr = constants_of(OF_KEYS)
     VALUES: tl.constexpr = constants_of(OF_VALUES)
     if query is None or tl.program_id(1) < 2:
-        sinks, blocks, held_rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
+        sinks, blocks = tl.load(counts), tl.load(counts + 1 * 4)
+        held_rows, pending = tl.load(counts + 2 * 4), tl.load(counts + 3 * 4)
         blocks += pending
         held_rows -= pending * TOKENS
         held = sinks + blocks * TOKENS + held_rows
@@ -196,20 +195,8 @@ def append_and_rotate(
         after = held + tokens
         due = tl.minimum(tl.maximum(due_blocks_in_kernel(after, max_sinks, residual) - blocks, 0), 1)
         tl.debug_barrier()
-        if tl.atomic_add(step_counts + 5 * 4, 1) == 2 * tl.num_programs(0) - 1:
-            num_sinks = sinks + to_sinks
-            num_rows = held_rows + tokens - to_sinks
-            tl.store(step_counts, num_sinks)
-            tl.store(step_counts + 1 * 4, blocks)
-            tl.store(step_counts + 2 * 4, num_rows)
-            tl.store(step_counts + 3 * 4, due_row)
-            tl.store(step_counts + 4 * 4, due)
-            tl.store(step_counts + 5 * 4, 0)
-            tl.store(state, num_sinks)
-            tl.store(state + 1, blocks)
-            tl.store(state + 2, num_rows)
-            tl.store(state + 3, due)
-            tl.store(length, after.to(tl.int64))
+        if tl.atomic_add(counts + 4 * 4, 1) == 2 * tl.num_programs(0) - 1:
+            write_counts(counts, length, sinks + to_sinks, blocks, held_rows + tokens - to_sinks, due)
         program = tl.program_id(0)
         batch, head = (program // heads).to(tl.int64), (program % heads).to(tl.int64)
         home = batch * blocks_b + head * blocks_h + blocks
@@ -251,7 +238,7 @@ class AppendLaunch:
         sinks: Number of sinks.
         residual_length: Number of tokens that stay dense.
         rotations: As in `encode`.
-        counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
+        counts: `DeviceCounts` of `tq_hf/tensors/`: `held` `[5, 4]` int32 and `length` `[]` int64.
         max_cache_len: Capacity in tokens. A full store is not written to, and on a GPU the launch fails.
     """
 
@@ -262,12 +249,12 @@ class AppendLaunch:
         sinks: int,
         residual_length: int,
         rotations: KeyValue,
-        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        counts: tuple[torch.Tensor, torch.Tensor],
         max_cache_len: int,
     ) -> None:
         self.device, on = rows.device, target(rows.device)
         self.counts = counts
-        sinks_held, blocks_held, rows_held = counts[1][:3, 0].unbind()
+        sinks_held, blocks_held, rows_held = counts[0][:3, 0].unbind()
         self.held = HeldCounts(blocks_held, rows_held, sinks_held)
         """Counts a step attends to, its own tokens appended."""
         self.tensors = (*counts, rows, packed.data, *rotations, packed.channel_scales.values)

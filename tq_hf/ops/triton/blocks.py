@@ -213,8 +213,8 @@ def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
 
 
 def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
-    """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend`, and `dispatch.attend_token`. Also
-    writes the view's pending token, or appends it where the device counts.
+    """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend`, and decode steps with counts on
+    the device. Also writes the view's pending token, or appends it where the device counts.
 
     A captured or compiled step allocates its scratch per call: in a captured graph it comes from the graph's own
     memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
@@ -370,11 +370,9 @@ def attend_dense(
 
 
 @explains_failures
-def append_token(
-    tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
-) -> None:
+def append_token(tensors: LayerTensors, counts: DeviceCounts, states: KeyValue, max_cache_len: int) -> None:
     """`tq_hf.ops.dispatch.append_token` on the GPU."""
-    _append_launch(tensors, counts, max_cache_len)(_rows(keys), _rows(values))
+    _append_launch(tensors, counts, max_cache_len)(*map(_rows, states))
 
 
 @explains_failures
