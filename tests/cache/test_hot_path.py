@@ -27,7 +27,7 @@ from tq_hf.tensors.residual import PendingToken
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
-KERNELS = {launch: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), append: ("APPEND",)}
+KERNELS = {launch: ("APPEND_AND_ROTATE", "SPLIT", "REDUCE"), append: ("APPEND",)}
 PROMPT_KERNELS = {prompts: ("STORE",), encoding: ("ENCODE",)}
 MAKE_NO_LAUNCH = ("empty", "empty_like", "new_empty")
 """Operations that launch nothing on a GPU, beside those that make views."""

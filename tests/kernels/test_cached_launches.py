@@ -31,7 +31,7 @@ CONFIG = all_packed()
 KERNELS = {
     codec: ("ENCODE", "ENCODE_PAGES", "DEQUANTIZE"),
     prefix: ("ATTEND", "MERGE"),
-    decode: ("ROTATE_AND_APPEND", "APPEND_TO_PAGES", "SPLIT", "REDUCE"),
+    decode: ("APPEND_AND_ROTATE", "APPEND_TO_PAGES", "SPLIT", "REDUCE"),
     appends: ("APPEND_TAILS",),
 }
 

@@ -29,7 +29,7 @@ from tq_hf.stores.store import LayerStore
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
-KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE")
+KERNELS = ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_settled_launch_passes_what_the_first_one_did(store, log, options, lat
     for _ in range(3):
         view.pending.states = states if late else None
         outs.append(dispatch.attend(q, view, mask, AttentionOptions(0.3, causal=True, **options)))
-    names = ["ROTATE_AND_APPEND" if late else "ROTATE", "SPLIT", "REDUCE"]
+    names = ["APPEND_AND_ROTATE", "SPLIT", "REDUCE"]
     assert [entry[0] for entry in log] == 3 * names
     first, *others = log[:3], log[3:6], log[6:]
     assert all(entry[1:3] == ("launched", True) for launches in others for entry in launches)
@@ -104,11 +104,11 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         ] or seed == 2
         assert view.pending.states is None and kept.shape == (1, 1, 4, 32)
         first = log[0][3][1]
-        given = (*new, *store.device_counts, store.tensors.rows)
+        given = (store.tensors.rows, *new, *store.device_counts)
         assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
         log.clear()
         graph_ops.attend_token(q, view, None, AttentionOptions(0.3))
-        assert [entry[0] for entry in log] == ["ROTATE", "SPLIT", "REDUCE"]
+        assert [entry[0] for entry in log] == ["APPEND_AND_ROTATE", "SPLIT", "REDUCE"]
         log.clear()
 
 
@@ -122,7 +122,7 @@ def test_only_the_merge_is_launched_early(preallocated, log, monkeypatch):
             graph_ops.attend_token(query(), view, None, AttentionOptions(0.3))
     assert all(values[1][-1].PDL for name, *_, values in log if name == "SPLIT")
     assert all(options["launch_pdl"] for options in launch.REDUCE.function.options)
-    for kernel in (launch.SPLIT, launch.APPEND_AND_ROTATE, launch.ROTATE):
+    for kernel in (launch.SPLIT, launch.APPEND_AND_ROTATE):
         assert not any(options.get("launch_pdl", False) for options in kernel.function.options)
 
 
@@ -133,8 +133,8 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
         view = store.append(*new)
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
         assert view.pending.states is None  # written, and the model's tensors are let go
-        assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
-        assert log[0][3][1][:3] == tuple(part.data_ptr() for part in (*new, store.tensors.rows))
+        assert [entry[0] for entry in log] == ["APPEND_AND_ROTATE", "SPLIT", "REDUCE"]
+        assert log[0][3][1][:3] == tuple(part.data_ptr() for part in (store.tensors.rows, *new))
         assert slot in log[0][3][1]
         log.clear()
 
@@ -152,7 +152,7 @@ def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
     odd = torch.zeros(4 * 64 + 1, dtype=torch.float16)[1:].view(1, 4, 1, 64)
     for how in ("compiled", "launched"):
         dispatch.attend(odd, store.append(*token(3)), None, AttentionOptions(0.3))
-        assert log[0][1] == how and log[0][3][1][3] == odd.data_ptr()
+        assert log[0][1] == how and log[0][3][1][9] == odd.data_ptr()
         log.clear()
 
 
@@ -164,7 +164,7 @@ def test_rows_that_are_not_contiguous_are_copied_for_kernels(store, log):
         pending = view.pending
         dispatch.attend(spread[0], view, None, AttentionOptions(0.3))
         assert pending.states is None and not {states.data_ptr() for states in spread} & addresses(log)
-        assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
+        assert [entry[0] for entry in log] == ["APPEND_AND_ROTATE", "SPLIT", "REDUCE"]
         log.clear()
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_compiled_while_a_residual_grows(log, residual):
         capacities.add(store.tensors.ring_rows)
     assert len(capacities) > (3 if residual == 1024 else 0)
     # By constants: the addresses of these tensors have whatever alignment the host gives them.
-    for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"):
+    for name in ("APPEND_AND_ROTATE", "SPLIT", "REDUCE"):
         variants = getattr(launch, name).variants
         assert len({key[0][0] for key in variants}) == 1, name
 
@@ -345,8 +345,9 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
 
 POINTERS = set(
     """
-    cu_seqlens_q cu_seqlens_k block_table key value query rotation channel_scales scratch keys values kv_rows
-    packed key_channel_scales value_channel_scales num_blocks num_residual num_sinks mask s_aux out
+    cu_seqlens_q cu_seqlens_k block_table key value query rotation channel_scales scratch keys values kv_rows counts
+    length key_rotation value_rotation query_rotation packed key_channel_scales value_channel_scales num_blocks
+    num_residual num_sinks mask s_aux out
     """.split()
 )
 
@@ -404,7 +405,7 @@ def test_a_launcher_that_calls_something_else_is_kept():
     assert launcher.direct(kept) is kept
 
 
-@pytest.mark.parametrize("launched", [launch.ROTATE, launch.ROTATE_AND_APPEND, launch.SPLIT, launch.REDUCE])
+@pytest.mark.parametrize("launched", [launch.APPEND_AND_ROTATE, launch.SPLIT, launch.REDUCE])
 def test_no_number_decides_what_is_compiled(launched):
     """What is kept compiled is launched with other strides and slots."""
     parameters = launched.function.params
@@ -445,7 +446,7 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return made
 
 
-SETTLED = [(name, "launched", True) for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE")]
+SETTLED = [(name, "launched", True) for name in ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")]
 
 
 def test_beams_that_change_places_leave_everything_worked_out(log, monkeypatch):

@@ -39,7 +39,7 @@ SENTENCE = r"^A Triton kernel does not compile or launch on cpu \(.*TQ_HF_BACKEN
 def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on a GPU, for which nothing is compiled yet: a card may lack what only later kernels need."""
     monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
-    for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE):
+    for kernel in (launch.APPEND_AND_ROTATE, launch.SPLIT, launch.REDUCE):
         monkeypatch.setattr(kernel, "variants", {})
 
 

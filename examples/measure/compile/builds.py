@@ -16,12 +16,11 @@ from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
 from tq_kernels.codec.launch import dequantize_config, encode_shape
-from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
+from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import ReduceShape, reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
-from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
 from tq_kernels.format import padded_dim
 from tq_kernels.latents.attention import latents_split, merge_latents, rotate_latent_queries
@@ -189,18 +188,16 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
 
 
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, rows: int = 1, dtype: str = "fp16") -> Compiled:
-    """`rotate_query` with this number of rows and warps in a program."""
-    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
-    *sizes, _ = plan(arch, *bits, dim=dim).rotate_constants
-    return build(rotate_query, types, (*sizes, rows), arch, num_warps=rows)
+    """`append_and_rotate` of queries alone, with this number of rows and warps in a program."""
+    types = [f"*{dtype}", *[None] * 8, f"*{dtype}", "*fp16", "*fp16", "*fp32", *[None] * 7]
+    return build_step(arch, bits, dim, dtype, [*types, *["i32"] * 3, *[None] * 4, *["i32"] * 8], rows)
 
 
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
-    """`rotate_and_append`."""
-    p = plan(arch, *bits, dim=dim)
+    """`append_and_rotate` of a growing cache."""
     own = f"*{dtype}"
-    types = [*[own] * 4, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
-    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=1)
+    types = [*[own] * 3, *[None] * 6, own, "*fp16", "*fp16", "*fp32", *["i32"] * 10, *[None] * 4, *["i32"] * 8]
+    return build_step(arch, bits, dim, dtype, types, 1)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
@@ -219,20 +216,26 @@ def build_sampling(arch: Arch) -> tuple[Compiled, Compiled]:
 
 
 def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates: bool = True) -> Compiled:
-    """`append_and_rotate`, with queries if it `rotates`."""
-    on, layout, dtype = target_of(arch), layout_of(bits, dim), "bf16"
+    """`append_and_rotate` of a preallocated cache, with queries if it `rotates`."""
+    types: list[str | None] = [*["*bf16"] * 3, "*i32", "*i64", "*i32", "*fp32", "*fp32", "*fp16"]
+    if rotates:
+        types += ["*bf16", "*fp16", "*fp16", "*fp32", None, *["i32"] * 21]
+    else:
+        types += [None, None, "*fp16", None, None, *["i32"] * 13, None, None, "i32", *[None] * 5]
+    return build_step(arch, bits, dim, "bf16", types)
+
+
+def build_step(
+    arch: Arch, bits: Bits, dim: int, dtype: str, types: list[str | None], warps: int | None = None
+) -> Compiled:
+    """`append_and_rotate` for arguments of these types, by default with as many warps as encoding takes."""
+    on, layout = target_of(arch), layout_of(bits, dim)
     (config, of_keys), (_, of_values) = (
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
-    states = ["*bf16"]
-    types: list[str | None] = [*2 * states, "*i32", "*i64", *states, "*i32"]
-    types += ["*fp32", "*fp32", "*fp16"]
-    if rotates:
-        types += [*states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
-    else:
-        types += [None, None, "*fp16", None, *["i32"] * 13, None, None, "i32", *[None] * 5]
-    options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
-    return build(append_and_rotate, types, (of_keys, of_values, 1, config.warps), arch, **options)
+    warps = config.warps if warps is None else warps
+    options = {"debug": True, "sanitize_overflow": False, "num_warps": warps}
+    return build(append_and_rotate, types, (of_keys, of_values, 1, warps), arch, **options)
 
 
 def build_reduce(

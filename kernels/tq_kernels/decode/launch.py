@@ -15,24 +15,21 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..codec.launch import encode_shape
-from ..common.device import current_device, current_raw_stream, matrix_type, target
+from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launch
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .append import AppendLaunch, append_and_rotate, append_to_pages, rotate_and_append
+from .append import APPEND_OPTIONS, AppendLaunch, append_and_rotate, append_shapes, append_to_pages, of_tokens
 from .plan import plan_decode
 from .reduce import reduce_splits
-from .rotate import rotate_query
 from .split import decode_split
 
-ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE, APPEND_TO_PAGES = (
-    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate, append_to_pages)
-)
+APPEND_AND_ROTATE, APPEND_TO_PAGES = Kernel(append_and_rotate), Kernel(append_to_pages)
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (0, 0, 0), (0, 0, 0)
-"""Tables, strides of a mask, and places of rows in pages, where there are none."""
+NO_TABLES, NO_MASK, NO_PLACE, NO_TOKEN, NO_COUNTS = (None,) * 3, (0, 0, 0), (0, 0, 0), (None, None), (None,) * 6
+"""Tables, strides of a mask, places of rows in pages, keys and values, and tensors of an `AppendLaunch`, where there
+are none."""
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
 
@@ -97,7 +94,7 @@ class DecodeLaunch:
             self.layout, sizes = held.layout, (held.place, held.page_blocks)
         else:
             packed, rows, self.sinks = held
-            self.written = ()
+            self.written = NO_COUNTS
             blocks, self.layout = packed.data, packed.layout
             scales, self.block_strides = packed.channel_scales, packed.block_strides
             self.capacity, self.ring = blocks.shape[2], rows.shape[2] - self.sinks
@@ -108,9 +105,11 @@ class DecodeLaunch:
         # Tensors of blocks, dense rows, queries and outputs.
         self.tensors: tuple[Any, ...] = ((blocks,), (rows,), *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        *parts, self.written_at = (tuple([x.data_ptr() for x in part]) for part in (*self.tensors, self.written))
+        *parts, self.written_at = (
+            tuple([None if x is None else x.data_ptr() for x in part]) for part in (*self.tensors, self.written)
+        )
         self.addresses = tuple(parts)
-        self.aligned = all(address % 16 == 0 for part in (*parts, self.written_at) for address in part)
+        self.aligned = all(address % 16 == 0 for part in (*parts, self.written_at) for address in part if address)
         self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.layout, sizes))
 
     def __call__(
@@ -194,32 +193,24 @@ class DecodeLaunch:
         mask_at = None if self.pages is not None else scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits |= query_at | scratch_at | out_at | (mask_at or 0) | aux_at
-        row_at: tuple[Any, ...] = ()
-        slots: tuple[int | None, ...] = ()
+        new_at, slots = NO_TOKEN, ()
         if states is not None:
-            keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
+            new_at = keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
-            if append is None:
-                places = () if shown is None else (*tables_at, *self.written_at)
-                row_at = (keys_at, values_at, *self.addresses[1], *places)
-                slots = (slot,) if shown is None else ()
-            else:
-                row_at = (keys_at, values_at, *append.addresses)
+            slots = (slot,) if shown is None and append is None else ()
         first, split, merge = step.launches
         aligned = bits & 15 == 0 and self.aligned
         if aligned and merge.ready is not None:
             # Common case, nothing left to look up: all is compiled for tensors aligned like these.
+            written_at = self.written_at if append is None else append.addresses
+            row_at = (*self.addresses[1], *new_at, *(() if shown is None else tables_at), *written_at)
             self._launch(
                 first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slots,
                 query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
             )  # fmt: skip
             return out
-        if states is None:
-            row: tuple[Any, ...] = ()
-        elif append is None:
-            row = (*states, *self.tensors[1], *(() if shown is None else (*tables, *self.written)))
-        else:
-            row = (*states, *append.tensors)
+        written = self.written if append is None else append.tensors
+        row = (*self.tensors[1], *(states or NO_TOKEN), *(() if shown is None else tables), *written)
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
@@ -249,9 +240,9 @@ class DecodeLaunch:
     ) -> None:
         """Launch the three kernels with tensors or their addresses.
 
-        `first`, `split` and `merge` are as `Launch.ready`; `parts` are `tensors`; `row` are the new token and where it
-        goes; `counts` are those of `HeldCounts`, or the packed blocks of `Sequences`, and `tables` a block table and
-        numbers of tokens. Another tensor stands in for an absent mask.
+        `first`, `split` and `merge` are as `Launch.ready`; `parts` are `tensors`; `row` are dense rows, new tokens and
+        what is written with them; `counts` are those of `HeldCounts`, or the packed blocks of `Sequences`, and `tables`
+        a block table and numbers of tokens. Another tensor stands in for an absent mask.
         """
         (call_first, grid, fixed, numbers), (call_split, split_grid, fixed_split, of_split) = first, split
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
@@ -259,7 +250,7 @@ class DecodeLaunch:
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
         call_split(
             *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
-            *((None, None) if table is None else row[:2]), *tables, *mask_strides, *of_split,
+            *(NO_TOKEN if table is None else row[1:3]), *tables, *mask_strides, *of_split,
         )  # fmt: skip
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
@@ -277,12 +268,12 @@ class DecodeLaunch:
         shown: tuple[int, int, int, bool] | None,
     ) -> Step:
         """Make the launches; `shown` are the shape of a block table, `least_padding` and `fill`."""
-        pages, on, kv_heads, value_dim = self.pages, target(self.device), self.kv_heads, self.value_dim
+        pages, on, kv_heads = self.pages, target(self.device), self.kv_heads
         if pages is None or shown is None:
-            (batch, query_heads, queries, key_dim), least = query.shape, 1
+            (batch, query_heads, queries, _), least = query.shape, 1
             room = (self.capacity, self.sinks + self.ring)
         else:
-            (_, query_heads, key_dim), queries, (batch, width, least, fill) = query.shape, 1, shown
+            query_heads, queries, (batch, width, least, fill) = query.shape[1], 1, shown
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
         plan = plan_decode(
             *(batch, query_heads, kv_heads, queries, self.layout, *room),
@@ -301,20 +292,17 @@ class DecodeLaunch:
             reduced = reduced._replace(FILL=fill)
         else:
             heads = (rows, queries, kv_heads)
-            numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
-            grid, constants = plan.rotate_grid, plan.rotate_constants
-            if append is not None and states is not None:
-                warps = append.options["num_warps"]
-                new, constants = append.of_tokens(*states)
-                numbers = (*new, *append.numbers, *numbers)
-                first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, append.options)
-            elif states is not None:
-                constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
-                strides = (*states[0].stride()[:2], *states[1].stride()[:2])
-                numbers = (self.ring + self.sinks, *strides, *numbers)
-                first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, {"num_warps": 1})
-            else:
-                first = (ROTATE, grid, numbers, constants, {"num_warps": 1})
+            config, shapes = append_shapes(self.layout, self.dtype, self.device)
+            warps, sizes = 1, (self.sinks, self.ring, *[None] * 4)
+            if append is not None:
+                warps, sizes = config.warps, append.numbers
+            new, programs = (of_tokens(*states), 2) if states is not None else ((None,) * 6 + (1,), 0)
+            constants = (*shapes, triton.next_power_of_2(new[-1]), warps)
+            numbers = (*new, *sizes, *heads, *query.stride()[:3], at.plain, at.scale)
+            if states is None or append is not None:
+                numbers = (None, *numbers)  # without a slot
+            grid = (batch * kv_heads, programs + -(-rows // warps), 1)
+            first = (APPEND_AND_ROTATE, grid, numbers, constants, {"num_warps": warps, **APPEND_OPTIONS})
             split_numbers = (*heads, *self.block_strides, self.ring, self.sinks, *[None] * 5)
             reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
         split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
@@ -359,15 +347,12 @@ class DecodeLaunch:
         that may encode takes many registers, and few run side by side.
         """
         on, kv_heads, (batch, tokens, width), encodes = target(self.device), self.kv_heads, sizes, least == 1
-        matrix = matrix_type(self.dtype, self.device)
-        (config, of_keys), (_, of_values) = (
-            encode_shape(self.layout, is_value, self.dtype, on, matrix) for is_value in (False, True)
-        )
+        config, shapes = append_shapes(self.layout, self.dtype, self.device)
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
         copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
         block_b = triton.next_power_of_2(max(batch, least))
-        constants = (of_keys, of_values, *pages.place, block_b, block_h, warps, encodes)
+        constants = (*shapes, *pages.place, block_b, block_h, warps, encodes)
         numbers = (batch, tokens, width, pages.page_blocks, kv_heads, groups)
         numbers = (*numbers, *strides, *queries_at, copies, rotations, workers)
         options = {"num_warps": warps}
