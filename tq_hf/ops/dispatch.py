@@ -84,6 +84,8 @@ def encode(
 
     `tokens` selects the range `tokens[0]` to `tokens[1]` of the T tokens.
     """
+    if out.data.is_meta:  # an estimate counts bytes only
+        return
     kernels = triton_blocks.supports_blocks(states[0], out.layout)
     if not kernels:
         say_torch_computes("Encoding", states[0], out.layout.key_dim, out.layout.value_dim)
@@ -305,17 +307,21 @@ def append_token(view: View) -> None:
     else:
         say_torch_computes("Appending to a preallocated cache", states[0], *(x.shape[-1] for x in states))
         check_host_reads(tensors)
-        config, capacity, tokens = tensors.config, tensors.ring_rows, states[0].shape[2]
-        sinks, blocks, rows, _ = held = counts.read().without_encoded_rows()
+        config, tokens, held = tensors.config, states[0].shape[2], counts.read().without_encoded_rows()
         check_room(tokens, held.tokens, view.length)
-        first = blocks * BLOCK_TOKENS
         after = counts_after(held, tokens, config.sink_tokens, config.residual_length)
-        write_tokens(tensors.rows, capacity, states, (sinks, after.sinks - sinks), first + rows)
-        for block in range(after.pending):
-            start = (first + block * BLOCK_TOKENS) % capacity
-            encode(config, tensors.states(slice(start, start + BLOCK_TOKENS)), tensors.blocks, blocks + block)
+        append_rows(tensors, held, after, states)
         counts.write(after)
     view.pending.states = None
+
+
+def append_rows(tensors: LayerTensors, held: Counts, after: Counts, states: KeyValue) -> None:
+    """Write a few tokens to sinks and ring, which have room, and encode the blocks that become due: of the counts
+    `held` before and those `after`."""
+    first, sunk = held.blocks * BLOCK_TOKENS, (held.sinks, after.sinks - held.sinks)
+    write_tokens(tensors.rows, tensors.ring_rows, states, sunk, first + held.residual)
+    for skipped, part in tensors.ring_parts(first, after.pending * BLOCK_TOKENS):
+        encode(tensors.config, part, tensors.blocks, held.blocks + skipped // BLOCK_TOKENS)
 
 
 def on_host(view: View) -> View:

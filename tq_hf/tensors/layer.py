@@ -98,10 +98,11 @@ class LayerTensors:
             yield part.start, self.states(at)
 
     @outside_inference_mode
-    def write_token(self, token: PendingToken) -> None:
-        """Write a pending token to its row, unless it is there."""
+    def write_token(self, token: PendingToken, counts: Counts) -> None:
+        """Write a pending token, the last of `counts`, to its row, unless it is there."""
         if token.states is not None:
-            write_rows(self.rows, slice(token.slot, token.slot + 1), token.states, slice(None))
+            row = (counts.blocks * BLOCK_TOKENS + counts.residual - 1) % self.ring_rows
+            write_rows(self.rows, slice(row, row + 1), token.states, slice(None))
             token.states = None
 
     def copy_rows(self, source: LayerTensors, first: int, count: int) -> None:
@@ -275,7 +276,7 @@ class View(NamedTuple):
     def written_rows(self) -> torch.Tensor:
         """Write the pending token, unless that is done. Returns the dense rows, which then are complete."""
         if self.pending is not None:
-            self.tensors.write_token(self.pending)
+            self.tensors.write_token(self.pending, self.host_counts)
         return self.tensors.rows
 
     def dense_parts(self) -> list[tuple[int, KeyValue]]:

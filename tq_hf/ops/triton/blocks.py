@@ -8,6 +8,7 @@ from functools import lru_cache, partial, wraps
 from typing import TypeVar
 
 import torch
+from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, Mask, PackedBlocks
 
@@ -221,7 +222,7 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
     """
     tensors, counts, pending, device = view.tensors, view.counts, view.pending, query.device
     states = None if pending is None else pending.states
-    launch, append, alone = decode_launch(tensors), None, False
+    launch, append, alone, slot = decode_launch(tensors), None, False, 0
     try:
         if isinstance(counts, DeviceCounts):
             append, alone = _append_launch(tensors, counts, view.length), view.past_length is None or is_capturing()
@@ -229,6 +230,7 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
         else:
             assert counts is not None
             held = held_counts(counts.blocks, counts.residual, counts.sinks, device)
+            slot = (counts.blocks * BLOCK_TOKENS + counts.residual - 1) % tensors.ring_rows
         out = launch(
             query,
             held,
@@ -236,7 +238,7 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
             options,
             allocator(None if alone else current_workspace(device), "decode attention", device),
             states=states,
-            slot=0 if pending is None else pending.slot,
+            slot=slot,
             append=None if states is None else append,
         )
     except Exception as error:
