@@ -5,14 +5,11 @@ store `append_and_rotate` does it: one program a head for keys, another for valu
 host, which gives the row of a token. A preallocated store has its counts in int32 tensors on the device (`DeviceCounts`
 in `tq_hf/tensors/`); kernels read every length there, append one token or a few, and encode the due block, if any. All
 programs compute the new counts from those before; the last to have read them writes. Other programs rotate queries and
-wait for none of these. `AppendLaunch` launches the same without queries.
+wait for none of these.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
@@ -27,13 +24,11 @@ from ..codec.encode import (
     encode_completed,
     resident_rotation,
 )
-from ..codec.launch import EncodeConfig, encode_shape
-from ..common.device import AMPERE, constants_of, matrix_type, target
-from ..common.launcher import Kernel, kernel, on_its_device
+from ..common.device import AMPERE, constants_of
+from ..common.launcher import Kernel, kernel
 from ..common.schedule import copy_rows, fetch, lengths, ring_rows, row_of, write_counts
 from ..format import TOKENS, due_blocks_in_kernel
-from ..layout import BlockLayout
-from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
+from ..types import Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows
 
 
@@ -208,84 +203,6 @@ def append_and_rotate(
             of_step, scratch, tl.program_id(0) + tl.zeros([BLOCK_R], tl.int32), r, r < rows, resets, plain_at, scale_at,
             KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
         )  # fmt: skip
-
-
-APPEND = Kernel(append_and_rotate)
-APPEND_OPTIONS = {"sanitize_overflow": False}
-"""`debug` would turn this on."""
-
-
-def append_shapes(
-    layout: BlockLayout, dtype: torch.dtype, device: torch.device
-) -> tuple[EncodeConfig, tuple[Any, Any]]:
-    """Launch parameters of programs that append states of `dtype` and encode them, and constants of both kinds."""
-    of = (dtype, target(device), matrix_type(dtype, device))
-    (config, of_keys), (other, of_values) = (encode_shape(layout, is_value, *of) for is_value in (False, True))
-    return max(config, other, key=lambda each: each.warps), (of_keys, of_values)
-
-
-def of_tokens(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
-    """Strides and number of new tokens."""
-    return *keys.stride()[:3], *values.stride()[:3], keys.shape[2]
-
-
-class AppendLaunch:
-    """Launch that appends one token or a few a sequence to fixed tensors, any number of times.
-
-    Args:
-        packed: Blocks to write, with the same bits as by `tq_kernels.codec.launch.encode`.
-        rows: Dense rows `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous.
-        sinks: Number of sinks.
-        residual_length: Number of tokens that stay dense.
-        rotations: As in `encode`.
-        counts: `DeviceCounts` of `tq_hf/tensors/`: `held` `[5, 4]` int32 and `length` `[]` int64.
-        max_cache_len: Capacity in tokens. A full store is not written to, and on a GPU the launch fails.
-    """
-
-    def __init__(
-        self,
-        packed: PackedBlocks,
-        rows: torch.Tensor,
-        sinks: int,
-        residual_length: int,
-        rotations: KeyValue,
-        counts: tuple[torch.Tensor, torch.Tensor],
-        max_cache_len: int,
-    ) -> None:
-        self.device, self.counts = rows.device, counts
-        sinks_held, blocks_held, rows_held = counts[0][:3, 0].unbind()
-        self.held = HeldCounts(blocks_held, rows_held, sinks_held)
-        """Counts a step attends to, its own tokens appended."""
-        self.rows, self.tensors = rows, (*counts, packed.data, *rotations, packed.channel_scales.values)
-        # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
-        self.key_channel_scales = packed.channel_scales.keys
-        self.heads, self.programs = rows.shape[1], rows.shape[0] * rows.shape[1]
-        self.numbers = (sinks, rows.shape[2] - sinks, residual_length, max_cache_len, *packed.block_strides)
-        """Arguments of the kernel after the strides and the number of new tokens."""
-        self.shapes = append_shapes(packed.layout, rows.dtype, rows.device)
-
-    @on_its_device
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the rows of S tokens to the sinks or the ring, encode the block that becomes due, and write the counts.
-
-        For readers other than a decode step, which appends in the launch that rotates its queries (`DecodeLaunch`).
-
-        Args:
-            keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
-            values: `[B, Hkv, S, Dv]`.
-        """
-        (config, shapes), new = self.shapes, of_tokens(keys, values)
-        constants = (*shapes, triton.next_power_of_2(new[-1]), config.warps)
-        APPEND(
-            (self.programs, 2, 1),
-            (self.rows, keys, values, *self.tensors, None, None, self.key_channel_scales, None),
-            (None, *new, *self.numbers, None, None, self.heads, *[None] * 5),
-            constants,
-            (constants, keys.dtype, self.device.index),
-            **APPEND_OPTIONS,
-            num_warps=config.warps,
-        )
 
 
 TAIL_ROWS = tl.constexpr(32)

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..common.device import current_device, current_raw_stream, target
-from ..common.launcher import Kernel, Launch
+from ..codec.launch import EncodeConfig, encode_shape
+from ..common.device import current_device, current_raw_stream, matrix_type, target
+from ..common.launcher import Kernel, Launch, on_its_device
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .append import APPEND_OPTIONS, AppendLaunch, append_and_rotate, append_shapes, append_to_pages, of_tokens
+from .append import append_and_rotate, append_to_pages
 from .plan import plan_decode
 from .reduce import reduce_splits
 from .split import decode_split
@@ -28,8 +29,10 @@ from .split import decode_split
 APPEND_AND_ROTATE, APPEND_TO_PAGES = Kernel(append_and_rotate), Kernel(append_to_pages)
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
 NO_TABLES, NO_MASK, NO_PLACE, NO_TOKEN, NO_COUNTS = (None,) * 3, (0, 0, 0), (0, 0, 0), (None, None), (None,) * 6
-"""Tables, strides of a mask, places of rows in pages, keys and values, and tensors of an `AppendLaunch`, where there
-are none."""
+"""Tables, strides of a mask, places of rows in pages, keys and values, and what is written beside rows, where there are
+none."""
+APPEND_OPTIONS = {"sanitize_overflow": False}
+"""`debug` of the kernel that appends would turn this on."""
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
 
@@ -48,6 +51,20 @@ def held_counts(blocks: int, rows: int, sinks: int, device: torch.device) -> Hel
     """Counts on the device, as entries of a table: the host waits once for a table, not for every length."""
     numbers = (blocks, rows, sinks)
     return HeldCounts(*(_integers(max(4096, 1 << number.bit_length()), device)[4 * number] for number in numbers))
+
+
+class Preallocated(NamedTuple):
+    """What a preallocated batch has beside its tensors.
+
+    Args:
+        counts: `DeviceCounts` of `tq_hf/tensors/`: `held` `[5, 4]` int32 and `length` `[]` int64.
+        residual_length: Number of tokens that stay dense.
+        max_cache_len: Capacity in tokens. A full batch is not written to, and on a GPU the launch fails.
+    """
+
+    counts: tuple[torch.Tensor, torch.Tensor]
+    residual_length: int
+    max_cache_len: int
 
 
 class Step(NamedTuple):
@@ -78,14 +95,20 @@ class DecodeLaunch:
             `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous: the residual, a ring, then sinks.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
-        encoder: For pages, R of keys and of values as in `tq_kernels.codec.launch.encode`: the launch that writes
-            single tokens encodes the blocks that they complete.
+        encoder: For pages and a preallocated batch, R of keys and of values as in `tq_kernels.codec.launch.encode`: the
+            launch that writes tokens encodes the blocks that become due, with the same bits.
+        preallocated: Counts of a preallocated batch, whose steps append by them.
     """
 
     def __init__(
-        self, held: tuple[PackedBlocks, torch.Tensor, int] | Pages, rotations: KeyValue, encoder: KeyValue | None = None
+        self,
+        held: tuple[PackedBlocks, torch.Tensor, int] | Pages,
+        rotations: KeyValue,
+        encoder: KeyValue | None = None,
+        preallocated: Preallocated | None = None,
     ) -> None:
         self.pages = held if isinstance(held, Pages) else None
+        self.counts: tuple[torch.Tensor, torch.Tensor] | None = None
         sizes: tuple[Any, ...]
         if isinstance(held, Pages):
             blocks, rows, scales = held.blocks, held.rows, (held.key_channel_scales, held.value_channel_scales)
@@ -94,11 +117,20 @@ class DecodeLaunch:
             self.layout, sizes = held.layout, (held.place, held.page_blocks)
         else:
             packed, rows, self.sinks = held
-            self.written = NO_COUNTS
             blocks, self.layout = packed.data, packed.layout
             scales, self.block_strides = packed.channel_scales, packed.block_strides
             self.capacity, self.ring = blocks.shape[2], rows.shape[2] - self.sinks
-            sizes = (self.sinks, self.ring, self.capacity, self.block_strides)
+            self.written, limits = NO_COUNTS, (None,) * 4
+            if preallocated is not None and encoder is not None:
+                self.counts, *limits = preallocated
+                sinks_held, blocks_held, rows_held = self.counts[0][:3, 0].unbind()
+                self.held = HeldCounts(blocks_held, rows_held, sinks_held)
+                """Counts a step attends to, its own tokens appended."""
+                self.written = (*self.counts, blocks, *encoder, scales.values)
+                limits += self.block_strides
+            self.numbers = (self.sinks, self.ring, *limits)
+            """Arguments of `append_and_rotate` after the strides and the number of new tokens."""
+            sizes = (self.numbers, self.capacity, self.block_strides)
         self.kv_heads, self.value_dim = rows.shape[1], self.layout.value_dim
         self.dtype, self.device = rows.dtype, blocks.device
         self.on_gpu = self.device.type == "cuda"
@@ -122,7 +154,6 @@ class DecodeLaunch:
         out: torch.Tensor | None = None,
         states: KeyValue | None = None,
         slot: int = 0,
-        append: AppendLaunch | None = None,
         fill: bool = False,
     ) -> torch.Tensor:
         """Attention of S queries, in three launches.
@@ -138,9 +169,9 @@ class DecodeLaunch:
             out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
                 Over pages `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
             states: Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` of a token to write to the residual first, in
-                its dtype. Over pages `[T, Hkv, D]` of all new tokens; their strides and the query's are multiples of 8.
-            slot: Row of the residual for that token.
-            append: `AppendLaunch` that appends the token instead, or S tokens.
+                its dtype; S tokens to append to a preallocated batch. Over pages `[T, Hkv, D]` of all new tokens; their
+                strides and the query's are multiples of 8.
+            slot: Row of the residual for that token, if the batch is not preallocated.
             fill: Over pages, whether to write 0 for padding tokens; requires T >= B and at most one new token a
                 sequence.
 
@@ -151,7 +182,7 @@ class DecodeLaunch:
         if self.on_gpu and index != current_device():
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
-                return self(query, held, mask, options, allocate, out, states, slot, append, fill)
+                return self(query, held, mask, options, allocate, out, states, slot, fill)
         if mask is None:
             mask_rows, mask_strides = 0, NO_MASK if self.pages is None else NO_TABLES
         else:
@@ -172,7 +203,6 @@ class DecodeLaunch:
             None if s_aux is None else s_aux.dtype,
             None if out is None else (out.stride(), out.dtype),
             None if states is None else (states[0].stride(), states[1].stride(), states[0].shape[2]),
-            None if append is None else append.numbers,
             shown,
         )  # fmt: skip
         step = self._steps.get(key)
@@ -181,13 +211,13 @@ class DecodeLaunch:
             if not all(part.stride()[-1] == 1 or part.is_contiguous() for part in rows):
                 # Kernels read contiguous rows, as models make them.
                 query, *row = (part.contiguous() for part in rows)
-                return self(query, held, mask, options, allocate, out, (row[0], row[1]) if row else None, slot, append)
+                return self(query, held, mask, options, allocate, out, (row[0], row[1]) if row else None, slot)
         if out is None:
             out = query.new_empty(shape[0], shape[2], shape[1], self.value_dim)
         if step is None:
             if len(self._steps) >= MOST_STEPS:
                 self._steps.clear()
-            step = self._steps[key] = self._step(query, out, mask_rows, options, states, append, shown)
+            step = self._steps[key] = self._step(query, out, mask_rows, options, states, shown)
         scratch = allocate(step.size)
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
         mask_at = None if self.pages is not None else scratch_at if mask is None else mask.data_ptr()
@@ -197,20 +227,18 @@ class DecodeLaunch:
         if states is not None:
             new_at = keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
-            slots = (slot,) if shown is None and append is None else ()
+            slots = (slot,) if self.written[0] is None else ()
         first, split, merge = step.launches
         aligned = bits & 15 == 0 and self.aligned
         if aligned and merge.ready is not None:
             # Common case, nothing left to look up: all is compiled for tensors aligned like these.
-            written_at = self.written_at if append is None else append.addresses
-            row_at = (*self.addresses[1], *new_at, *(() if shown is None else tables_at), *written_at)
+            row_at = (*self.addresses[1], *new_at, *(() if shown is None else tables_at), *self.written_at)
             self._launch(
                 first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slots,
                 query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
             )  # fmt: skip
             return out
-        written = self.written if append is None else append.tensors
-        row = (*self.tensors[1], *(states or NO_TOKEN), *(() if shown is None else tables), *written)
+        row = (*self.tensors[1], *(states or NO_TOKEN), *(() if shown is None else tables), *self.written)
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
@@ -264,7 +292,6 @@ class DecodeLaunch:
         mask_rows: int,
         options: AttentionOptions,
         states: KeyValue | None,
-        append: AppendLaunch | None,
         shown: tuple[int, int, int, bool] | None,
     ) -> Step:
         """Make the launches; `shown` are the shape of a block table, `least_padding` and `fill`."""
@@ -292,17 +319,8 @@ class DecodeLaunch:
             reduced = reduced._replace(FILL=fill)
         else:
             heads = (rows, queries, kv_heads)
-            config, shapes = append_shapes(self.layout, self.dtype, self.device)
-            warps, sizes = 1, (self.sinks, self.ring, *[None] * 4)
-            if append is not None:
-                warps, sizes = config.warps, append.numbers
-            new, programs = (of_tokens(*states), 2) if states is not None else ((None,) * 6 + (1,), 0)
-            constants = (*shapes, triton.next_power_of_2(new[-1]), warps)
-            numbers = (*new, *sizes, *heads, *query.stride()[:3], at.plain, at.scale)
-            if states is None or append is not None:
-                numbers = (None, *numbers)  # without a slot
-            grid = (batch * kv_heads, programs + -(-rows // warps), 1)
-            first = (APPEND_AND_ROTATE, grid, numbers, constants, {"num_warps": warps, **APPEND_OPTIONS})
+            places = (*heads, *query.stride()[:3], at.plain, at.scale)
+            first = self._append_and_rotate(batch, states, rows, places)
             split_numbers = (*heads, *self.block_strides, self.ring, self.sinks, *[None] * 5)
             reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
         split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
@@ -330,6 +348,43 @@ class DecodeLaunch:
             ),
         )  # fmt: skip
 
+    @on_its_device
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the rows of S tokens to the sinks or the ring of a preallocated batch, encode the block that becomes
+        due, and write the counts. For readers other than a decode step, which appends as its queries are rotated.
+
+        Args:
+            keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
+            values: `[B, Hkv, S, Dv]`.
+        """
+        places = (None, None, self.kv_heads, *[None] * 5)
+        kernel, grid, numbers, constants, options = self._append_and_rotate(len(keys), (keys, values), 0, places)
+        tensors = (*self.tensors[1], keys, values, *self.written, None, None, self.tensors[2][1], None)
+        kernel(grid, tensors, numbers, constants, (constants, keys.dtype, self.device.index), **options)
+
+    def _shapes(self) -> tuple[EncodeConfig, tuple[Any, Any]]:
+        """Launch parameters of programs that append states and encode them, and constants for keys and values."""
+        of = (self.dtype, target(self.device), matrix_type(self.dtype, self.device))
+        (config, of_keys), (other, of_values) = (encode_shape(self.layout, is_value, *of) for is_value in (False, True))
+        return max(config, other, key=lambda each: each.warps), (of_keys, of_values)
+
+    def _append_and_rotate(
+        self, batch: int, states: KeyValue | None, rows: int, places: tuple[int | None, ...]
+    ) -> tuple[Any, ...]:
+        """Make the launch that appends `states` and rotates `rows` queries of a head, as `_append_to_pages` does;
+        `places` are the numbers after those of the batch."""
+        (config, shapes), counted = self._shapes(), self.written[0] is not None
+        new, programs = ((None,) * 6, 1), 0
+        if states is not None:
+            keys, values = states
+            new, programs = ((*keys.stride()[:3], *values.stride()[:3]), keys.shape[2]), 2
+        warps = config.warps if counted and programs else 1
+        constants = (*shapes, triton.next_power_of_2(new[1]), warps)
+        slot = () if programs and not counted else (None,)
+        numbers = (*slot, *new[0], new[1], *self.numbers, *places)
+        grid = (batch * self.kv_heads, programs + -(-rows // warps), 1)
+        return APPEND_AND_ROTATE, grid, numbers, constants, {"num_warps": warps, **APPEND_OPTIONS}
+
     def _append_to_pages(
         self,
         pages: Pages,
@@ -347,7 +402,7 @@ class DecodeLaunch:
         that may encode takes many registers, and few run side by side.
         """
         on, kv_heads, (batch, tokens, width), encodes = target(self.device), self.kv_heads, sizes, least == 1
-        config, shapes = append_shapes(self.layout, self.dtype, self.device)
+        config, shapes = self._shapes()
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
         copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0

@@ -15,7 +15,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValu
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_modes
 from ...config import TurboQuantConfig
-from ...tensors.layer import DeviceCounts, LayerTensors, View
+from ...tensors.layer import Counts, DeviceCounts, LayerTensors, View
 from ...tensors.pages import LayerPages
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
@@ -28,8 +28,7 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import AMPERE, current_device, interpreted, target
     from tq_kernels.common.launcher import compile_in_threads
-    from tq_kernels.decode.append import AppendLaunch
-    from tq_kernels.decode.launch import DecodeLaunch, held_counts
+    from tq_kernels.decode.launch import DecodeLaunch, Preallocated, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
     from tq_kernels.latents.launch import attend_latents as attend_packed_latents
     from tq_kernels.latents.launch import takes_latents
@@ -206,11 +205,21 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         dequantize_blocks(blocks, 0, blocks.capacity, keys, values, rotation)
 
 
-@once_per_layer
-def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
-    """The decode kernels on these tensors, made once."""
-    rotation = rotations(tensors.config, tensors.layout, tensors.row.device, torch.float16)
-    return DecodeLaunch((tensors.blocks, tensors.rows, tensors.config.sink_tokens), rotation)
+def decode_launch(
+    tensors: LayerTensors, counts: Counts | DeviceCounts | None = None, max_cache_len: int = 0
+) -> DecodeLaunch:
+    """The decode kernels on these tensors, made once: those that append by `counts` if they are on the device."""
+    on_device = counts if isinstance(counts, DeviceCounts) else None
+    launch: DecodeLaunch | None = tensors.launches.get("decode")
+    if launch is None or (on_device is not None and launch.counts is not on_device):
+        of, config = (tensors.config, tensors.layout, tensors.row.device), tensors.config
+        encoder, preallocated = None, None
+        if on_device is not None:
+            encoder = rotations(*of, torch.float32)
+            preallocated = Preallocated(on_device, config.residual_length, max_cache_len)
+        held, rotation = (tensors.blocks, tensors.rows, config.sink_tokens), rotations(*of, torch.float16)
+        launch = tensors.launches["decode"] = DecodeLaunch(held, rotation, encoder, preallocated)
+    return launch
 
 
 def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
@@ -222,11 +231,10 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
     """
     tensors, counts, pending, device = view.tensors, view.counts, view.pending, query.device
     states = None if pending is None else pending.states
-    launch, append, alone, slot = decode_launch(tensors), None, False, 0
+    launch, alone, slot = decode_launch(tensors, counts, view.length), False, 0
     try:
         if isinstance(counts, DeviceCounts):
-            append, alone = _append_launch(tensors, counts, view.length), view.past_length is None or is_capturing()
-            held = append.held
+            held, alone = launch.held, view.past_length is None or is_capturing()
         else:
             assert counts is not None
             held = held_counts(counts.blocks, counts.residual, counts.sinks, device)
@@ -239,7 +247,6 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
             allocator(None if alone else current_workspace(device), "decode attention", device),
             states=states,
             slot=slot,
-            append=None if states is None else append,
         )
     except Exception as error:
         better = backend.explained(error, device)
@@ -289,7 +296,7 @@ def attend_latents(
     tensors, counts = view.tensors, view.counts
     device, batch = latent.device, rotary.shape[0]
     if isinstance(counts, DeviceCounts):
-        held = _append_launch(tensors, counts, view.length).held
+        held = decode_launch(tensors, counts, view.length).held
         workspace = None if view.past_length is None or is_capturing() else current_workspace(device)
     else:
         assert counts is not None
@@ -323,18 +330,6 @@ def supports_reorder(tensors: LayerTensors) -> bool:
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors of `supports_reorder`."""
     _reorder_launch(tensors)(sources.contiguous())
-
-
-def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int) -> AppendLaunch:
-    """The append kernel on these tensors and counts, made once."""
-    launch: AppendLaunch | None = tensors.launches.get("append")
-    if launch is None or launch.counts is not counts:
-        config = tensors.config
-        rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
-        launch = tensors.launches["append"] = AppendLaunch(
-            tensors.blocks, tensors.rows, config.sink_tokens, config.residual_length, rotation, counts, max_cache_len
-        )
-    return launch
 
 
 def supports_attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> bool:
@@ -374,7 +369,7 @@ def attend_dense(
 @explains_failures
 def append_token(tensors: LayerTensors, counts: DeviceCounts, states: KeyValue, max_cache_len: int) -> None:
     """`tq_hf.ops.dispatch.append_token` on the GPU."""
-    _append_launch(tensors, counts, max_cache_len)(*map(_rows, states))
+    decode_launch(tensors, counts, max_cache_len).append(*map(_rows, states))
 
 
 @explains_failures
