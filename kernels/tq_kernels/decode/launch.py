@@ -137,11 +137,10 @@ class DecodeLaunch:
         # Tensors of blocks, dense rows, queries and outputs.
         self.tensors: tuple[Any, ...] = ((blocks,), (rows,), *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        *parts, self.written_at = (
-            tuple([None if x is None else x.data_ptr() for x in part]) for part in (*self.tensors, self.written)
-        )
-        self.addresses = tuple(parts)
-        self.aligned = all(address % 16 == 0 for part in (*parts, self.written_at) for address in part if address)
+        written = () if self.written is NO_COUNTS else self.written
+        *parts, written_at = (tuple([x.data_ptr() for x in part]) for part in (*self.tensors, written))
+        self.addresses, self.written_at = tuple(parts), written_at or NO_COUNTS
+        self.aligned = all(address % 16 == 0 for part in (*parts, written_at) for address in part)
         self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.layout, sizes))
 
     def __call__(

@@ -15,7 +15,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValu
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_modes
 from ...config import TurboQuantConfig
-from ...tensors.layer import Counts, DeviceCounts, LayerTensors, View
+from ...tensors.layer import DeviceCounts, LayerTensors, View
 from ...tensors.pages import LayerPages
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
@@ -205,18 +205,15 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         dequantize_blocks(blocks, 0, blocks.capacity, keys, values, rotation)
 
 
-def decode_launch(
-    tensors: LayerTensors, counts: Counts | DeviceCounts | None = None, max_cache_len: int = 0
-) -> DecodeLaunch:
-    """The decode kernels on these tensors, made once: those that append by `counts` if they are on the device."""
-    on_device = counts if isinstance(counts, DeviceCounts) else None
+def decode_launch(tensors: LayerTensors, counts: DeviceCounts | None = None, max_cache_len: int = 0) -> DecodeLaunch:
+    """The decode kernels on these tensors, made once: those that append by `counts`, if given."""
     launch: DecodeLaunch | None = tensors.launches.get("decode")
-    if launch is None or (on_device is not None and launch.counts is not on_device):
+    if launch is None or (counts is not None and launch.counts is not counts):
         of, config = (tensors.config, tensors.layout, tensors.row.device), tensors.config
         encoder, preallocated = None, None
-        if on_device is not None:
+        if counts is not None:
             encoder = rotations(*of, torch.float32)
-            preallocated = Preallocated(on_device, config.residual_length, max_cache_len)
+            preallocated = Preallocated(counts, config.residual_length, max_cache_len)
         held, rotation = (tensors.blocks, tensors.rows, config.sink_tokens), rotations(*of, torch.float16)
         launch = tensors.launches["decode"] = DecodeLaunch(held, rotation, encoder, preallocated)
     return launch
@@ -231,22 +228,24 @@ def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOption
     """
     tensors, counts, pending, device = view.tensors, view.counts, view.pending, query.device
     states = None if pending is None else pending.states
-    launch, alone, slot = decode_launch(tensors, counts, view.length), False, 0
     try:
         if isinstance(counts, DeviceCounts):
+            launch, slot = decode_launch(tensors, counts, view.length), 0
             held, alone = launch.held, view.past_length is None or is_capturing()
         else:
             assert counts is not None
-            held = held_counts(counts.blocks, counts.residual, counts.sinks, device)
-            slot = (counts.blocks * BLOCK_TOKENS + counts.residual - 1) % tensors.ring_rows
+            (sinks, blocks, rows, _), launch, alone = counts, decode_launch(tensors), False
+            held = held_counts(blocks, rows, sinks, device)
+            slot = (blocks * BLOCK_TOKENS + rows - 1) % tensors.ring_rows
         out = launch(
             query,
             held,
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
             allocator(None if alone else current_workspace(device), "decode attention", device),
-            states=states,
-            slot=slot,
+            None,
+            states,
+            slot,
         )
     except Exception as error:
         better = backend.explained(error, device)
