@@ -16,10 +16,11 @@ from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
 from tq_kernels.codec.launch import dequantize_config, encode_shape
+from tq_kernels.common.schedule import StepMask
 from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
-from tq_kernels.decode.reduce import ReduceShape, reduce_splits
+from tq_kernels.decode.reduce import OutStrides, ReduceShape, reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
@@ -34,7 +35,7 @@ from tq_kernels.prefix.windows import STAGES, window_attention
 from tq_kernels.sampling import CHUNK, TILE, drop_unlikely, search_step
 from tq_kernels.turing.split import decode_split_fragments
 
-from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
+from examples.measure.compile.sass import Compiled, build, build_split, numbers_of_step, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.tensors.pages import ring_pages, rows_per_page
 
@@ -240,7 +241,8 @@ def build_reduce(
 ) -> Compiled:
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
-    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, *["i32"] * 13, None]
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, numbers_of_step()]
+    types.append(OutStrides(*["i32"] * 3))
     return build(reduce_splits, types, (p.reduce,), arch, num_warps=p.reduce_warps)
 
 
@@ -265,8 +267,8 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
-        ["*fp32", "*i32", "*i32", "*fp16", *[None] * 3, *["*fp16"] * 2, *["*i32"] * 3, *[None] * 3,
-         *["i32"] * 4, *[None] * 3, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
+        ["*fp32", "*i32", "*i32", "*fp16", None, None, StepMask(), *["*fp16"] * 2, *["*i32"] * 3,
+         numbers_of_step(pages=True)],
         (p.split,),
         arch,
         num_warps=p.config.warps,
@@ -294,11 +296,12 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     rotate = build_paged_append(arch, "4bit_nc", dim, encodes=False)
     reduce = build(
         reduce_splits,
-        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],
+        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, numbers_of_step(pages=True),
+         OutStrides(*["i32"] * 3)],
         (p.reduce._replace(FILL=True),),
         arch,
         num_warps=p.reduce_warps,
-    )
+    )  # fmt: skip
     types = [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7]
     sizes = (2, dim, dim, *[tile_of(dim, 1)] * 2, layout.block_words, *place("4bit_nc", dim))
     append = build(append_tails, types, sizes, arch, num_warps=4)
