@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 from tq_kernels.common.device import Target
 from tq_kernels.common.launcher import ALWAYS, Strides
-from tq_kernels.common.schedule import DecodeNumbers, StepMask
+from tq_kernels.common.schedule import DecodeNumbers, DecodeTensors, Mask
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.split import decode_split
 from tq_kernels.turing.split import decode_split_fragments
@@ -118,6 +118,11 @@ def build(kernel: Any, types: list[Any], constants: tuple[Any, ...], arch: int |
     return triton.compile(source, target=target, options=ALWAYS | options)
 
 
+def mask_types(kind: int) -> Mask:
+    """Types of a mask of this kind, 0 for none."""
+    return Mask("*u8", *["i32"] * 3) if kind else Mask()
+
+
 def numbers_of_step(pages: bool = False) -> DecodeNumbers:
     """Types of the numbers of a step."""
     absent = "blocks_h ring sinks" if pages else "count key_t key_h value_t value_h width"
@@ -128,11 +133,11 @@ def numbers_of_step(pages: bool = False) -> DecodeNumbers:
 def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled:
     p = plan(arch, **shape)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
-    mask = StepMask("*u8", *["i32"] * 3) if p.split.MASK else StepMask()
-    types = ["*fp32", "*i32", "*i32", dtype, "*i32", "*i32", mask, *[None] * 5, numbers_of_step()]
+    masked = mask_types(p.split.MASK)
+    tensors = DecodeTensors("*fp32", "*i32", "*i32", dtype, "*i32", "*i32", masked, *[None] * 5)
     return build(
         decode_split_fragments if target_of(arch).fragments else decode_split,
-        types,
+        [tensors, numbers_of_step()],
         (p.split,),
         arch,
         num_warps=p.config.warps,

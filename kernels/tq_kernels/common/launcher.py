@@ -152,8 +152,9 @@ class Kernel:
             Launcher of the same variant; `None` in the interpreter and with an unknown Triton: every launch then goes
             through Triton. `None` as well where kernels are only compiled.
         """
+        arguments = (*arguments, *numbers)
         if interpreted():
-            self.function[grid](*arguments, *numbers, *constants)
+            self.function[grid](*arguments, *constants)
             return None
         of_arguments: list[Any] = [key]
         tensors: list[torch.Tensor] = []
@@ -162,17 +163,17 @@ class Kernel:
         launcher = None if _compiles_only.get() else self.variants.get(key)
         # Triton refuses a tensor on the CPU in words; by its address a kernel would read it.
         if launcher is None or any([tensor.is_cuda != on_gpu for tensor in tensors]):
-            given = [_stand_in(x) if isinstance(x, tuple) else x for x in (*arguments, *numbers)]
+            given = [_stand_in(x) if isinstance(x, tuple) else x for x in arguments]
             compiled = self.function.warmup(*given, *constants, grid=grid, **ALWAYS, **options)
             if _compiles_only.get():
                 return None
             launcher, passed = self.launcher(compiled), list(arguments)
             if launcher is None:
-                compiled.__getitem__(grid)(*arguments, *numbers, *constants)
+                compiled.__getitem__(grid)(*arguments, *constants)
                 return None
             self.variants[key] = launcher
         stream = current_raw_stream(tensors[0].device.index)
-        launcher.call(*grid, stream, *launcher.fixed, *passed, *numbers, *constants)
+        launcher.call(*grid, stream, *launcher.fixed, *passed, *constants)
         return launcher
 
     def launcher(self, compiled: Any) -> Launcher | None:

@@ -52,6 +52,20 @@ def located(amounts, index):
     return tl.sum((ends <= index).to(tl.int32), 0), tl.max(tl.where(ends <= index, ends, 0), 0)
 
 
+Mask = namedtuple("Mask", "start b s t", defaults=(None,) * 4)
+"""Pointer to a mask [B, 1, S or 1, T] uint8, 0 or 1, and strides over sequences, queries and tokens; or `None`."""
+
+
+StreamBlocks = namedtuple("StreamBlocks", "head block_table page_blocks")
+"""Packed blocks of a stream.
+
+Args:
+    head: Pointer to the KV head's first block, int32; with a block table to its block in page 0.
+    block_table: Pointer to the sequence's pages, int32, or `None`: blocks follow one another.
+    page_blocks: Number of blocks from a page to the next.
+"""
+
+
 BlockParts = namedtuple("BlockParts", "key_words loud value_words scales means")
 """Pointers to the parts of a block (`tq_kernels.layout`)."""
 
@@ -262,13 +276,20 @@ def stream_of(amounts, heads, index):
 
 DecodeTensors = namedtuple(
     "DecodeTensors",
-    "packed num_blocks kv_rows num_residual num_sinks mask key value block_table cu_seqlens_q cu_seqlens_k",
+    "scratch packed num_blocks kv_rows num_residual num_sinks mask key value block_table cu_seqlens_q cu_seqlens_k",
 )
-"""Pointers of `decode_split`, which describes them, for its phases."""
+"""Pointers of `decode_split`.
 
-
-StepMask = namedtuple("StepMask", "start b s t", defaults=(None,) * 4)
-"""Pointer to a mask [B, 1, S or 1, T] uint8, 0 or 1, and strides over sequences, queries and tokens; or `None`."""
+Args:
+    packed: [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS].
+    num_blocks: [] int32; over pages [B].
+    kv_rows: [B, Hkv, ring + sinks, DK + DV] in the model's dtype; over pages [pages, Hkv, ROWS, DK + DV]. Residual row
+        j is in row (128 * `num_blocks` + j) % ring.
+    num_residual, num_sinks: [] int32; over pages `None`.
+    mask: `Mask`.
+    key, value, block_table, cu_seqlens_q, cu_seqlens_k: Over pages [T, Hkv, DK], [T, Hkv, DV], [B, W] int32, [B + 1]
+        and [B + 1] int32; else `None`.
+"""
 
 
 DecodeNumbers = namedtuple(

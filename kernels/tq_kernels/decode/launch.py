@@ -18,7 +18,7 @@ import triton
 from ..codec.launch import encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
-from ..common.schedule import DecodeNumbers, StepMask
+from ..common.schedule import DecodeNumbers, DecodeTensors, Mask
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
@@ -32,7 +32,7 @@ ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE, APPEND_TO_PAGES = (
     Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate, append_to_pages)
 )
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), StepMask(), (0, 0, 0)
+NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), Mask(), (0, 0, 0)
 """Tables, mask, and places of rows in pages, where there are none."""
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
@@ -159,7 +159,7 @@ class DecodeLaunch:
         else:
             mask_rows = min(mask.shape[2], 2)
             strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
-            masked = StepMask(mask.data_ptr(), *strides)
+            masked = Mask(mask.data_ptr(), *strides)
         if isinstance(held, Sequences):
             counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
             packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
@@ -243,7 +243,7 @@ class DecodeLaunch:
         out: Any,
         counts: tuple[Any, ...],
         tables: tuple[Any, ...] | list[Any],
-        mask: StepMask,
+        mask: Mask,
         s_aux: Any,
     ) -> None:
         """Launch the three kernels with tensors or their addresses.
@@ -256,10 +256,9 @@ class DecodeLaunch:
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
-        call_split(
-            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
-            *((None, None) if table is None else row[:2]), *tables, *of_split,
-        )  # fmt: skip
+        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask)
+        tensors += (None, None, *tables) if table is None else (*row[:2], *tables)
+        call_split(*split_grid, stream, *fixed_split, tuple.__new__(DecodeTensors, tensors), *of_split)
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
             cu_seqlens_q, cu_seqlens_k, *of_merge,

@@ -29,7 +29,7 @@ from ..common.schedule import (
     DecodeNumbers,
     DecodeTensors,
     DenseTokens,
-    StepMask,
+    StreamBlocks,
     claim,
     counted,
     dense_of_pages,
@@ -45,8 +45,8 @@ from ..common.schedule import (
 )
 from ..common.softmax import log2_sum
 from ..format import TOKENS
-from .share import DecodeBlocks, DecodeRows, DecodeScratch, store_share
-from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_partial
+from .share import DecodeRows, store_share
+from .tiles import dense_job, per_lane, prefetch, prefetch_rows, store_partial
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def _prefetch(
 
 @triton.jit
 def _packed_part(
-    a: DecodeTensors, n: DecodeNumbers, to: DecodeScratch, worker, local, stored, blocks, sink_count, batch, kv_head,
-    tile, stream, at, start, end, C: tl.constexpr,
+    a: DecodeTensors, n: DecodeNumbers, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at, start,
+    end, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to the packed blocks `start` to `end` of a worker's share, from `stream` on, which begins at `at`; without
     pages a stream has `blocks` blocks."""
@@ -80,19 +80,18 @@ def _packed_part(
         own = blocks if a.block_table is None else packed_of(a.num_blocks, batch, n.count)
         if a.block_table is None:
             own_blocks = batch.to(tl.int64) * n.blocks_b + kv_head.to(tl.int64) * n.blocks_h
-            stream_blocks = DecodeBlocks(a.packed + own_blocks * C.BLOCK_WORDS, None, None)
+            stream_blocks = StreamBlocks(a.packed + own_blocks * C.BLOCK_WORDS, None, None)
         else:
             pages = a.block_table + batch.to(tl.int64) * n.width + first_block_column(C.SINKS, C.RING, C.ROWS)
-            stream_blocks = DecodeBlocks(a.packed + kv_head * C.BLOCK_WORDS, pages, n.blocks_b)
+            stream_blocks = StreamBlocks(a.packed + kv_head * C.BLOCK_WORDS, pages, n.blocks_b)
         first = tl.maximum(start - at - START, 0)
         last = per_lane(tl.minimum(end - at - START, own), C.ASM)
         r = tile * C.BLOCK_R + local
-        rows = DecodeRows((batch * n.kv_heads + kv_head) * n.rows, r, r < n.rows, local, stored, n.queries)
-        mask = DecodeMask(a.mask.start + batch.to(tl.int64) * a.mask.b if C.MASK else None, a.mask.s, a.mask.t)
+        rows = DecodeRows((batch * n.kv_heads + kv_head) * n.rows, r, r < n.rows)
+        mask_at = a.mask.start + batch.to(tl.int64) * a.mask.b if C.MASK else None
         store_share(
-            to, stream_blocks, mask, first, last, rows, worker + stream, sink_count, n.scaling_log2,
-            n.cap_log2, C,
-        )  # fmt: skip
+            a, n, stream_blocks, mask_at, first, last, rows, tl.program_id(0) + stream, local, stored, sink_count, C
+        )
         at += counted(own)
         stream += 1
         tile, kv_head = tl.where(tile + 1 == n.row_tiles, 0, tile + 1), kv_head + (tile + 1 == n.row_tiles).to(tl.int32)
@@ -103,18 +102,15 @@ def _packed_part(
 
 @triton.jit
 def _dense_part(
-    a: DecodeTensors, n: DecodeNumbers, to: DecodeScratch, job, jobs, blocks, tokens, ring_start, workers, local,
-    stored, C: tl.constexpr,
-):  # fmt: skip
+    a: DecodeTensors, n: DecodeNumbers, local, stored, job, jobs, blocks, tokens, ring_start, C: tl.constexpr
+):
     """Attend to the dense tokens of job `job`."""
     stream, part = job // jobs, job % jobs
     head = stream // n.row_tiles
     batch, kv_head = head // n.kv_heads, head % n.kv_heads
     r = (stream % n.row_tiles) * C.BLOCK_R + local
-    query = (
-        to.start.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * LINE) * n.plain_at + (head * n.rows + r) * C.DK
-    )
-    scale = to.start + LINE * to.scale + head * n.rows + r
+    plain = a.scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * LINE) * n.plain_at
+    query, scale = plain + (head * n.rows + r) * C.DK, a.scratch + LINE * n.scale_at + head * n.rows + r
     t = part * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
     if a.block_table is None:
         rows = a.kv_rows + head.to(tl.int64) * (n.ring + n.sinks) * (C.DK + C.DV)
@@ -122,43 +118,21 @@ def _dense_part(
     else:
         dense, blocks, own_jobs = dense_of_pages(a, n, batch, kv_head, C)
     if part < own_jobs:
-        mask = DecodeMask(a.mask.start + batch.to(tl.int64) * a.mask.b if C.MASK else None, a.mask.s, a.mask.t)
-        out, total, maximum = dense_job(
-            dense, t, blocks * TOKENS, query, scale, mask, n.queries, r, n.rows, n.scaling_log2,
-            n.cap_log2, C,
-        )  # fmt: skip
-        slot = workers + n.streams + stream * n.dense_splits + part
-        log = log2_sum(maximum, total)
-        store_partial(to, slot, local, stored, (out,), total, log, 1.0, 1, C.DV, 8, C)
+        mask_at = a.mask.start + batch.to(tl.int64) * a.mask.b if C.MASK else None
+        out, total, maximum = dense_job(a, n, dense, t, blocks * TOKENS, query, scale, mask_at, r, C)
+        slot = tl.num_programs(0) + n.streams + stream * n.dense_splits + part
+        store_partial(a, n, slot, local, stored, (out,), total, log2_sum(maximum, total), 1.0, 1, C.DV, 8, C)
 
 
 @triton.jit
-def decode_split(
-    scratch,
-    packed,  # [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
-    num_blocks,  # [] int32; over pages [B]
-    kv_rows,  # [B, Hkv, ring + sinks, DK + DV] in the model's dtype; over pages [pages, Hkv, ROWS, DK + DV]
-    num_residual,  # [] int32, residual row j is in row (128 * num_blocks + j) % ring; over pages None, as the next
-    num_sinks,  # [] int32
-    mask: StepMask,
-    key,  # [T, Hkv, DK]; None without pages, as up to `cu_seqlens_k`
-    value,  # [T, Hkv, DV]
-    block_table,  # [B, W] int32
-    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
-    n: DecodeNumbers,
-    SHAPE: tl.constexpr,  # a `DecodeShape`
-):  # fmt: skip
+def decode_split(a: DecodeTensors, n: DecodeNumbers, SHAPE: tl.constexpr):
     """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,).
 
-    With a block table, sequences differ in length.
+    With a block table, sequences differ in length. SHAPE is a `DecodeShape`.
     """
     C: tl.constexpr = constants_of(SHAPE)
-    a = DecodeTensors(
-        packed, num_blocks, kv_rows, num_residual, num_sinks, mask, key, value, block_table, cu_seqlens_q, cu_seqlens_k
-    )
-    to = DecodeScratch(scratch, n.scale_at, n.lse_at, n.partial_at, n.tile_rows)
     worker, workers = tl.program_id(0), tl.num_programs(0)
-    local = tl.arange(0, C.BLOCK_R)
+    local = tl.arange(0, C.BLOCK_R)  # passed on: in layouts of each phase it takes registers that sm_80 lacks
     stored = local < n.tile_rows
     if C.PDL:
         cuda.gdc_launch_dependents()
@@ -175,12 +149,12 @@ def decode_split(
     if C.ASM >= AMPERE:
         first = tl.maximum(start - at - START, 0)
         _prefetch(a, n, batch, kv_head, first, start, end, tokens, ring_start, job, jobs, C)
-    _packed_part(a, n, to, worker, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at, start, end, C)
+    _packed_part(a, n, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at, start, end, C)
 
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has.
-    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
+    claims = a.scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     if job < 0:
         job = claim(claims, without_share, total_jobs)
     while job < total_jobs:
-        _dense_part(a, n, to, job, jobs, blocks, tokens, ring_start, workers, local, stored, C)
+        _dense_part(a, n, local, stored, job, jobs, blocks, tokens, ring_start, C)
         job = claim(claims, without_share, total_jobs)

@@ -9,8 +9,6 @@ clocks of a quarter of a multiprocessor each: 512 clocks for 256.
 
 from __future__ import annotations
 
-from collections import namedtuple
-
 import triton
 import triton.language as tl
 
@@ -24,7 +22,6 @@ from ..common.schedule import (
     DecodeNumbers,
     DecodeTensors,
     DenseTokens,
-    StepMask,
     claim,
     counted,
     dense_of_pages,
@@ -45,6 +42,12 @@ from ..common.unpack import PROBABILITY_BITS
 from ..format import CODE, TOKENS
 from .fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, value_tiles, zero_quads
 from .tiles import PackedShape, add_dense_tokens, add_half_block, load_dense, load_rows, loud_pairs
+
+
+@triton.jit
+def lanes():
+    """The lane's row and column of a fragment, g and t."""
+    return tl.arange(0, LANES) // 4, tl.arange(0, LANES) % 4
 
 
 @triton.jit
@@ -71,49 +74,43 @@ def logit_factors(scale, first, rows, t, unit, TILES: tl.constexpr):
     return factors
 
 
-Slots = namedtuple("Slots", "lse partial tile_rows g t")
-"""Slots of partial results: pointers to slot 0's logarithms and results, rows of a slot, and the lane's g and t."""
-
-
 @triton.jit
 def store_partial(
-    slots, slot, acc, sums, maximum, gain, bias, unit, DIM: tl.constexpr, DM: tl.constexpr,
-    QUARTERS: tl.constexpr, TILES: tl.constexpr, DENSE: tl.constexpr,
+    a: DecodeTensors, n: DecodeNumbers, slot, acc, sums, maximum, gain, bias, unit, DIM: tl.constexpr,
+    DM: tl.constexpr, QUARTERS: tl.constexpr, TILES: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Store a partial result in `slot`."""
+    g, t = lanes()
     WIDTH: tl.constexpr = DIM // QUARTERS
     CHUNKS: tl.constexpr = (WIDTH + 15) // 16
     for tile in tl.static_range(TILES):
         for e in tl.static_range(2):
-            local = 8 * tile + 2 * slots.t + e
+            local = 8 * tile + 2 * t + e
             total = column_sum(sums[2 * tile + e])
             store32(
-                slots.lse + slot * slots.tile_rows + local,
+                a.scratch + LINE * n.lse_at + slot * n.tile_rows + local,
                 log2_sum(maximum[2 * tile + e] * gain[2 * tile + e] - bias, total),
-                (slots.g == 0) & (local < slots.tile_rows),
+                (g == 0) & (local < n.tile_rows),
             )
             inverse = 1.0 / (tl.where(total > 0, total, 1.0) * unit)
-            at = slots.partial + slot.to(tl.int64) * (slots.tile_rows * DM) + local * DM
+            at = a.scratch + LINE * n.partial_at + slot.to(tl.int64) * (n.tile_rows * DM) + local * DM
             for quarter in tl.static_range(QUARTERS):
                 for chunk in tl.static_range(CHUNKS):
                     quad = acc[(quarter * CHUNKS + chunk) * TILES + tile]
                     for half in tl.static_range(2):
                         if DENSE:
-                            channel = 16 * chunk + 4 * (slots.g // 2) + slots.g % 2 + 2 * half
+                            channel = 16 * chunk + 4 * (g // 2) + g % 2 + 2 * half
                         else:
-                            channel = 16 * chunk + 8 * half + slots.g
+                            channel = 16 * chunk + 8 * half + g
                         store32(
                             at + quarter * WIDTH + channel,
                             quad[2 * half + e] * inverse,
-                            (channel < WIDTH) & (local < slots.tile_rows),
+                            (channel < WIDTH) & (local < n.tile_rows),
                         )
 
 
 @triton.jit
-def _packed_part(
-    a: DecodeTensors, n: DecodeNumbers, slots: Slots, scratch, worker, blocks, batch, stream, at, start, end,
-    C: tl.constexpr,
-):  # fmt: skip
+def _packed_part(a: DecodeTensors, n: DecodeNumbers, blocks, batch, stream, at, start, end, C: tl.constexpr):
     """Attend to the packed blocks `start` to `end` of a worker's share, from `stream` on, which begins at `at`; without
     pages a stream has `blocks` blocks."""
     TILES: tl.constexpr = C.BLOCK_R // 8
@@ -121,8 +118,8 @@ def _packed_part(
     KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
     STRIDE: tl.constexpr = row_size(C.DKP, C.LOUD)
     unit: tl.constexpr = CODE[C.KEY_BITS].small_unit
-    g, t = slots.g, slots.t
-    scale = scratch + LINE * n.scale_at
+    g, t = lanes()
+    scale = a.scratch + LINE * n.scale_at
     while at < end:
         own = blocks if a.block_table is None else packed_of(a.num_blocks, batch, n.count)
         first, last = tl.maximum(start - at - START, 0), tl.minimum(end - at - START, own)
@@ -132,7 +129,7 @@ def _packed_part(
         # Queries
         factor = logit_factors(scale + head * n.rows, first_row, n.rows, t, n.scaling_log2 / unit, TILES)
         gain = ones(TILES) if C.BOUNDS else factor
-        rotated = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED + head * n.rows * STRIDE
+        rotated = a.scratch.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED + head * n.rows * STRIDE
         q = operands(rotated, first_row, n.rows, g, t, STRIDE, KEY_WIDTH, KEY_QUARTERS, TILES)
         q_loud = ()
         for tile in tl.static_range(TILES if C.LOUD > 0 else 0):
@@ -165,7 +162,7 @@ def _packed_part(
                 PackedShape(C.DKP, C.DVP, C.KEY_BITS, C.VALUE_BITS, C.MASK > 0, C.BOUNDS, TILES, C.LOUD),
             )  # fmt: skip
         store_partial(
-            slots, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, CODE[C.VALUE_BITS].small_unit,
+            a, n, tl.program_id(0) + stream, acc, sums, maximum, gain, PROBABILITY_BITS, CODE[C.VALUE_BITS].small_unit,
             C.DVP, C.DM, CODE[C.VALUE_BITS].quarters, TILES, False,
         )  # fmt: skip
         at += counted(own)
@@ -193,13 +190,10 @@ def _flags_of_half(
 
 
 @triton.jit
-def _dense_part(
-    a: DecodeTensors, n: DecodeNumbers, slots: Slots, scratch, workers, blocks, count, ring_start, job, jobs,
-    C: tl.constexpr,
-):  # fmt: skip
+def _dense_part(a: DecodeTensors, n: DecodeNumbers, blocks, count, ring_start, job, jobs, C: tl.constexpr):
     """Attend to the dense tokens of job `job`."""
     TILES: tl.constexpr = C.BLOCK_R // 8
-    g, t = slots.g, slots.t
+    g, t = lanes()
     stream, part = job // jobs, job % jobs
     batch = stream // n.heads
     head = stream // n.row_tiles
@@ -212,9 +206,9 @@ def _dense_part(
         count = tl.where(own_jobs > 0, dense.count, 0)
     # Queries
     first_row = (stream % n.row_tiles) * (8 * TILES)
-    scale = scratch + LINE * n.scale_at + head * n.rows
+    scale = a.scratch + LINE * n.scale_at + head * n.rows
     gain = logit_factors(scale, first_row, n.rows, t, n.scaling_log2, TILES)
-    plain = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * LINE) * n.plain_at + head * n.rows * C.DK
+    plain = a.scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * LINE) * n.plain_at + head * n.rows * C.DK
     exists = part * DENSE_TOKENS < count  # over pages a sequence may have fewer jobs, and no queries
     q = ()
     for tile in tl.static_range(TILES):
@@ -255,40 +249,32 @@ def _dense_part(
     )  # fmt: skip
     if C.BOUNDS:
         gain = ones(TILES)
-    slot = workers + n.streams + stream * n.dense_splits + part
-    store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, C.DV, C.DM, 1, TILES, True)
+    slot = tl.num_programs(0) + n.streams + stream * n.dense_splits + part
+    store_partial(a, n, slot, acc, sums, maximum, gain, 0.0, 1.0, C.DV, C.DM, 1, TILES, True)
 
 
 @triton.jit
-def decode_split_fragments(
-    scratch, packed, num_blocks, kv_rows, num_residual, num_sinks, mask: StepMask, key, value, block_table,
-    cu_seqlens_q, cu_seqlens_k, n: DecodeNumbers, SHAPE: tl.constexpr,
-):  # fmt: skip
-    """Every worker's share, with arguments of `decode_split`: `partial` and `lse`. Grid: (workers,), of a warp each."""
+def decode_split_fragments(a: DecodeTensors, n: DecodeNumbers, SHAPE: tl.constexpr):
+    """Every worker's share, as of `decode_split`: `partial` and `lse`. Grid: (workers,), of one warp each."""
     C: tl.constexpr = constants_of(SHAPE)
     worker, workers = tl.program_id(0), tl.num_programs(0)
-    g, t = tl.arange(0, LANES) // 4, tl.arange(0, LANES) % 4
-    slots = Slots(scratch + LINE * n.lse_at, scratch + LINE * n.partial_at, n.tile_rows, g, t)
-    a = DecodeTensors(
-        packed, num_blocks, kv_rows, num_residual, num_sinks, mask, key, value, block_table, cu_seqlens_q, cu_seqlens_k
-    )
     blocks, _, _, total, jobs = step_work(a, n, C.BLOCK_B)
     total_jobs = jobs * n.streams
     sharers = sharing(workers, total, total_jobs)
     start, end = packed_share(worker, sharers, total)
     batch, stream, at = stream_at(a, n, blocks, start)
-    _packed_part(a, n, slots, scratch, worker, blocks, batch, stream, at, start, end, C)
+    _packed_part(a, n, blocks, batch, stream, at, start, end, C)
 
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has. Load
     # numbers of tokens again: the loop above has no register to spare.
     count, ring_start = None, None
-    if block_table is None:
-        count = tl.load(num_sinks) + tl.load(num_residual)
+    if a.block_table is None:
+        count = tl.load(a.num_sinks) + tl.load(a.num_residual)
         ring_start = (blocks * TOKENS) % n.ring
-    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
+    claims = a.scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     job, without_share = first_jobs(worker, workers, total, sharers)
     if job < 0:
         job = claim(claims, without_share, total_jobs)
     while job < total_jobs:
-        _dense_part(a, n, slots, scratch, workers, blocks, count, ring_start, job, jobs, C)
+        _dense_part(a, n, blocks, count, ring_start, job, jobs, C)
         job = claim(claims, without_share, total_jobs)
