@@ -12,28 +12,30 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
+from tq_kernels.codec.balance import WARPS, PromptNumbers, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
-from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
+from tq_kernels.codec.encode import NewStates, PagePlaces, PageShape, encode_blocks, encode_blocks_of_pages
 from tq_kernels.codec.launch import dequantize_config, encode_shape
+from tq_kernels.common.launcher import States, Strides
+from tq_kernels.common.schedule import DecodeTensors, Mask
 from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
-from tq_kernels.decode.reduce import ReduceShape, reduce_splits
+from tq_kernels.decode.reduce import OutStrides, ReduceShape, reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.split import decode_split
-from tq_kernels.format import padded_dim
-from tq_kernels.latents.attention import latents_split, merge_latents, rotate_latent_queries
+from tq_kernels.format import Sample, padded_dim
+from tq_kernels.latents.attention import LatentNumbers, latents_split, merge_latents, rotate_latent_queries
 from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
-from tq_kernels.prefix.attention import prefix_attention
-from tq_kernels.prefix.dense import DenseShape, dense_attention, dense_config
+from tq_kernels.prefix.attention import Packed, PrefixNumbers, PrefixShape, PrefixTables, prefix_attention
+from tq_kernels.prefix.dense import DenseNumbers, DenseShape, dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
-from tq_kernels.prefix.windows import STAGES, window_attention
+from tq_kernels.prefix.windows import STAGES, WindowNumbers, WindowShape, window_attention
 from tq_kernels.sampling import CHUNK, TILE, drop_unlikely, search_step
 from tq_kernels.turing.split import decode_split_fragments
 
-from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
+from examples.measure.compile.sass import Compiled, build, build_split, mask_types, numbers_of_step, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.tensors.pages import ring_pages, rows_per_page
 
@@ -94,9 +96,10 @@ def build_prompt(
 ) -> Compiled:
     """`store_prompt` of a preallocated cache, and of a padded prompt whose queries were shown if `balanced`."""
     own, statistics = f"*{dtype}", ["*u8", "*fp32", "*fp32"] if balanced else [None] * 3
-    types: list[str | None] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", own]
-    types += ["*i32", "*i64", *["i32"] * 27]
-    return build(store_prompt, types, prompt_constants(dim, value_dim or dim), arch, num_warps=WARPS)
+    types: list[Any] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", own]
+    types += ["*i32", "*i64", Sample(*["i32"] * 4), PromptNumbers(*["i32"] * 14)]
+    types.append((Strides(*["i32"] * 3),) * 3)
+    return build(store_prompt, types, (prompt_constants(dim, value_dim or dim),), arch, num_warps=WARPS)
 
 
 def build_prefix(
@@ -107,13 +110,18 @@ def build_prefix(
     config = prefix_config(*dims, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
     constants = prefix_constants(layout_of(bits, *dims), config=config, on=on, **flags)
-    own = f"*{dtype}"
-    types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 3, "*i1", "*fp32", own, "*fp32"]
-    types += ["*fp32", "*fp16"]
-    types += [None] * 5
-    numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 6
-    types += [*["i32"] * numbers, "fp32", "fp32", *["i32"] * 4]
+    types = types_of_prefix(f"*{dtype}", constants[0])
     return build(prefix_attention, types, constants, arch, num_warps=config.warps)
+
+
+def types_of_prefix(own: str, shape: PrefixShape, tables: PrefixTables | None = None) -> list[Any]:
+    """Types of `prefix_attention` of tensors of the type `own`."""
+    states, numbers = States(own, Strides(*["i32"] * 3)), PrefixNumbers(*["i32"] * len(PrefixNumbers._fields))
+    return [
+        *(states, Packed("*i32", *["*fp16"] * 4), own, states, states, mask_types(shape.MASK)),
+        *("*fp32" if shape.HAS_AUX else None, states, "*fp32", "*fp32", "*fp16", tables),
+        *("*fp32" if shape.MERGE else None, numbers._replace(scaling_log2="fp32", cap_log2="fp32")),
+    ]
 
 
 def build_dense(
@@ -126,8 +134,8 @@ def build_dense(
     value_dim = min(dim, config.value_channels)
     tiles = (config.block_rows, config.block_tokens, config.stages)
     constants = (DenseShape(dim, value_dim, tile, tile_of(value_dim), *flags, tl.bfloat16, *tiles),)
-    types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
-    types += [*["i32"] * 20, "fp32", "fp32", "i32"]
+    states, numbers = States("*bf16", Strides(*["i32"] * 3)), DenseNumbers(*["i32"] * 5, "fp32", "fp32", "i32")
+    types = [*[states] * 3, mask_types(mask), "*i32", "*bf16", states, "*fp32", "*fp32", numbers]
     return build(dense_attention, types, constants, arch, num_warps=config.warps)
 
 
@@ -146,12 +154,14 @@ def build_latents(
     on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
     config = fitted(latent_config(rows, on), layout)
-    types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32"]
+    types: list[Any] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32"]
+    numbers = dict.fromkeys(LatentNumbers._fields, "i32") | {"scaling_log2": "fp32"}
+    numbers |= dict.fromkeys(("ring", "sinks") if paged else ("key_t", "value_t", "width"))
     if paged:
-        types += [own, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
-        types += [*["i32"] * 4, None, None, *["i32"] * 6, "fp32"]
+        types += [own, None, None, mask_types(mask), own, own, *["*i32"] * 3]
     else:
-        types += [own, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 9, *[None] * 3, "fp32"]
+        types += [own, "*i32", "*i32", mask_types(mask), *[None] * 5]
+    types += ["*fp32", "*fp32", LatentNumbers(**numbers)]
     causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
     return build(latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
@@ -243,7 +253,8 @@ def build_reduce(
 ) -> Compiled:
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
-    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, *["i32"] * 13, None]
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, numbers_of_step()]
+    types.append(OutStrides(*["i32"] * 3))
     return build(reduce_splits, types, (p.reduce,), arch, num_warps=p.reduce_warps)
 
 
@@ -268,8 +279,8 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
-        ["*fp32", "*i32", "*i32", "*fp16", *[None] * 3, *["*fp16"] * 2, *["*i32"] * 3, *[None] * 3,
-         *["i32"] * 4, *[None] * 3, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
+        [DecodeTensors("*fp32", "*i32", "*i32", "*fp16", None, None, Mask(), *["*fp16"] * 2, *["*i32"] * 3),
+         numbers_of_step(pages=True)],
         (p.split,),
         arch,
         num_warps=p.config.warps,
@@ -297,11 +308,12 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     rotate = build_paged_append(arch, "4bit_nc", dim, encodes=False)
     reduce = build(
         reduce_splits,
-        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],
+        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, numbers_of_step(pages=True),
+         OutStrides(*["i32"] * 3)],
         (p.reduce._replace(FILL=True),),
         arch,
         num_warps=p.reduce_warps,
-    )
+    )  # fmt: skip
     types = [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7]
     sizes = (2, dim, dim, *[tile_of(dim, 1)] * 2, layout.block_words, *place("4bit_nc", dim))
     append = build(append_tails, types, sizes, arch, num_warps=4)
@@ -319,8 +331,9 @@ def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str) -> Compiled:
     config, of_keys = encode_shape(layout, False, STATES[dtype], on, MATRIX[dtype])
     _, of_values = encode_shape(layout, True, STATES[dtype], on, MATRIX[dtype])
     of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
-    constants = (of_keys, of_values, *place_of(layout, dtype), SEQUENCES)
-    types = [own, own, "*i32", *["*fp32"] * 2, *["*fp16"] * 2, own, *["*i32"] * 3, *["i32"] * 7]
+    constants = (of_keys, of_values, PageShape(*place_of(layout, dtype), SEQUENCES))
+    states, places = NewStates(own, "i32", "i32", "*fp32", "*fp16"), PagePlaces(own, *["*i32"] * 3, *["i32"] * 3)
+    types = [states, states, places, "*i32"]
     return build(encode_blocks_of_pages, types, constants, arch, num_warps=config.warps)
 
 
@@ -331,10 +344,7 @@ def build_prompts(arch: int, preset: str, merge: bool = False) -> Any:
     flags = (True, 0, False, False, False)
     layout, sizes = layout_of(bits, 128), (*place(preset, 128), SEQUENCES, merge)
     constants = prefix_constants(layout, *flags, config, on, sizes)
-    types = ["*fp16", "*i32", *["*fp16"] * 7, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
-    types += [*["*i32"] * 4, "*fp32" if merge else None]
-    numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 6
-    types += [*["i32"] * numbers, "fp32", "fp32", *["i32"] * 4]
+    types = types_of_prefix("*fp16", constants[0], PrefixTables(*["*i32"] * 4))
     return build(prefix_attention, types, constants, arch, num_warps=config.warps)
 
 
@@ -345,9 +355,10 @@ def build_windows(
     tile = tile_of(dim)
     config = dense_config(tile, 1, 0, target_of(arch))
     flags = (softcap, True, split, MATRIX[dtype])
-    constants = (dim, tile, 37, *flags, config.block_rows, config.block_tokens, STAGES)
-    types = [*[f"*{dtype}"] * 4, "*i32", "*i32", *[f"*{dtype}"] * 2, "*fp32", "*fp32", *["i32"] * 13, "fp32", "fp32"]
-    return build(window_attention, types, constants, arch, num_warps=config.warps)
+    shape = WindowShape(dim, tile, 37, *flags, config.block_rows, config.block_tokens, STAGES)
+    types = [*[f"*{dtype}"] * 4, "*i32", "*i32", *[f"*{dtype}"] * 2, "*fp32", "*fp32"]
+    types.append(WindowNumbers(*["i32"] * 13, "fp32", "fp32"))
+    return build(window_attention, types, (shape,), arch, num_warps=config.warps)
 
 
 BUILDERS: dict[str, Callable[..., Compiled]] = {

@@ -15,7 +15,7 @@ from ..format import BLOCK_TOKENS, code_of
 from ..layout import BlockLayout
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
-from .encode import EncodeShape, encode_blocks, encode_blocks_of_pages
+from .encode import EncodeShape, NewStates, PagePlaces, PageShape, encode_blocks, encode_blocks_of_pages
 
 ENCODE, ENCODE_PAGES, DEQUANTIZE = map(Kernel, (encode_blocks, encode_blocks_of_pages, dequantize_blocks))
 
@@ -180,12 +180,15 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     block_b = triton.next_power_of_2(max(count, sequences.least_padding))
-    constants = (of_keys, of_values, *pages.place, block_b)
+    constants = (of_keys, of_values, PageShape(*pages.place, block_b))
+    key_t, key_h, value_t, value_h = tokens.row_strides
+    tables = (sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+    places = PagePlaces(pages.rows, *tables, pages.page_blocks, count, sequences.block_table.shape[1])
     ENCODE_PAGES(
         (min(most, programs), kv_heads, 2),
-        (key, value, pages.blocks, *rotations, pages.key_channel_scales, pages.value_channel_scales, pages.rows,
-         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
-        (count, pages.page_blocks, *tokens.row_strides, sequences.block_table.shape[1]),
+        (NewStates(key, key_h, key_t, rotations[0], pages.key_channel_scales),
+         NewStates(value, value_h, value_t, rotations[1], pages.value_channel_scales), places, pages.blocks),
+        (),
         constants,
         (constants, key.dtype, rotations[0].dtype, device.index),
         num_warps=config.warps,

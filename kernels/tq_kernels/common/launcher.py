@@ -6,7 +6,8 @@ the launcher only passes arguments on. Addresses stand for tensors: no tensor, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from copy import copy
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .device import compiled_launch, current_device, current_raw_stream
+from .device import compiled_launch, current_device, current_raw_stream, interpreted
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options of every compilation. Triton 3.9 warns without `enable_fp_fusion`, and announces that 3.10 will not fuse
@@ -48,6 +49,48 @@ def specialised(numbers: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]
     """Key of the integers that a kernel lets Triton specialise: multiples of 16, ones, and numbers beyond 32 bits have
     variants of their own; the last even without specialisation."""
     return tuple([(number % 16 == 0, number == 1, number >= 2**31) for number in numbers])
+
+
+Strides = namedtuple("Strides", "batch head token")
+"""Strides of states, which Triton specialises. The other numbers in tuples decide nothing about what is compiled."""
+States = namedtuple("States", "start strides")
+"""Pointer to states, and their `Strides`."""
+
+
+def states_of(tensor: torch.Tensor) -> States:
+    """`States` of a tensor `[B, H, T, D]`."""
+    return States(tensor, Strides(*tensor.stride()[:3]))
+
+
+def _stand_in(argument: Any) -> Any:
+    """What is compiled in place of an argument: Triton specialises every number of a tuple, and none of these."""
+    if isinstance(argument, Strides) or not isinstance(argument, tuple | int):
+        return argument
+    if isinstance(argument, int):
+        return 3 if argument < 2**31 else 2**31 + 3
+    parts = map(_stand_in, argument)
+    return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+
+
+def _passed(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
+    """Arguments with addresses of tensors. What they decide about the compiled variant is added to `key`, and tensors
+    to `tensors`."""
+    passed: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Strides):
+            key.append(specialised(x))
+        elif isinstance(x, tuple):
+            x = tuple(_passed(x, key, tensors))
+        elif isinstance(x, int | float):
+            key.append(x >= 2**31)
+        elif x is None:
+            key.append(None)
+        else:
+            tensors.append(x)
+            x = x.data_ptr()
+            key.append(x % 16)
+        passed.append(x)
+    return passed
 
 
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,37 +138,42 @@ class Kernel:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[torch.Tensor | None, ...],
-        numbers: tuple[float, ...],
+        arguments: tuple[Any, ...],
+        numbers: tuple[Any, ...],
         constants: tuple[Any, ...],
         key: tuple[Any, ...],
         **options: Any,
     ) -> Launcher | None:
-        """Launch. `key` holds all that decides the compiled variant besides the alignment of `tensors`; all tensors but
-        the first may be `None`.
+        """Launch on `arguments`, tensors, numbers, or tuples of them, and then `numbers`, which may be in tuples, too.
+
+        `key` holds all that decides the compiled variant besides `arguments`.
 
         Returns:
             Launcher of the same variant; `None` in the interpreter and with an unknown Triton: every launch then goes
             through Triton. `None` as well where kernels are only compiled.
         """
-        if _compiles_only.get():
-            self.function.warmup(*tensors, *numbers, *constants, grid=grid, **ALWAYS, **options)
+        arguments = (*arguments, *numbers)
+        if interpreted():
+            self.function[grid](*arguments, *constants)
             return None
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        key = (key, *[None if address is None else address % 16 for address in addresses])
-        launcher = self.variants.get(key)
-        first = tensors[0]
-        assert first is not None
-        on_gpu = first.is_cuda
+        of_arguments: list[Any] = [key]
+        tensors: list[torch.Tensor] = []
+        passed = _passed(arguments, of_arguments, tensors)
+        key, on_gpu = tuple(of_arguments), tensors[0].is_cuda
+        launcher = None if _compiles_only.get() else self.variants.get(key)
         # Triton refuses a tensor on the CPU in words; by its address a kernel would read it.
-        if launcher is None or any([t is not None and t.is_cuda != on_gpu for t in tensors]):
-            compiled = self.function[grid](*tensors, *numbers, *constants, **ALWAYS, **options)
-            launcher = None if compiled is None else self.launcher(compiled)
-            if launcher is not None:
-                self.variants[key] = launcher
-            return launcher
-        stream = current_raw_stream(first.device.index)
-        launcher.call(*grid, stream, *launcher.fixed, *addresses, *numbers, *constants)
+        if launcher is None or any([tensor.is_cuda != on_gpu for tensor in tensors]):
+            given = [_stand_in(x) if isinstance(x, tuple) else x for x in arguments]
+            compiled = self.function.warmup(*given, *constants, grid=grid, **ALWAYS, **options)
+            if _compiles_only.get():
+                return None
+            launcher, passed = self.launcher(compiled), list(arguments)
+            if launcher is None:
+                compiled.__getitem__(grid)(*arguments, *constants)
+                return None
+            self.variants[key] = launcher
+        stream = current_raw_stream(tensors[0].device.index)
+        launcher.call(*grid, stream, *launcher.fixed, *passed, *constants)
         return launcher
 
     def launcher(self, compiled: Any) -> Launcher | None:
@@ -159,9 +207,7 @@ class Launch:
         """Launch that takes tensors. If they are `aligned`, later launches may take addresses (`ready`)."""
 
         def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-            changing = tuple(x for x in arguments if isinstance(x, int))
-            pointers, numbers = arguments[: len(arguments) - len(changing)], (*changing, *self.numbers)
-            launcher = self.kernel((x, y, z), pointers, numbers, self.constants, self.key, **self.options)
+            launcher = self.kernel((x, y, z), arguments, self.numbers, self.constants, self.key, **self.options)
             if aligned and launcher is not None:
                 self.ready = launcher.call, self.grid, launcher.fixed, (*self.numbers, *self.constants)
 

@@ -18,19 +18,19 @@ import triton
 from ..codec.launch import EncodeConfig, encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch, on_its_device
+from ..common.schedule import DecodeNumbers, DecodeTensors, Mask
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
 from .append import append_and_rotate, append_to_pages
 from .plan import plan_decode
-from .reduce import reduce_splits
+from .reduce import OutStrides, reduce_splits
 from .split import decode_split
 
 APPEND_AND_ROTATE, APPEND_TO_PAGES = Kernel(append_and_rotate), Kernel(append_to_pages)
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-NO_TABLES, NO_MASK, NO_PLACE, NO_TOKEN, NO_COUNTS = (None,) * 3, (0, 0, 0), (0, 0, 0), (None, None), (None,) * 6
-"""Tables, strides of a mask, places of rows in pages, keys and values, and what is written beside rows, where there are
-none."""
+NO_TABLES, NO_MASK, NO_PLACE, NO_TOKEN, NO_COUNTS = (None,) * 3, Mask(), (0, 0, 0), (None, None), (None,) * 6
+"""Tables, mask, places of rows in pages, keys and values, and what is written beside rows, where there are none."""
 APPEND_OPTIONS = {"sanitize_overflow": False}
 """`debug` of the kernel that appends would turn this on."""
 MOST_STEPS = 4096
@@ -183,10 +183,11 @@ class DecodeLaunch:
             with torch.cuda.device(self.device):
                 return self(query, held, mask, options, allocate, out, states, slot, fill)
         if mask is None:
-            mask_rows, mask_strides = 0, NO_MASK if self.pages is None else NO_TABLES
+            mask_rows, masked = 0, NO_MASK
         else:
             mask_rows = min(mask.shape[2], 2)
-            mask_strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
+            strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
+            masked = Mask(mask.data_ptr(), *strides)
         if isinstance(held, Sequences):
             counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
             packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
@@ -219,9 +220,8 @@ class DecodeLaunch:
             step = self._steps[key] = self._step(query, out, mask_rows, options, states, shown)
         scratch = allocate(step.size)
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
-        mask_at = None if self.pages is not None else scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
-        bits |= query_at | scratch_at | out_at | (mask_at or 0) | aux_at
+        bits |= query_at | scratch_at | out_at | (masked.start or 0) | aux_at
         new_at, slots = NO_TOKEN, ()
         if states is not None:
             new_at = keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
@@ -234,15 +234,14 @@ class DecodeLaunch:
             row_at = (*self.addresses[1], *new_at, *(() if shown is None else tables_at), *self.written_at)
             self._launch(
                 first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slots,
-                query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
+                query_at, scratch_at, out_at, counts_at, tables_at, masked, aux_at,
             )  # fmt: skip
             return out
         row = (*self.tensors[1], *(states or NO_TOKEN), *(() if shown is None else tables), *self.written)
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
-            None if self.pages is not None else scratch if mask is None else mask.view(torch.uint8),
-            mask_strides,
+            NO_MASK if mask is None else masked._replace(start=mask.view(torch.uint8)),
             scratch if s_aux is None else s_aux,
         )  # fmt: skip
         return out
@@ -261,24 +260,22 @@ class DecodeLaunch:
         out: Any,
         counts: tuple[Any, ...],
         tables: tuple[Any, ...] | list[Any],
-        mask: Any,
-        mask_strides: tuple[int | None, ...],
+        mask: Mask,
         s_aux: Any,
     ) -> None:
         """Launch the three kernels with tensors or their addresses.
 
         `first`, `split` and `merge` are as `Launch.ready`; `parts` are `tensors`; `row` are dense rows, new tokens and
         what is written with them; `counts` are those of `HeldCounts`, or the packed blocks of `Sequences`, and `tables`
-        a block table and numbers of tokens. Another tensor stands in for an absent mask.
+        a block table and numbers of tokens.
         """
         (call_first, grid, fixed, numbers), (call_split, split_grid, fixed_split, of_split) = first, split
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
-        call_split(
-            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
-            *(NO_TOKEN if table is None else row[1:3]), *tables, *mask_strides, *of_split,
-        )  # fmt: skip
+        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask)
+        tensors += (None, None, *tables) if table is None else (*row[1:3], *tables)
+        call_split(*split_grid, stream, *fixed_split, tuple.__new__(DecodeTensors, tensors), *of_split)
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
             cu_seqlens_q, cu_seqlens_k, *of_merge,
@@ -306,23 +303,30 @@ class DecodeLaunch:
             *(options.causal, mask_rows, *options.flags, on, least, pages and pages.place),
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
-        tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
-        split, reduced = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce
+        split, reduced, out_strides = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce, out.stride()[:3]
+        scaling_log2, cap_log2 = options.log2_factors
+        n = DecodeNumbers(
+            rows, queries, None, kv_heads, kv_heads * plan.row_tiles, *[None] * 9, scaling_log2, cap_log2,
+            plan.row_tiles, plan.streams, plan.tile_rows, plan.workers, plan.dense_splits,
+            at.plain, at.scale, at.lse, at.partial,
+        )  # fmt: skip
         # Kernel, grid, numbers, constants and options of the first launch; numbers of the others.
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
             new = tuple(stride // 8 for x in (*states, query) for stride in x.stride()[:2])
             first = self._append_to_pages(pages, (batch, query.shape[0], width), rows, new, (at.plain, at.scale), least)
-            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 3, *new[:4], width)
-            reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
-            reduced = reduced._replace(FILL=fill)
+            key_t, key_h, value_t, value_h, *_ = new
+            n = n._replace(
+                queries=query.shape[0], count=batch, blocks_b=pages.page_blocks, key_t=key_t, key_h=key_h,
+                value_t=value_t, value_h=value_h, width=width,
+            )  # fmt: skip
+            reduced, out_strides = reduced._replace(FILL=fill), (0, *out.stride()[:2])
         else:
             heads = (rows, queries, kv_heads)
             places = (*heads, *query.stride()[:3], at.plain, at.scale)
             first = self._append_and_rotate(batch, states, rows, places)
-            split_numbers = (*heads, *self.block_strides, self.ring, self.sinks, *[None] * 5)
-            reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
-        split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
+            blocks_b, blocks_h = self.block_strides
+            n = n._replace(blocks_b=blocks_b, blocks_h=blocks_h, ring=self.ring, sinks=self.sinks)
         index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
@@ -337,12 +341,12 @@ class DecodeLaunch:
                     kernel, index, grid, numbers, constants, (constants, query.dtype, dense, index), first_options
                 ),
                 Launch(
-                    split, index, (plan.workers, 1, 1), split_numbers, (plan.split,),
+                    split, index, (plan.workers, 1, 1), (n,), (plan.split,),
                     (plan.split, plan.config, dense, index), split_options,
                 ),
                 Launch(
-                    REDUCE, index, plan.reduce_grid, reduce_numbers, (reduced,), (reduced, out.dtype, aux, index),
-                    {"num_warps": plan.reduce_warps} | dependent,
+                    REDUCE, index, plan.reduce_grid, (n, OutStrides(*out_strides)), (reduced,),
+                    (reduced, out.dtype, aux, index), {"num_warps": plan.reduce_warps} | dependent,
                 ),
             ),
         )  # fmt: skip

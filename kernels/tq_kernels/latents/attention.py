@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE, constants_of
-from ..common.launcher import kernel
-from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, parts_of
+from ..common.schedule import DenseTokens, Mask, NewTokens, dense_rows, first_block_column, lengths, parts_of
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
 from ..decode.reduce import Partials, merge_row
@@ -211,7 +210,19 @@ def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexp
     return first_tile, last_tile, tl.maximum(start - tiles * DENSE, 0), tl.maximum(end - tiles * DENSE, 0)
 
 
-@kernel("rows:scaling_log2")
+LatentNumbers = namedtuple("LatentNumbers", "rows count queries blocks_b ring sinks key_t value_t width scaling_log2")
+"""Numbers of `latents_split`.
+
+Args:
+    rows, count, queries: Hq * S, B * rows, S.
+    blocks_b: Stride over sequences in blocks; over pages from page to page.
+    ring, sinks: Without pages.
+    key_t, value_t, width: Over pages strides of new tokens in units of 8 elements, and W.
+    scaling_log2: Scaling times log2(e).
+"""
+
+
+@triton.jit
 def latents_split(
     rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
@@ -220,20 +231,14 @@ def latents_split(
     kv_rows,  # [B, 1, ring + sinks, DK + DV] in the model's dtype; over pages [pages, 1, ROWS, DK + DV]
     num_residual,  # [] int32; over pages None, like the next
     num_sinks,  # [] int32
-    mask,  # [B, 1, S or 1, T] uint8, 0 or 1
-    new_keys,  # [T, 1, DK], strides in units of 8 elements, like the next; this and the next four over pages, or None
+    mask: Mask,
+    new_keys,  # [T, 1, DK]; this and the next four over pages, or None
     new_values,  # [T, 1, DV]
     block_table,  # [B, W] int32
     cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     lse,  # [slots, B * rows] float32, base 2
     partial,  # [slots, B * rows, DK] float32, normalised
-    rows, count, queries,  # Hq * S, B * rows, S
-    blocks_b,  # stride over sequences in blocks; over pages from page to page
-    ring, sinks,  # over pages None
-    mask_b, mask_s, mask_t,
-    new_key_t, new_value_t,  # over pages
-    width,  # W
-    scaling_log2,  # scaling * log2(e)
+    n: LatentNumbers,
     SHAPE: tl.constexpr,  # a `LatentShape`
 ):  # fmt: skip
     """Attend to every program's share: writes `partial` and `lse`. Grid: (row tiles, B, splits).
@@ -248,26 +253,26 @@ def latents_split(
         blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
         tokens = sink_count + residual_count
     else:
-        _, _, _, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
+        _, _, _, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, n.queries)
     first_tile, last_tile, first, last = _share(blocks, tokens, split, splits, C.TILE, STEPS)
     r = tl.program_id(0) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
-    inside = r < rows
-    row = tl.program_id(1) * rows + r
-    gain = tl.load(scale + row, mask=inside, other=1.0) * scaling_log2  # [BR]
-    query = r % queries
-    mask_at = mask + batch * mask_b
+    inside = r < n.rows
+    row = tl.program_id(1) * n.rows + r
+    gain = tl.load(scale + row, mask=inside, other=1.0) * n.scaling_log2  # [BR]
+    query = r % n.queries
+    mask_at = mask.start + batch * mask.b if C.MASK else None
     if C.MASK == 2:
-        mask_at = mask_at + query.to(tl.int64) * mask_s
+        mask_at = mask_at + query.to(tl.int64) * mask.s
 
-    packed = _load_rows(rotated, row, inside, mask_at, mask_t, C)
+    packed = _load_rows(rotated, row, inside, mask_at, mask.t, C)
     state = _empty(C)
     if block_table is not None:  # a page is read a step ahead
-        pages = block_table + batch * width + first_block_column(C.SINKS, C.RING, C.ROWS)
+        pages = block_table + batch * n.width + first_block_column(C.SINKS, C.RING, C.ROWS)
         page = tl.load(pages + first // STEPS, mask=first < last, other=0)
     for step in tl.range(first, last, num_stages=C.STAGES):
         block = tl.cast(step, tl.int32) // STEPS
         part = (tl.cast(step, tl.int32) - block * STEPS) * PART
-        at = batch * blocks_b + block if block_table is None else page.to(tl.int64) * blocks_b
+        at = batch * n.blocks_b + block if block_table is None else page.to(tl.int64) * n.blocks_b
         latents, rotary = _packed_tile(packed_blocks + at * C.BLOCK_WORDS, part + tl.arange(0, PART), C)
         maximum, total, decay = state.maximum, state.total, tl.zeros([C.BLOCK_R], tl.float32)
         p = tl.zeros([C.BLOCK_R, C.TILE], tl.float16)
@@ -285,29 +290,33 @@ def latents_split(
             page = tl.load(pages + (step + 1) // STEPS, mask=step + 1 < last, other=0)
     # Rows again: their addresses would take registers through the loop.
     r = opaque(tl.program_id(0) * C.BLOCK_R, C.ASM) + tl.arange(0, C.BLOCK_R)
-    inside = r < rows
-    row = tl.program_id(1) * rows + r
-    _store(state, gain, lse + split.to(tl.int64) * count, partial + split.to(tl.int64) * count * C.DK, row, inside, C)
+    inside = r < n.rows
+    row = tl.program_id(1) * n.rows + r
+    _store(
+        state, gain, lse + split.to(tl.int64) * n.count, partial + split.to(tl.int64) * n.count * C.DK, row, inside, C
+    )
 
-    query = r % queries
+    query = r % n.queries
     if C.MASK == 2:
-        mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
+        mask_at = mask.start + batch * mask.b + query.to(tl.int64) * mask.s
     if block_table is None:
-        new, own_rows = queries, kv_rows + batch * (ring + sinks) * (C.DK + C.DV)
-        dense = DenseTokens(own_rows, None, None, None, sinks, ring, (blocks * TOKENS) % ring, tokens, None, tokens)
-    else:  # read again: it would take registers through the loop
-        first_new, new, past, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
-        first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, C.TILE, STEPS)
-        new_keys += first_new.to(tl.int64) * (new_key_t * 8)
-        new_values += first_new.to(tl.int64) * (new_value_t * 8)
+        new, own_rows = n.queries, kv_rows + batch * (n.ring + n.sinks) * (C.DK + C.DV)
         dense = DenseTokens(
-            kv_rows, block_table + batch * width, blocks_b, 0, C.SINKS, C.RING, (blocks * TOKENS) % C.RING,
-            tokens - new, NewTokens(new_keys, new_values, new_key_t * 8, new_value_t * 8), tokens,
+            own_rows, None, None, None, n.sinks, n.ring, (blocks * TOKENS) % n.ring, tokens, None, tokens
+        )
+    else:  # read again: it would take registers through the loop
+        first_new, new, past, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, n.queries)
+        first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, C.TILE, STEPS)
+        new_keys += first_new.to(tl.int64) * (n.key_t * 8)
+        new_values += first_new.to(tl.int64) * (n.value_t * 8)
+        dense = DenseTokens(
+            kv_rows, block_table + batch * n.width, n.blocks_b, 0, C.SINKS, C.RING, (blocks * TOKENS) % C.RING,
+            tokens - new, NewTokens(new_keys, new_values, n.key_t * 8, n.value_t * 8), tokens,
         )  # fmt: skip
     for tile in tl.range(first_tile, last_tile, num_stages=1):
         t = tile * C.TILE + tl.arange(0, C.TILE)
         exists = t < tokens
-        newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
+        newest = _load_rows(plain, row, inside, mask_at, mask.t, C)
         key_at, value_at = dense_rows(dense, t, C)
         latents = _load_chunks(key_at, exists, C.CHUNKS, C.DK, C.KEY_BITS)
         x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, C.DV, 8)[0]), C)
@@ -316,11 +325,11 @@ def latents_split(
             seen = seen & (t[None, :] <= (tokens - new + query)[:, None])
         x = tl.where(seen, x, -float("inf"))
         if C.MASK:
-            x = _masked(x, newest, tl.where(t < sinks, t, t + blocks * TOKENS), exists, C)
+            x = _masked(x, newest, tl.where(t < n.sinks, t, t + blocks * TOKENS), exists, C)
         state = _empty(C)
         maximum, total, decay, p = _weights(state, x, gain, True)
         state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
-        at = (splits + tile).to(tl.int64) * count
+        at = (splits + tile).to(tl.int64) * n.count
         _store(state, gain, lse + at, partial + at * C.DK, row, inside, C)
 
 

@@ -195,9 +195,9 @@ def masked(x, mask: PrefixMask, t, valid, MASK: tl.constexpr):
     """Set x [BR, TILE] to -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
     at = t.to(tl.int64) * mask.stride_t
     if MASK == 1:
-        allowed = tl.load(mask.pointer + at, mask=valid, other=False)[None, :]
+        allowed = (tl.load(mask.pointer + at, mask=valid, other=0) != 0)[None, :]
     else:
-        allowed = tl.load(mask.pointer + mask.rows[:, None] + at[None, :], mask=valid[None, :], other=False)
+        allowed = tl.load(mask.pointer + mask.rows[:, None] + at[None, :], mask=valid[None, :], other=0) != 0
     return tl.where(allowed, x, -float("inf"))
 
 
