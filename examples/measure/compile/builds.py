@@ -18,7 +18,7 @@ from tq_kernels.codec.encode import NewStates, PagePlaces, PageShape, encode_blo
 from tq_kernels.codec.launch import dequantize_config, encode_shape
 from tq_kernels.common.launcher import States, Strides
 from tq_kernels.common.schedule import DecodeTensors, Mask
-from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages
+from tq_kernels.decode.append import AppendNumbers, PageWork, append_and_rotate, append_tails, append_to_pages
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import OutStrides, ReduceShape, reduce_splits
@@ -199,14 +199,16 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
 
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, rows: int = 1, dtype: str = "fp16") -> Compiled:
     """`append_and_rotate` of queries alone, with this number of rows and warps in a program."""
-    types = [f"*{dtype}", *[None] * 8, f"*{dtype}", "*fp16", "*fp16", "*fp32", *[None] * 7]
-    return build_step(arch, bits, dim, dtype, [*types, *["i32"] * 3, *[None] * 4, *["i32"] * 8], rows)
+    new = AppendNumbers(*[None] * 6, *["i32"] * 4, None, None)
+    types = [f"*{dtype}", *[None] * 8, f"*{dtype}", "*fp16", "*fp16", "*fp32", None, new]
+    return build_step(arch, bits, dim, dtype, types, rows)
 
 
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`append_and_rotate` of a growing cache."""
     own = f"*{dtype}"
-    types = [*[own] * 3, *[None] * 6, own, "*fp16", "*fp16", "*fp32", *["i32"] * 10, *[None] * 4, *["i32"] * 8]
+    new = AppendNumbers(*["i32"] * 10, None, None)
+    types = [*[own] * 3, *[None] * 6, own, "*fp16", "*fp16", "*fp32", "i32", new]
     return build_step(arch, bits, dim, dtype, types, 1)
 
 
@@ -227,17 +229,14 @@ def build_sampling(arch: Arch) -> tuple[Compiled, Compiled]:
 
 def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates: bool = True) -> Compiled:
     """`append_and_rotate` of a preallocated cache, with queries if it `rotates`."""
-    types: list[str | None] = [*["*bf16"] * 3, "*i32", "*i64", "*i32", "*fp32", "*fp32", "*fp16"]
-    if rotates:
-        types += ["*bf16", "*fp16", "*fp16", "*fp32", None, *["i32"] * 21]
-    else:
-        types += [None, None, "*fp16", None, None, *["i32"] * 13, None, None, "i32", *[None] * 5]
+    types: list[Any] = [*["*bf16"] * 3, "*i32", "*i64", "*i32", "*fp32", "*fp32", "*fp16"]
+    types += ["*bf16", "*fp16", "*fp16", "*fp32"] if rotates else [None, None, "*fp16", None]
+    new = AppendNumbers(*["i32"] * 12)
+    types += [None, new if rotates else new._replace(query_b=None, query_h=None, query_s=None)]
     return build_step(arch, bits, dim, "bf16", types)
 
 
-def build_step(
-    arch: Arch, bits: Bits, dim: int, dtype: str, types: list[str | None], warps: int | None = None
-) -> Compiled:
+def build_step(arch: Arch, bits: Bits, dim: int, dtype: str, types: list[Any], warps: int | None = None) -> Compiled:
     """`append_and_rotate` for arguments of these types, by default with as many warps as encoding takes."""
     on, layout = target_of(arch), layout_of(bits, dim)
     (config, of_keys), (_, of_values) = (
@@ -245,6 +244,7 @@ def build_step(
     )
     warps = config.warps if warps is None else warps
     options = {"debug": True, "sanitize_overflow": False, "num_warps": warps}
+    types = [*types, numbers_of_step()]
     return build(append_and_rotate, types, (of_keys, of_values, 1, warps), arch, **options)
 
 
@@ -297,9 +297,10 @@ def build_paged_append(arch: int, preset: str, dim: int, encodes: bool, dtype: s
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
     warps = config.warps if encodes else 1
-    constants = (of_keys, of_values, *place(preset, dim), SEQUENCES, 8 if encodes else 1, warps, encodes)
-    types = [*[own] * 3, *["*i32"] * 4, "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
-    return build(append_to_pages, [*types, *["i32"] * 17], constants, arch, num_warps=warps)
+    constants = (of_keys, of_values, PageShape(*place(preset, dim), SEQUENCES), 8 if encodes else 1, warps, encodes)
+    types: list[Any] = [*[own] * 3, *["*i32"] * 4, "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
+    types += [PageWork(*["i32"] * 5), numbers_of_step(pages=True)]
+    return build(append_to_pages, types, constants, arch, num_warps=warps)
 
 
 def build_small(arch: int, dim: int = 128) -> list[Any]:

@@ -10,6 +10,8 @@ wait for none of these.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -18,21 +20,29 @@ from ..codec.encode import (
     BlockStates,
     NewStates,
     PagePlaces,
-    PageShape,
     block_rows,
     encode_block,
     encode_completed,
     resident_rotation,
 )
 from ..common.device import AMPERE, constants_of
-from ..common.launcher import Kernel, kernel
-from ..common.schedule import copy_rows, fetch, lengths, ring_rows, row_of, write_counts
+from ..common.launcher import Kernel
+from ..common.schedule import DecodeNumbers, copy_rows, fetch, lengths, ring_rows, row_of, write_counts
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import Pages, Sequences, Tokens
 from .rotate import Queries, rotate_rows
 
+PageWork = namedtuple("PageWork", "query_t query_h copies rotations workers")
+"""Strides of queries in units of 8 elements, and programs of `append_to_pages`.
 
-@kernel("count:workers")
+Args:
+    copies: Programs that write rows, each of BLOCK_H heads of a sequence.
+    rotations: Programs that rotate BLOCK_R of the B * Hkv * G query rows each.
+    workers: Programs that encode, for each head and for keys and values.
+"""
+
+
+@triton.jit
 def append_to_pages(
     rows,  # [pages, Hkv, ROWS, 2 * DIM]
     keys, values,  # [T, Hkv, DIM], strides in units of 8 elements, like those of queries
@@ -41,16 +51,11 @@ def append_to_pages(
     packed,  # blocks and rotations, as for `encode_blocks`
     key_rotation, value_rotation, value_channel_scales,
     query,  # [T, Hq, DIM]; this and the next three as in `append_and_rotate`
-    query_rotation, key_channel_scales, scratch,
-    count, tokens, width,  # B, T, W
-    page_blocks, kv_heads, groups,  # groups: G
-    key_t, key_h, value_t, value_h, query_t, query_h, plain_at, scale_at,
-    copies,  # programs that write rows, each of BLOCK_H heads of a sequence
-    rotations,  # programs that rotate BLOCK_R of the B * Hkv * G query rows each
-    workers,  # programs that encode, for each head and for keys and values
+    query_rotation, key_channel_scales, scratch, work: PageWork, n: DecodeNumbers,
     OF_KEYS: tl.constexpr,  # an `EncodeShape`
-    OF_VALUES: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    OF_VALUES: tl.constexpr,
+    PLACE: tl.constexpr,  # a `PageShape`
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     ENCODE: tl.constexpr,  # whether to encode; all sequences have one new token at most
 ):  # fmt: skip
     """Write the row of each sequence with one new token to its ring or sink page; rotate queries; encode the blocks
@@ -60,43 +65,43 @@ def append_to_pages(
     """
     KEYS: tl.constexpr = constants_of(OF_KEYS)
     VALUES: tl.constexpr = constants_of(OF_VALUES)
+    P: tl.constexpr = constants_of(PLACE)
     index = tl.program_id(0)
-    if index < copies:
-        parts = copies // count
+    if index < work.copies:
+        parts = work.copies // n.count
         sequence = index // parts
-        first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, n.count)
         head = index % parts * BLOCK_H + tl.arange(0, BLOCK_H)
-        exists = (head < kv_heads) & (new == 1)
-        pages = block_table + width.to(tl.int64) * sequence
+        exists = (head < n.kv_heads) & (new == 1)
+        pages = block_table + n.width.to(tl.int64) * sequence
         if ENCODE and KEYS.ASM >= AMPERE:
             # Fetch the table for the kernel that attends: a line of 32 pages a thread.
-            fetch(pages + tl.minimum(tl.arange(0, 256) * 32, width - 1))
-        row = row_of(past, SINKS, RING) + tl.zeros([BLOCK_H], tl.int32)
+            fetch(pages + tl.minimum(tl.arange(0, 256) * 32, n.width - 1))
+        row = row_of(past, P.SINKS, P.RING) + tl.zeros([BLOCK_H], tl.int32)
         DIMS: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
-        at = ring_rows(rows, pages, row, exists, head, page_blocks, DIMS, ROWS, KEYS.BLOCK_WORDS)
+        at = ring_rows(rows, pages, row, exists, head, n.blocks_b, DIMS, P.ROWS, KEYS.BLOCK_WORDS)
         token = first.to(tl.int64)
         copy_rows(
-            keys + token * (key_t * 8), values + token * (value_t * 8), head.to(tl.int64), at, exists,
-            key_h * 8, value_h * 8, KEYS.HEAD_DIM, VALUES.HEAD_DIM, KEYS.TILE, VALUES.TILE,
+            keys + token * (n.key_t * 8), values + token * (n.value_t * 8), head.to(tl.int64), at, exists,
+            n.key_h * 8, n.value_h * 8, KEYS.HEAD_DIM, VALUES.HEAD_DIM, KEYS.TILE, VALUES.TILE,
         )  # fmt: skip
-    elif index < copies + rotations:
-        i = (index - copies) * BLOCK_R + tl.arange(0, BLOCK_R)
+    elif index < work.copies + work.rotations:
+        i = (index - work.copies) * BLOCK_R + tl.arange(0, BLOCK_R)
         new_queries = Queries(
-            query, query_rotation, key_channel_scales, cu_seqlens_q, groups, 1, kv_heads, 0, query_h * 8, query_t * 8,
-            tokens,
+            query, query_rotation, key_channel_scales, cu_seqlens_q, n.rows, 1, n.kv_heads, 0, work.query_h * 8,
+            work.query_t * 8, n.queries,
         )  # fmt: skip
         rotate_rows(
-            new_queries, scratch, i // groups, i % groups, i < count * kv_heads * groups, index == copies, plain_at,
-            scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
+            new_queries, scratch, i // n.rows, i % n.rows, i < n.count * n.kv_heads * n.rows, index == work.copies,
+            n.plain_at, n.scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
         )  # fmt: skip
     elif ENCODE:
-        task = index - copies - rotations
+        task = index - work.copies - work.rotations
         encode_completed(
-            NewStates(keys, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
-            NewStates(values, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
-            PagePlaces(rows, block_table, cu_seqlens_q, cu_seqlens_k, page_blocks, count, width), packed,
-            task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers,
-            PageShape(SINKS, RING, ROWS, BLOCK_B), KEYS, VALUES,
+            NewStates(keys, n.key_h * 8, n.key_t * 8, key_rotation, key_channel_scales),
+            NewStates(values, n.value_h * 8, n.value_t * 8, value_rotation, value_channel_scales),
+            PagePlaces(rows, block_table, cu_seqlens_q, cu_seqlens_k, n.blocks_b, n.count, n.width), packed,
+            task // 2 % n.kv_heads, task % 2, task // 2 // n.kv_heads, work.workers, P, KEYS, VALUES,
         )  # fmt: skip
 
 
@@ -128,9 +133,15 @@ def _append(
             encode_block(BlockStates(early, late, block_rows()[:, None] * DIM), packed, home, resident, C)
 
 
-@kernel("slot:scale_at", debug=True)  # without `debug` the assertion would not be compiled
+AppendNumbers = namedtuple(
+    "AppendNumbers", "key_b key_h key_s value_b value_h value_s new query_b query_h query_s residual max_cache_len"
+)
+"""Strides of keys, of values and of queries; S; of a preallocated store `residual_length` and capacity in tokens."""
+
+
+@triton.jit(do_not_specialize=["slot"], debug=True)  # without `debug` the assertion would not be compiled
 def append_and_rotate(
-    kv_rows,  # [B, H, ring + max_sinks, DK + DV], contiguous
+    kv_rows,  # [B, H, ring + sinks, DK + DV], contiguous
     keys, values,  # [B, H, S, DK] and [B, H, S, DV], or `None` to rotate alone
     counts,  # [5, 4] int32; the last entry counts programs, 0 between launches. Or `None`: the token goes to row `slot`
     length,  # [] int64; `None` without counts, as up to the channel scales
@@ -139,12 +150,7 @@ def append_and_rotate(
     query,  # [B, H * G, S, DK], last dimension contiguous; or `None` to append alone
     query_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
     key_channel_scales,  # [B * H, DK] fp16
-    scratch, slot, keys_b, keys_h, keys_s, values_b, values_h, values_s,
-    new,  # S
-    max_sinks, ring, residual, max_cache_len,
-    blocks_b, blocks_h,  # strides in blocks
-    rows, queries,  # G * S, S
-    heads, query_b, query_h, query_s, plain_at, scale_at,
+    scratch, slot, new: AppendNumbers, n: DecodeNumbers,
     OF_KEYS: tl.constexpr,  # an `EncodeShape`
     OF_VALUES: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -158,50 +164,51 @@ def append_and_rotate(
     VALUES: tl.constexpr = constants_of(OF_VALUES)
     if query is None or (keys is not None and tl.program_id(1) < 2):
         program, i = tl.program_id(0), tl.arange(0, MOST)[:, None]
-        batch, head = (program // heads).to(tl.int64), (program % heads).to(tl.int64)
+        batch, head = (program // n.kv_heads).to(tl.int64), (program % n.kv_heads).to(tl.int64)
         if counts is None:
-            tokens, due, due_row, home, row = new, 0, 0, 0, slot + i
+            tokens, due, due_row, home, row = new.new, 0, 0, 0, slot + i
         else:
             sinks, blocks = tl.load(counts), tl.load(counts + 1 * 4)
             held_rows, pending = tl.load(counts + 2 * 4), tl.load(counts + 3 * 4)
             blocks += pending
             held_rows -= pending * TOKENS
             held = sinks + blocks * TOKENS + held_rows
-            fits = held + new <= max_cache_len
+            fits = held + new.new <= new.max_cache_len
             tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
-            tokens = tl.where(fits, new, 0)
-            to_sinks = tl.where(held == sinks, tl.minimum(tokens, max_sinks - sinks), 0)
-            due_row = (blocks * TOKENS) % ring
-            due = tl.minimum(tl.maximum(due_blocks_in_kernel(held + tokens, max_sinks, residual) - blocks, 0), 1)
+            tokens = tl.where(fits, new.new, 0)
+            to_sinks = tl.where(held == sinks, tl.minimum(tokens, n.sinks - sinks), 0)
+            due_row = (blocks * TOKENS) % n.ring
+            due = tl.minimum(tl.maximum(due_blocks_in_kernel(held + tokens, n.sinks, new.residual) - blocks, 0), 1)
             tl.debug_barrier()
             if tl.atomic_add(counts + 4 * 4, 1) == 2 * tl.num_programs(0) - 1:
                 write_counts(counts, length, sinks + to_sinks, blocks, held_rows + tokens - to_sinks, due)
-            home = batch * blocks_b + head * blocks_h + blocks
+            home = batch * n.blocks_b + head * n.blocks_h + blocks
             # After the sinks tokens are numbered; number p is in row p % ring.
-            row = (blocks * TOKENS + held_rows + i - to_sinks) % ring
-            row = tl.where(i < to_sinks, ring + sinks + i, row)
+            row = (blocks * TOKENS + held_rows + i - to_sinks) % n.ring
+            row = tl.where(i < to_sinks, n.ring + sinks + i, row)
         DIM: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
-        own_rows = kv_rows + program.to(tl.int64) * (ring + max_sinks) * DIM
+        own_rows = kv_rows + program.to(tl.int64) * (n.ring + n.sinks) * DIM
         if tl.program_id(1) == 0:
             _append(
-                keys + (batch * keys_b + head * keys_h), keys_s, own_rows, row, tokens, due, due_row, packed, home,
-                key_rotation, key_channel_scales + program * KEYS.HEAD_DIM, DIM, KEYS,
+                keys + (batch * new.key_b + head * new.key_h), new.key_s, own_rows, row, tokens, due, due_row, packed,
+                home, key_rotation, key_channel_scales + program * KEYS.HEAD_DIM, DIM, KEYS,
             )  # fmt: skip
         else:
             of_values = None if packed is None else value_channel_scales + program * VALUES.HEAD_DIM
             _append(
-                values + (batch * values_b + head * values_h), values_s, own_rows + KEYS.HEAD_DIM, row, tokens, due,
-                due_row, packed, home, value_rotation, of_values, DIM, VALUES,
+                values + (batch * new.value_b + head * new.value_h), new.value_s, own_rows + KEYS.HEAD_DIM, row, tokens,
+                due, due_row, packed, home, value_rotation, of_values, DIM, VALUES,
             )  # fmt: skip
     else:
         of_step = Queries(
-            query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
-        )
+            query, query_rotation, key_channel_scales, None, n.rows, n.queries, n.kv_heads, new.query_b, new.query_h,
+            new.query_s, None,
+        )  # fmt: skip
         tile = tl.program_id(1) - (0 if keys is None else 2)
         r, resets = tile * BLOCK_R + tl.arange(0, BLOCK_R), (tl.program_id(0) == 0) & (tile == 0)
         rotate_rows(
-            of_step, scratch, tl.program_id(0) + tl.zeros([BLOCK_R], tl.int32), r, r < rows, resets, plain_at, scale_at,
-            KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
+            of_step, scratch, tl.program_id(0) + tl.zeros([BLOCK_R], tl.int32), r, r < n.rows, resets, n.plain_at,
+            n.scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
         )  # fmt: skip
 
 

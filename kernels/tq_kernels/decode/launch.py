@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from ..codec.encode import PageShape
 from ..codec.launch import EncodeConfig, encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch, on_its_device
@@ -22,7 +23,7 @@ from ..common.schedule import DecodeNumbers, DecodeTensors, Mask
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .append import append_and_rotate, append_to_pages
+from .append import AppendNumbers, PageWork, append_and_rotate, append_to_pages
 from .plan import plan_decode
 from .reduce import OutStrides, reduce_splits
 from .split import decode_split
@@ -120,17 +121,14 @@ class DecodeLaunch:
             blocks, self.layout = packed.data, packed.layout
             scales, self.block_strides = packed.channel_scales, packed.block_strides
             self.capacity, self.ring = blocks.shape[2], rows.shape[2] - self.sinks
-            self.written, limits = NO_COUNTS, (None,) * 4
+            self.written, self.limits = NO_COUNTS, (None, None)
             if preallocated is not None and encoder is not None:
-                self.counts, *limits = preallocated
+                self.counts, *self.limits = preallocated
                 sinks_held, blocks_held, rows_held = self.counts[0][:3, 0].unbind()
                 self.held = HeldCounts(blocks_held, rows_held, sinks_held)
                 """Counts a step attends to, its own tokens appended."""
                 self.written = (*self.counts, blocks, *encoder, scales.values)
-                limits += self.block_strides
-            self.numbers = (self.sinks, self.ring, *limits)
-            """Arguments of `append_and_rotate` after the strides and the number of new tokens."""
-            sizes = (self.numbers, self.capacity, self.block_strides)
+            sizes = (self.sinks, self.ring, *self.limits, self.capacity, self.block_strides)
         self.kv_heads, self.value_dim = rows.shape[1], self.layout.value_dim
         self.dtype, self.device = rows.dtype, blocks.device
         self.on_gpu = self.device.type == "cuda"
@@ -313,20 +311,16 @@ class DecodeLaunch:
         # Kernel, grid, numbers, constants and options of the first launch; numbers of the others.
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
-            new = tuple(stride // 8 for x in (*states, query) for stride in x.stride()[:2])
-            first = self._append_to_pages(pages, (batch, query.shape[0], width), rows, new, (at.plain, at.scale), least)
-            key_t, key_h, value_t, value_h, *_ = new
+            key_t, key_h, value_t, value_h, *of_query = (x // 8 for part in (*states, query) for x in part.stride()[:2])
             n = n._replace(
                 queries=query.shape[0], count=batch, blocks_b=pages.page_blocks, key_t=key_t, key_h=key_h,
                 value_t=value_t, value_h=value_h, width=width,
             )  # fmt: skip
             reduced, out_strides = reduced._replace(FILL=fill), (0, *out.stride()[:2])
+            first = self._append_to_pages(pages, n, of_query, least)
         else:
-            heads = (rows, queries, kv_heads)
-            places = (*heads, *query.stride()[:3], at.plain, at.scale)
-            first = self._append_and_rotate(batch, states, rows, places)
-            blocks_b, blocks_h = self.block_strides
-            n = n._replace(blocks_b=blocks_b, blocks_h=blocks_h, ring=self.ring, sinks=self.sinks)
+            n = self._of_batch(n)
+            first = self._append_and_rotate(batch, states, n, query.stride()[:3])
         index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
@@ -360,8 +354,9 @@ class DecodeLaunch:
             keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
             values: `[B, Hkv, S, Dv]`.
         """
-        places = (None, None, self.kv_heads, *[None] * 5)
-        kernel, grid, numbers, constants, options = self._append_and_rotate(len(keys), (keys, values), 0, places)
+        n = self._of_batch(DecodeNumbers(*[None] * len(DecodeNumbers._fields))._replace(rows=0, kv_heads=self.kv_heads))
+        first = self._append_and_rotate(len(keys), (keys, values), n, (None,) * 3)
+        kernel, grid, numbers, constants, options = first
         tensors = (*self.tensors[1], keys, values, *self.written, None, None, self.tensors[2][1], None)
         kernel(grid, tensors, numbers, constants, (constants, keys.dtype, self.device.index), **options)
 
@@ -371,48 +366,41 @@ class DecodeLaunch:
         (config, of_keys), (other, of_values) = (encode_shape(self.layout, is_value, *of) for is_value in (False, True))
         return max(config, other, key=lambda each: each.warps), (of_keys, of_values)
 
+    def _of_batch(self, n: DecodeNumbers) -> DecodeNumbers:
+        """Numbers of a step with those of the batch's tensors."""
+        blocks_b, blocks_h = self.block_strides
+        return n._replace(blocks_b=blocks_b, blocks_h=blocks_h, ring=self.ring, sinks=self.sinks)
+
     def _append_and_rotate(
-        self, batch: int, states: KeyValue | None, rows: int, places: tuple[int | None, ...]
+        self, batch: int, states: KeyValue | None, n: DecodeNumbers, of_query: tuple[int | None, ...]
     ) -> tuple[Any, ...]:
-        """Make the launch that appends `states` and rotates `rows` queries of a head, as `_append_to_pages` does;
-        `places` are the numbers after those of the batch."""
+        """Make the launch that appends `states` and rotates queries: kernel, grid, numbers, constants and options."""
         (config, shapes), counted = self._shapes(), self.written[0] is not None
-        new, programs = ((None,) * 6, 1), 0
+        strides: list[int | None] = [None] * 6
+        programs, tokens = 0, 1
         if states is not None:
-            keys, values = states
-            new, programs = ((*keys.stride()[:3], *values.stride()[:3]), keys.shape[2]), 2
+            strides, tokens, programs = [x for part in states for x in part.stride()[:3]], states[0].shape[2], 2
         warps = config.warps if counted and programs else 1
-        constants = (*shapes, triton.next_power_of_2(new[1]), warps)
-        slot = () if programs and not counted else (None,)
-        numbers = (*slot, *new[0], new[1], *self.numbers, *places)
-        grid = (batch * self.kv_heads, programs + -(-rows // warps), 1)
+        constants = (*shapes, triton.next_power_of_2(tokens), warps)
+        new = AppendNumbers(*strides, tokens, *of_query, *self.limits)
+        numbers = (new, n) if programs and not counted else (None, new, n)  # without a slot
+        grid = (batch * self.kv_heads, programs + -(-n.rows // warps), 1)
         return APPEND_AND_ROTATE, grid, numbers, constants, {"num_warps": warps, **APPEND_OPTIONS}
 
-    def _append_to_pages(
-        self,
-        pages: Pages,
-        sizes: tuple[int, int, int],
-        groups: int,
-        strides: tuple[int, ...],
-        queries_at: tuple[int, int],
-        least: int,
-    ) -> tuple[Any, ...]:
-        """Make the launch that appends to pages and rotates: kernel, grid, numbers, constants and options.
-
-        `sizes` are the numbers of sequences, tokens and columns of the table.
+    def _append_to_pages(self, pages: Pages, n: DecodeNumbers, of_query: list[int], least: int) -> tuple[Any, ...]:
+        """`_append_and_rotate` for pages.
 
         Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
         that may encode takes many registers, and few run side by side.
         """
-        on, kv_heads, (batch, tokens, width), encodes = target(self.device), self.kv_heads, sizes, least == 1
+        on, kv_heads, batch, encodes = target(self.device), self.kv_heads, n.count, least == 1
         config, shapes = self._shapes()
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
-        copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
+        copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * n.rows // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
-        block_b = triton.next_power_of_2(max(batch, least))
-        constants = (*shapes, *pages.place, block_b, block_h, warps, encodes)
-        numbers = (batch, tokens, width, pages.page_blocks, kv_heads, groups)
-        numbers = (*numbers, *strides, *queries_at, copies, rotations, workers)
+        place = PageShape(*pages.place, triton.next_power_of_2(max(batch, least)))
+        constants = (*shapes, place, block_h, warps, encodes)
+        numbers = (PageWork(*of_query, copies, rotations, workers), n)
         options = {"num_warps": warps}
         if encodes and config.registers is not None:
             options["maxnreg"] = config.registers
