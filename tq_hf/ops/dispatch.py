@@ -256,7 +256,7 @@ def attend_absorbed(
         batch, _, queries, _ = query.shape
         counted = on_host(view) if isinstance(view.counts, DeviceCounts) else view
         by_batch = latent.unflatten(1, (batch, queries)).transpose(0, 1)
-        means = cpu_attention.attend_latents(by_batch, rotary, counted, mask, options)
+        means = cpu_attention.attend(torch.cat([by_batch, rotary], -1), counted, mask, options, latents=True)
         return means.permute(2, 0, 1, 3).flatten(1, 2)
 
     return absorbed(query, weight, view.tensors.layout.value_dim, means_of)

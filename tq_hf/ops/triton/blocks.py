@@ -290,8 +290,8 @@ def supports_attend_latents(query: torch.Tensor, view: View, mask: Mask, options
 def attend_latents(
     latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
-    """`tq_hf.ops.cpu.attention.attend_latents` on the GPU, for calls that `supports_attend_latents`. `latent` and the
-    result are `[Hq, B * S, R]`. With counts on the host, also writes the view's pending token."""
+    """`tq_hf.ops.cpu.attention.attend` over latents on the GPU, for calls that `supports_attend_latents`. `latent` and
+    the result are `[Hq, B * S, R]`. With counts on the host, also writes the view's pending token."""
     tensors, counts = view.tensors, view.counts
     device, batch = latent.device, rotary.shape[0]
     if isinstance(counts, DeviceCounts):
