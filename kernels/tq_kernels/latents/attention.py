@@ -321,7 +321,7 @@ def _rotated(x, rotation, factor, ROWS: tl.constexpr, DIM: tl.constexpr):
     return hadamard(x * (sign / factor)[None, :], rotation, ROWS, DIM, DIM) * (DIM**-0.5)
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "latent_h", "latent_s", "query_b", "query_h", "query_s"])
+@triton.jit(do_not_specialize=["rows", "queries"])
 def rotate_latent_queries(
     latent,  # [Hq, B * S, DK], any float dtype, last dimension contiguous; over pages [Hq, T, DK]
     query,  # [B, Hq, S, DV], likewise; over pages [1, Hq, T, DV]
@@ -332,10 +332,12 @@ def rotate_latent_queries(
     rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
     rows, queries,  # Hq * S, S
-    latent_h, latent_s, query_b, query_h, query_s, DK: tl.constexpr, DV: tl.constexpr,
+    latent_strides, query_strides, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Normalise each row by a power of two, and rotate both its parts. Grid: (rows, B)."""
     row, batch = tl.program_id(0), tl.program_id(1)
+    latent_h, latent_s = latent_strides
+    query_b, query_h, query_s = query_strides
     at = batch * rows + row
     head, s = (row // queries).to(tl.int64), row % queries
     token, inside = batch * queries + s, True
@@ -361,7 +363,7 @@ def rotate_latent_queries(
     tl.store(rotated + values_at, _rotated(q, value_rotation, value_factor, 1, DV).to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "count", "splits", "out_h", "out_s"])
+@triton.jit(do_not_specialize=["rows", "queries", "count", "splits"])
 def merge_latents(
     lse,  # [slots, count] float32
     partial,  # [slots, count, DK] float32
@@ -374,7 +376,9 @@ def merge_latents(
     out,  # [Hq, B * S, DK], last dimension contiguous; over pages [Hq, T, DK]
     rows, queries,  # Hq * S, S
     count,  # B * rows
-    splits, out_h, out_s, SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
+    splits,
+    strides,  # of `out`
+    SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
 ):  # fmt: skip
     """Merge the slots of `latents_split`. Grid: (rows, B)."""
     C: tl.constexpr = constants_of(SHAPE)
@@ -395,5 +399,5 @@ def merge_latents(
         Partials(lse, partial, count), merged, (0, splits), (splits, dense), rotation,
         signs(rotation, d, C.DV), factor, None, C,
     )  # fmt: skip
-    at = (row // queries).to(tl.int64) * out_h + token.to(tl.int64) * out_s
+    at = (row // queries).to(tl.int64) * strides[0] + token.to(tl.int64) * strides[1]
     tl.store(out + at + d, result.to(out.dtype.element_ty))
