@@ -11,11 +11,10 @@ import itertools
 from typing import Any
 
 import pytest
-from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
+from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
 from tq_kernels.decode.plan import Plan
 from tq_kernels.format import padded_dim
-from tq_kernels.prefix.windows import window_attention
 
 from examples.measure.compile.builds import (
     build_append,
@@ -211,8 +210,7 @@ def test_small_kernels_compile_for(arch: int | str, storage: str, dim: int) -> N
 
 def test_no_length_decides_what_is_compiled() -> None:
     """Numbers in tuples never do (`Kernel`)."""
-    kernels = (rotate_and_append, append_to_pages, encode_blocks, append_tails, encode_blocks_of_pages)
-    for kernel in (*kernels, window_attention):
+    for kernel in (rotate_and_append, append_to_pages, encode_blocks, append_tails):
         numbers = [p for p in kernel.params if not p.is_constexpr and p.name in kernel.do_not_specialize]
         assert {"count", "queries", "heads"} & {p.name for p in numbers}  # of sequences
         assert not any(p.name in ("tokens", "width", "workers") and not p.do_not_specialize for p in kernel.params)

@@ -18,7 +18,7 @@ import triton
 from ..codec.launch import encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
-from ..common.schedule import DecodeNumbers, DecodeTensors, Mask
+from ..common.schedule import DecodeNumbers, Mask
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
@@ -256,9 +256,9 @@ class DecodeLaunch:
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
-        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask)
-        tensors += (None, None, *tables) if table is None else (*row[:2], *tables)
-        call_split(*split_grid, stream, *fixed_split, tuple.__new__(DecodeTensors, tensors), *of_split)
+        new = NO_TABLES[:2] if table is None else row[:2]
+        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask, *new, *tables)
+        call_split(*split_grid, stream, *fixed_split, tensors, *of_split)
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
             cu_seqlens_q, cu_seqlens_k, *of_merge,
