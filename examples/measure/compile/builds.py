@@ -69,7 +69,7 @@ def build_encode(
     on, layout = target_of(arch), layout_of(bits, dim, value_dim)
     config, shape = encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype])
     constants = (shape, on.dependent_launch, config.stages)
-    types = [f"*{dtype}", "*i32", "*fp32", "*fp16", *["i32"] * 8]
+    types = [f"*{dtype}", "*i32", "*fp32", "*fp16", *["i32"] * 5, Strides(*["i32"] * 3)]
     options = {"maxnreg": config.registers} if config.registers else {}
     return build(encode_blocks, types, constants, arch, num_warps=config.warps, **options)
 
@@ -87,7 +87,7 @@ def build_dequantize(
         *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
         *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at, loud),
     )
-    types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
+    types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 5, Strides(*["i32"] * 3)]
     return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)
 
 
@@ -174,14 +174,14 @@ def build_small_latents(
     own, layout = f"*{dtype}", BlockLayout(dim, rotary, *bits)
     rotate = build(
         rotate_latent_queries,
-        [own, own, *["*fp16"] * 4, "*i32", "*fp16", "*fp16", "*fp32", *["i32"] * 7],
+        [own, own, *["*fp16"] * 4, "*i32", "*fp16", "*fp16", "*fp32", "i32", "i32", ("i32",) * 2, ("i32",) * 3],
         (dim, rotary),
         arch,
         num_warps=1,
     )
     merge = build(
         merge_latents,
-        ["*fp32", "*fp32", None, None, *["*i32"] * 3, "*fp16", "*fp16", own, *["i32"] * 6],
+        ["*fp32", "*fp32", None, None, *["*i32"] * 3, "*fp16", "*fp16", own, *["i32"] * 4, ("i32", "i32")],
         (ReduceShape(dim, dim, dim, 32, 8, TILE_R=64),),
         arch,
         num_warps=8,

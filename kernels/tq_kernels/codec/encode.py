@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.device import AMPERE, TURING, constants_of
+from ..common.launcher import Strides
 from ..common.schedule import completed, fetch, first_block_column, lengths, located, ring_rows, row_of
 from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
 from .loud import coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
@@ -248,7 +249,7 @@ def encode_blocks(
     channel_scales,  # [B, H, HEAD_DIM] float16
     heads, blocks, start,  # blocks: n
     blocks_b, blocks_h,  # strides in blocks
-    stride_b, stride_h, stride_t,
+    strides: Strides,
     SHAPE: tl.constexpr,  # an `EncodeShape`
     PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -258,17 +259,17 @@ def encode_blocks(
     worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if PDL and not C.IS_VALUE:
         cuda.gdc_launch_dependents()
-    offsets = block_rows()[:, None] * stride_t  # [64, 1]
+    offsets = block_rows()[:, None] * strides.token  # [64, 1]
     kv_head = (head % heads).to(tl.int64)
     batch = (head // heads).to(tl.int64)
-    states += batch * stride_b + kv_head * stride_h
+    states += batch * strides.batch + kv_head * strides.head
     first_home = batch * blocks_b + kv_head * blocks_h + start
     resident = resident_rotation(rotation, channel_scales + head * C.HEAD_DIM, C)
     for block in tl.range(worker, blocks, workers, num_stages=STAGES):
-        early = states + stride_t.to(tl.int64) * (block * TOKENS)
-        late = early + HALF_TOKENS * stride_t
+        early = states + strides.token.to(tl.int64) * (block * TOKENS)
+        late = early + HALF_TOKENS * strides.token
         if C.ASM >= AMPERE and STAGES > 1:
-            _prefetch_rows(states, tl.minimum(block + workers, blocks - 1), stride_t, C.TILE)
+            _prefetch_rows(states, tl.minimum(block + workers, blocks - 1), strides.token, C.TILE)
         encode_block(BlockStates(early, late, offsets), packed, first_home + block, resident, C)
     if PDL and C.IS_VALUE:
         cuda.gdc_wait()

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ..common.device import Target, matrix_type, target
-from ..common.launcher import Kernel, Launch, launch_all, specialised
+from ..common.launcher import Kernel, Launch, Strides, launch_all
 from ..format import BLOCK_TOKENS, code_of
 from ..layout import BlockLayout
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
@@ -156,9 +156,9 @@ def _encode_launches(
             kernel,
             device.index,
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (heads, blocks, start, *block_strides, *strides),
+            (heads, blocks, start, *block_strides, Strides(*strides)),
             constants,
-            (constants, config, specialised(strides), dtype, device.index),
+            (constants, config, dtype, device.index),
             {"num_warps": config.warps} | options,
         )
         launches.append(launch)
@@ -255,7 +255,7 @@ def dequantize(
     for is_value, states, rotation, own_scales in zip(
         (False, True), (keys, values), rotations, packed.channel_scales, strict=True
     ):
-        dim, bits, strides = rotation.shape[0], layout.bits[is_value], states.stride()[:3]
+        dim, bits = rotation.shape[0], layout.bits[is_value]
         loud = layout.loud * (not is_value)
         config = dequantize_config(dim, bits, loud, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
@@ -267,8 +267,8 @@ def dequantize(
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
             (packed.data, rotation, own_scales, states),
-            (heads, blocks, start, *packed.block_strides, *strides),
+            (heads, blocks, start, *packed.block_strides, Strides(*states.stride()[:3])),
             constants,
-            (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
+            (constants, config, states.dtype, rotation.dtype, states.device.index),
             num_warps=config.warps,
         )

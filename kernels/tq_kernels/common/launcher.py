@@ -63,7 +63,7 @@ def states_of(tensor: torch.Tensor) -> States:
 
 
 def _stand_in(argument: Any) -> Any:
-    """What is compiled in place of an argument: Triton specialises every number of a tuple, and none of these."""
+    """Replace numbers in an argument: Triton specialises every number of a tuple, and none of these."""
     if isinstance(argument, Strides) or not isinstance(argument, tuple | int):
         return argument
     if isinstance(argument, int):
@@ -73,8 +73,7 @@ def _stand_in(argument: Any) -> Any:
 
 
 def _passed(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
-    """Arguments with addresses of tensors. What they decide about the compiled variant is added to `key`, and tensors
-    to `tensors`."""
+    """Replace tensors by addresses and list them in `tensors`, and in `key` what decides the compiled variant."""
     passed: list[Any] = []
     for x in arguments:
         if isinstance(x, Strides):

@@ -19,7 +19,7 @@ from ..codec.encode import PageShape
 from ..codec.launch import EncodeConfig, encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch, on_its_device
-from ..common.schedule import DecodeNumbers, DecodeTensors, Mask
+from ..common.schedule import DecodeNumbers, Mask
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
@@ -55,7 +55,7 @@ def held_counts(blocks: int, rows: int, sinks: int, device: torch.device) -> Hel
 
 
 class Preallocated(NamedTuple):
-    """What a preallocated batch has beside its tensors.
+    """Counts and limits of a preallocated batch.
 
     Args:
         counts: `DeviceCounts` of `tq_hf/tensors/`: `held` `[5, 4]` int32 and `length` `[]` int64.
@@ -271,9 +271,9 @@ class DecodeLaunch:
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
-        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask)
-        tensors += (None, None, *tables) if table is None else (*row[1:3], *tables)
-        call_split(*split_grid, stream, *fixed_split, tuple.__new__(DecodeTensors, tensors), *of_split)
+        new = NO_TOKEN if table is None else row[1:3]
+        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask, *new, *tables)
+        call_split(*split_grid, stream, *fixed_split, tensors, *of_split)
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
             cu_seqlens_q, cu_seqlens_k, *of_merge,

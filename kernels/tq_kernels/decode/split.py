@@ -125,12 +125,13 @@ def _dense_part(
 
 
 @triton.jit
-def decode_split(a: DecodeTensors, n: DecodeNumbers, SHAPE: tl.constexpr):
+def decode_split(tensors, n: DecodeNumbers, SHAPE: tl.constexpr):
     """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,).
 
-    With a block table, sequences differ in length. SHAPE is a `DecodeShape`.
+    With a block table, sequences differ in length. `tensors` are `DecodeTensors`, SHAPE is a `DecodeShape`.
     """
     C: tl.constexpr = constants_of(SHAPE)
+    a = DecodeTensors(*tensors)
     worker, workers = tl.program_id(0), tl.num_programs(0)
     local = tl.arange(0, C.BLOCK_R)  # passed on: in layouts of each phase it takes registers that sm_80 lacks
     stored = local < n.tile_rows

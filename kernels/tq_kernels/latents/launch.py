@@ -166,7 +166,7 @@ def attend_latents(
     ROTATE(
         (rows, batch, 1),
         (latent, rotary, *rotations, *factors, tables[3], rotated, plain, scale),
-        (rows, queries, *latent.stride()[:2], *rotary.stride()[:3]),
+        (rows, queries, latent.stride()[:2], rotary.stride()[:3]),
         dims,
         (dims, latent.dtype, rotary.dtype, tables[3] is None, index),
         num_warps=1,
@@ -188,7 +188,7 @@ def attend_latents(
     MERGE(
         (rows, batch, 1),
         (lse, partial, *of_counts[1:], *of_pages, rotations[0], factors[0], out),
-        (rows, queries, count, splits, *out.stride()[:2]),
+        (rows, queries, count, splits, out.stride()[:2]),
         (shape,),
         (shape, out.dtype, tables[3] is None, index),
         num_warps=8,

@@ -262,26 +262,15 @@ def _add_dense(
     return state
 
 
-PrefixRows = namedtuple("PrefixRows", "query head_q stride_h stride_s count groups")
-"""Query rows of a program's sequence and KV head.
-
-Args:
-    query: Pointer to those of the sequence.
-    head_q: First query head.
-    stride_h, stride_s: Strides of queries over heads and tokens.
-    count: Number of rows.
-    groups: G.
-"""
-
-
 @triton.jit
-def _load_rows(rows: PrefixRows, first_row, C: tl.constexpr):
-    """Load BLOCK_R rows: pointers [BR], their tokens [BR], which of them exist [BR], and `normalised_rows`."""
+def _load_rows(query: States, head_q, rows, groups, first_row, C: tl.constexpr):
+    """Load BLOCK_R of a sequence's `rows` rows from head `head_q` on: pointers [BR], their tokens [BR], which of them
+    exist [BR], and `normalised_rows`."""
     dk = tl.arange(0, C.BLOCK_DK)
     r = first_row + tl.arange(0, C.BLOCK_R)
-    s = r // rows.groups
-    at = rows.query + (rows.head_q + r % rows.groups) * rows.stride_h + s.to(tl.int64) * rows.stride_s
-    exists = r < rows.count
+    s = r // groups
+    at = query.start + (head_q + r % groups) * query.strides.head + s.to(tl.int64) * query.strides.token
+    exists = r < rows
     plain, largest = normalised_rows(at[:, None] + dk[None, :], exists[:, None] & (dk < C.DK)[None, :])
     return at, s, exists, plain, largest
 
@@ -309,16 +298,16 @@ def _share(first_row, rows, groups, queries, blocks, dense_count, new_count, C: 
 
 @triton.jit
 def _store(
-    state, scale: Scale, first_row, rows: PrefixRows, lse, partial, out: States, s_aux, new_lse, merges,
+    state, scale: Scale, first_row, first_head, rows, lse, partial, out: States, s_aux, new_lse, merges,
     n: PrefixNumbers, C: tl.constexpr,
 ):  # fmt: skip
     """Store what rows have of a share of the tokens, or the output. With MERGE the attention to new tokens, in `out`
     and `new_lse`, is added if it `merges`; both point to the sequence's first query."""
     dv = tl.arange(0, C.BLOCK_DV)
     r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
-    row_mask = r < rows.count
-    s = r // rows.groups
-    head_q = rows.head_q + r % rows.groups
+    row_mask = r < rows
+    s = r // n.groups
+    head_q = first_head + r % n.groups
     maximum, total, acc = finite(state.maximum) * scale.gain, state.total, state.output
     inside = row_mask[:, None] & (dv < C.DV)[None, :]
     at = out.start + s.to(tl.int64) * out.strides.token + head_q * out.strides.head  # [BR]
@@ -403,9 +392,8 @@ def prefix_attention(
     first, last, units, dense_count = _share(
         first_row, rows, groups, queries, blocks, sink_count + residual_count, new_count, C
     )
-    queries_at += batch * query.strides.batch
-    own = PrefixRows(queries_at, kv_head * groups, query.strides.head, query.strides.token, rows, groups)
-    query_at, s, row_mask, plain, largest = _load_rows(own, first_row, C)
+    own, head_q = States(queries_at + batch * query.strides.batch, query.strides), kv_head * groups
+    query_at, s, row_mask, plain, largest = _load_rows(own, head_q, rows, groups, first_row, C)
     factor = largest * n.scaling_log2
     scale = Scale(factor, tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor, n.cap_log2)
     state = empty_state(C.BLOCK_R, C.BLOCK_DV)
@@ -422,7 +410,7 @@ def prefix_attention(
     # Dense tokens, with the rows as they are.
     if last > blocks:
         first_row = opaque(first_row, C.ASM)
-        _, s, _, plain, _ = _load_rows(own, first_row, C)
+        _, s, _, plain, _ = _load_rows(own, head_q, rows, groups, first_row, C)
         plain = spill(plain, operand_rows, n.tile_count, C.BLOCK_R, C.BLOCK_DK)
         allowed = PrefixMask(mask_at, tl.minimum(s, queries - 1) * mask.s if C.MASK > 0 else None, mask.t)
         low = tl.maximum(first - blocks, 0) * TOKENS
@@ -441,4 +429,4 @@ def prefix_attention(
         newest = cached + new_count - queries + s  # [BR], the last dense token a row sees
         state = _add_dense(state, plain, newest, scale, allowed, dense, low, blocks, C)
     to = States(out_at + batch * out.strides.batch, out.strides)
-    _store(state, scale, first_row, own, lse, partial, to, s_aux, new_lse, last == units, n, C)
+    _store(state, scale, first_row, head_q, rows, lse, partial, to, s_aux, new_lse, last == units, n, C)

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ..common.device import AMPERE, Target, target
-from ..common.launcher import Kernel, on_its_device, specialised, states_of
+from ..common.launcher import Kernel, on_its_device, states_of
 from ..common.schedule import Mask
 from ..format import BLOCK_TOKENS, padded_dim
 from ..layout import BlockLayout
@@ -225,9 +225,9 @@ def merge(
     MERGE(
         (-(-count // block_rows), 1, 1),
         (partial, lse, aux, out, tokens),
-        (rows, groups, kv_heads, count, splits, *out.stride()[:3]),
+        (rows, groups, kv_heads, count, splits, out.stride()[:3]),
         constants,
-        (constants, specialised(out.stride()[:3]), aux is not None and aux.dtype, out.dtype, out.device.index),
+        (constants, aux is not None and aux.dtype, out.dtype, out.device.index),
         num_warps=4,
     )
 

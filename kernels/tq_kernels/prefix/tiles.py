@@ -229,7 +229,7 @@ def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.const
     return tile >= 0, sequence, (tile - before) * BLOCK_R
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits", "out_b", "out_s", "out_h"])
+@triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits"])
 def merge_splits(
     partial,  # [splits, count, DV] float32, normalised
     lse,  # [splits, count] float32, base 2
@@ -239,7 +239,8 @@ def merge_splits(
     rows, groups,  # G * S, G
     kv_heads,
     count,  # B * Hkv * rows
-    splits, out_b, out_s, out_h,
+    splits,
+    strides,  # of `out`
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, HAS_AUX: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of each row, weighted by their share of the softmax. Grid: (count / BLOCK_R,)."""
@@ -266,5 +267,6 @@ def merge_splits(
         state = merge(state, log, part)
         at += count
     acc = normalize(state)
+    out_b, out_s, out_h = strides
     at = out + (head // kv_heads).to(tl.int64) * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
     tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)

@@ -254,9 +254,10 @@ def _dense_part(a: DecodeTensors, n: DecodeNumbers, blocks, count, ring_start, j
 
 
 @triton.jit
-def decode_split_fragments(a: DecodeTensors, n: DecodeNumbers, SHAPE: tl.constexpr):
+def decode_split_fragments(tensors, n: DecodeNumbers, SHAPE: tl.constexpr):
     """Every worker's share, as of `decode_split`: `partial` and `lse`. Grid: (workers,), of one warp each."""
     C: tl.constexpr = constants_of(SHAPE)
+    a = DecodeTensors(*tensors)
     worker, workers = tl.program_id(0), tl.num_programs(0)
     blocks, _, _, total, jobs = step_work(a, n, C.BLOCK_B)
     total_jobs = jobs * n.streams
