@@ -37,7 +37,8 @@ class Recorder:
             self._keep(next(kinds, "launched"), (x, y, z), arguments[5:])
 
         by_triton = lambda grid: lambda *arguments: self._keep("compiled", grid, arguments)  # noqa: E731
-        return SimpleNamespace(run=run, function=None, packed_metadata=None, __getitem__=by_triton)
+        fixed = dict(function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
+        return SimpleNamespace(run=run, **fixed, __getitem__=by_triton)
 
     def _keep(self, how: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         values = tuple(flat(arguments))

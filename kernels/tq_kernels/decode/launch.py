@@ -18,7 +18,7 @@ import triton
 from ..codec.launch import encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch
-from ..common.schedule import DecodeNumbers, Mask
+from ..common.schedule import DecodeNumbers, DecodeTensors
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
@@ -32,7 +32,7 @@ ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE, APPEND_TO_PAGES = (
     Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate, append_to_pages)
 )
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), Mask(), (0, 0, 0)
+NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (None,) * 4, (0, 0, 0)
 """Tables, mask, and places of rows in pages, where there are none."""
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
@@ -159,7 +159,7 @@ class DecodeLaunch:
         else:
             mask_rows = min(mask.shape[2], 2)
             strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
-            masked = Mask(mask.data_ptr(), *strides)
+            masked = (mask.data_ptr(), *strides)
         if isinstance(held, Sequences):
             counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
             packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
@@ -194,7 +194,7 @@ class DecodeLaunch:
         scratch = allocate(step.size)
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
-        bits |= query_at | scratch_at | out_at | (masked.start or 0) | aux_at
+        bits |= query_at | scratch_at | out_at | (masked[0] or 0) | aux_at
         row_at: tuple[Any, ...] = ()
         slots: tuple[int | None, ...] = ()
         if states is not None:
@@ -224,7 +224,7 @@ class DecodeLaunch:
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
-            NO_MASK if mask is None else masked._replace(start=mask.view(torch.uint8)),
+            NO_MASK if mask is None else (mask.view(torch.uint8), *masked[1:]),
             scratch if s_aux is None else s_aux,
         )  # fmt: skip
         return out
@@ -243,7 +243,7 @@ class DecodeLaunch:
         out: Any,
         counts: tuple[Any, ...],
         tables: tuple[Any, ...] | list[Any],
-        mask: Mask,
+        mask: tuple[Any, ...],
         s_aux: Any,
     ) -> None:
         """Launch the three kernels with tensors or their addresses.
@@ -256,9 +256,10 @@ class DecodeLaunch:
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
-        new = NO_TABLES[:2] if table is None else row[:2]
-        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask, *new, *tables)
-        call_split(*split_grid, stream, *fixed_split, tensors, *of_split)
+        call_split(
+            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, *mask,
+            *((None, None) if table is None else row[:2]), *tables, *of_split,
+        )  # fmt: skip
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
             cu_seqlens_q, cu_seqlens_k, *of_merge,
@@ -338,7 +339,7 @@ class DecodeLaunch:
                 ),
                 Launch(
                     split, index, (plan.workers, 1, 1), (n,), (plan.split,),
-                    (plan.split, plan.config, dense, index), split_options,
+                    (plan.split, plan.config, dense, index), split_options, len(DecodeTensors._fields),
                 ),
                 Launch(
                     REDUCE, index, plan.reduce_grid, (n, OutStrides(*out_strides)), (reduced,),
