@@ -39,7 +39,7 @@ class Silent:
     launches = 0
 
     def warmup(self, *arguments: Any, **options: Any) -> SimpleNamespace:
-        return SimpleNamespace(run=self._launch, function=None, packed_metadata=None)
+        return SimpleNamespace(run=self._launch, function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
 
     @classmethod
     def _launch(cls, *arguments: Any) -> None:

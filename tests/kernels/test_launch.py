@@ -19,7 +19,7 @@ from tq_kernels.types import AttentionOptions
 
 from tests.support.helpers import assert_same, filled, rows, states
 from tests.support.kernel_cases import INTERPRETED
-from tests.support.launch_recorder import Recorder, flat, recorded
+from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -406,14 +406,19 @@ def test_no_number_decides_what_is_compiled(store, log, monkeypatch, name):
     dispatch.attend(query(), store.append(*token(2)), None, AttentionOptions(0.3))
     numbers = 0
     for parameter, given in zip(parameters, recorder.given, strict=True):
-        if isinstance(given, tuple) and not parameter.is_constexpr:
-            members = [x for x in flat(given) if isinstance(x, int)]
-            assert set(members) <= {3}, parameter.name  # whatever they are
-            numbers += len(members)
-        elif isinstance(given, int) and not parameter.is_constexpr:
-            assert parameter.do_not_specialize, parameter.name
-            numbers += 1
+        if not parameter.is_constexpr and isinstance(given, tuple | int):
+            found = [x for x in device_module.members([given]) if isinstance(x, int)]
+            assert parameter.do_not_specialize or set(found) <= {3}, parameter.name  # in tuples, whatever they are
+            numbers += len(found)
     assert numbers > 5
+
+
+def test_members_of_tuples_are_passed_one_by_one():
+    source = SimpleNamespace(signature={"x": ("*fp32", ("i32", "constexpr")), "n": "i32"})
+    compiled = SimpleNamespace(src=source, run=None, function=None, packed_metadata=None)
+    for _ in range(2):
+        device_module.compiled_launch(compiled)
+        assert list(source.signature.values()) == ["*fp32", "i32", "constexpr", "i32"]
 
 
 def test_this_tritons_launcher_gets_the_same_either_way(monkeypatch):

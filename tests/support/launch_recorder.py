@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,27 +37,18 @@ class Recorder:
             self._keep(next(kinds, "launched"), (x, y, z), arguments[5:])
 
         by_triton = lambda grid: lambda *arguments: self._keep("compiled", grid, arguments)  # noqa: E731
-        return SimpleNamespace(run=run, function=None, packed_metadata=None, __getitem__=by_triton)
+        fixed = dict(function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
+        return SimpleNamespace(run=run, **fixed, __getitem__=by_triton)
 
     def _keep(self, how: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        values = tuple(flat(arguments))
-        by_address = not any(isinstance(x, torch.Tensor) for x in values)
-        values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
+        values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        by_address = not any(isinstance(x, torch.Tensor) for x in arguments)
         self.log.append((self.name, how, by_address, (grid, values)))
 
 
 def without_tensors(x: Any) -> Any:
     """`x` with `None` for tensors, in tuples, too."""
     return tuple(map(without_tensors, x)) if isinstance(x, tuple) else None if isinstance(x, torch.Tensor) else x
-
-
-def flat(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Arguments and the members of tuples among them, except constants: those are one."""
-    for x in arguments:
-        if isinstance(x, tuple) and not type(x).__name__.endswith("Shape"):
-            yield from flat(x)
-        else:
-            yield x
 
 
 def store_no_rows(states: KeyValue, dense: DenseRows, *_: Any) -> None:

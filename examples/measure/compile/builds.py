@@ -17,7 +17,7 @@ from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import NewStates, PagePlaces, PageShape, encode_blocks, encode_blocks_of_pages
 from tq_kernels.codec.launch import dequantize_config, encode_shape
 from tq_kernels.common.launcher import States, Strides
-from tq_kernels.common.schedule import DecodeTensors, Mask
+from tq_kernels.common.schedule import DecodeTensors
 from tq_kernels.decode.append import AppendNumbers, PageWork, append_and_rotate, append_tails, append_to_pages
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
@@ -279,7 +279,7 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
-        [DecodeTensors("*fp32", "*i32", "*i32", "*fp16", None, None, Mask(), *["*fp16"] * 2, *["*i32"] * 3),
+        [DecodeTensors("*fp32", "*i32", "*i32", "*fp16", *[None] * 6, *["*fp16"] * 2, *["*i32"] * 3),
          numbers_of_step(pages=True)],
         (p.split,),
         arch,

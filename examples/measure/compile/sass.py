@@ -134,7 +134,7 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled
     p = plan(arch, **shape)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     masked = mask_types(p.split.MASK)
-    tensors = DecodeTensors("*fp32", "*i32", "*i32", dtype, "*i32", "*i32", masked, *[None] * 5)
+    tensors = DecodeTensors("*fp32", "*i32", "*i32", dtype, "*i32", "*i32", *masked, *[None] * 5)
     return build(
         decode_split_fragments if target_of(arch).fragments else decode_split,
         [tensors, numbers_of_step()],

@@ -48,7 +48,7 @@ def empty_launches() -> Iterator[list[int]]:
     def count(*_: Any) -> None:
         launches[0] += 1
 
-    compiled = SimpleNamespace(run=count, function=None, packed_metadata=None)
+    compiled = SimpleNamespace(run=count, function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
     function = SimpleNamespace(warmup=lambda *_, **__: compiled)
     kernels = [kernel for kernel in gc.get_objects() if type(kernel) is Kernel]
     with (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .device import compiled_launch, current_device, current_raw_stream, interpreted
+from .device import compiled_launch, current_device, current_raw_stream, interpreted, members
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options of every compilation. Triton 3.9 warns without `enable_fp_fusion`, and announces that 3.10 will not fuse
@@ -72,24 +72,22 @@ def _stand_in(argument: Any) -> Any:
     return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
 
 
-def _passed(arguments: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
-    """Replace tensors by addresses and list them in `tensors`, and in `key` what decides the compiled variant."""
-    passed: list[Any] = []
+def _take(arguments: Iterable[Any], passed: list[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:
+    """List arguments and members of tuples with addresses in `passed`, tensors in `tensors`, and in `key` what decides
+    the compiled variant."""
     for x in arguments:
         if isinstance(x, Strides):
             key.append(specialised(x))
+            passed.extend(x)
         elif isinstance(x, tuple):
-            x = tuple(_passed(x, key, tensors))
-        elif isinstance(x, int | float):
-            key.append(x >= 2**31)
-        elif x is None:
-            key.append(None)
+            _take(x, passed, key, tensors)
+        elif x is None or isinstance(x, int | float):
+            key.append(x if x is None else x >= 2**31)
+            passed.append(x)
         else:
             tensors.append(x)
-            x = x.data_ptr()
-            key.append(x % 16)
-        passed.append(x)
-    return passed
+            passed.append(x.data_ptr())
+            key.append(passed[-1] % 16)
 
 
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +119,8 @@ def kernel(unspecialised: str, **options: Any) -> Callable[[Callable[..., None]]
 
 
 class Launcher(NamedTuple):
-    """Launcher of a compiled kernel: `call(*grid, stream, *fixed, *arguments)`, with tensors or their addresses."""
+    """Launcher of a compiled kernel: `call(*grid, stream, *fixed, *arguments)`, with tensors or their addresses, and
+    members of tuples one by one."""
 
     call: Callable[..., Any]
     fixed: tuple[Any, ...]
@@ -155,9 +154,10 @@ class Kernel:
         if interpreted():
             self.function[grid](*arguments, *constants)
             return None
+        passed: list[Any] = []
         of_arguments: list[Any] = [key]
         tensors: list[torch.Tensor] = []
-        passed = _passed(arguments, of_arguments, tensors)
+        _take(arguments, passed, of_arguments, tensors)
         key, on_gpu = tuple(of_arguments), tensors[0].is_cuda
         launcher = None if _compiles_only.get() else self.variants.get(key)
         # Triton refuses a tensor on the CPU in words; by its address a kernel would read it.
@@ -166,7 +166,7 @@ class Kernel:
             compiled = self.function.warmup(*given, *constants, grid=grid, **ALWAYS, **options)
             if _compiles_only.get():
                 return None
-            launcher, passed = self.launcher(compiled), list(arguments)
+            launcher, passed = self.launcher(compiled), members(arguments)
             if launcher is None:
                 compiled.__getitem__(grid)(*arguments, *constants)
                 return None
@@ -189,6 +189,7 @@ class Launch:
         kernel: Kernel to launch.
         index: Index of the GPU.
         grid, numbers, constants, key, options: As in `Kernel`.
+        grouped: Number of first arguments that the kernel takes as one tuple.
     """
 
     kernel: Kernel
@@ -198,6 +199,7 @@ class Launch:
     constants: tuple[Any, ...]
     key: tuple[Any, ...]
     options: dict[str, Any]
+    grouped: int = 0
     ready: Any = field(default=None, init=False)
     """Function, grid, first and last arguments of a launch, once a launch on aligned tensors has compiled it:
     `function(*grid, stream, *first, *addresses, *last)`."""
@@ -206,9 +208,11 @@ class Launch:
         """Launch that takes tensors. If they are `aligned`, later launches may take addresses (`ready`)."""
 
         def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+            if self.grouped:
+                arguments = (arguments[: self.grouped], *arguments[self.grouped :])
             launcher = self.kernel((x, y, z), arguments, self.numbers, self.constants, self.key, **self.options)
             if aligned and launcher is not None:
-                self.ready = launcher.call, self.grid, launcher.fixed, (*self.numbers, *self.constants)
+                self.ready = launcher.call, self.grid, launcher.fixed, (*members(self.numbers), *self.constants)
 
         return launch, self.grid, (), ()
 

@@ -287,9 +287,10 @@ def stream_of(amounts, heads, index):
 
 DecodeTensors = namedtuple(
     "DecodeTensors",
-    "scratch packed num_blocks kv_rows num_residual num_sinks mask key value block_table cu_seqlens_q cu_seqlens_k",
+    "scratch packed num_blocks kv_rows num_residual num_sinks mask mask_b mask_s mask_t key value block_table "
+    "cu_seqlens_q cu_seqlens_k",
 )
-"""Pointers of `decode_split`.
+"""Tensors of `decode_split`.
 
 Args:
     packed: [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS].
@@ -297,7 +298,7 @@ Args:
     kv_rows: [B, Hkv, ring + sinks, DK + DV] in the model's dtype; over pages [pages, Hkv, ROWS, DK + DV]. Residual row
         j is in row (128 * `num_blocks` + j) % ring.
     num_residual, num_sinks: [] int32; over pages `None`.
-    mask: `Mask`.
+    mask, mask_b, mask_s, mask_t: As in `Mask`.
     key, value, block_table, cu_seqlens_q, cu_seqlens_k: Over pages [T, Hkv, DK], [T, Hkv, DV], [B, W] int32, [B + 1]
         and [B + 1] int32; else `None`.
 """

@@ -19,7 +19,7 @@ from ..codec.encode import PageShape
 from ..codec.launch import EncodeConfig, encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
 from ..common.launcher import Kernel, Launch, on_its_device
-from ..common.schedule import DecodeNumbers, Mask
+from ..common.schedule import DecodeNumbers, DecodeTensors
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
@@ -30,7 +30,7 @@ from .split import decode_split
 
 APPEND_AND_ROTATE, APPEND_TO_PAGES = Kernel(append_and_rotate), Kernel(append_to_pages)
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-NO_TABLES, NO_MASK, NO_PLACE, NO_TOKEN, NO_COUNTS = (None,) * 3, Mask(), (0, 0, 0), (None, None), (None,) * 6
+NO_TABLES, NO_MASK, NO_PLACE, NO_TOKEN, NO_COUNTS = (None,) * 3, (None,) * 4, (0, 0, 0), (None, None), (None,) * 6
 """Tables, mask, places of rows in pages, keys and values, and what is written beside rows, where there are none."""
 APPEND_OPTIONS = {"sanitize_overflow": False}
 """`debug` of the kernel that appends would turn this on."""
@@ -185,7 +185,7 @@ class DecodeLaunch:
         else:
             mask_rows = min(mask.shape[2], 2)
             strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
-            masked = Mask(mask.data_ptr(), *strides)
+            masked = (mask.data_ptr(), *strides)
         if isinstance(held, Sequences):
             counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
             packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
@@ -219,7 +219,7 @@ class DecodeLaunch:
         scratch = allocate(step.size)
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
-        bits |= query_at | scratch_at | out_at | (masked.start or 0) | aux_at
+        bits |= query_at | scratch_at | out_at | (masked[0] or 0) | aux_at
         new_at, slots = NO_TOKEN, ()
         if states is not None:
             new_at = keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
@@ -239,7 +239,7 @@ class DecodeLaunch:
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
-            NO_MASK if mask is None else masked._replace(start=mask.view(torch.uint8)),
+            NO_MASK if mask is None else (mask.view(torch.uint8), *masked[1:]),
             scratch if s_aux is None else s_aux,
         )  # fmt: skip
         return out
@@ -258,7 +258,7 @@ class DecodeLaunch:
         out: Any,
         counts: tuple[Any, ...],
         tables: tuple[Any, ...] | list[Any],
-        mask: Mask,
+        mask: tuple[Any, ...],
         s_aux: Any,
     ) -> None:
         """Launch the three kernels with tensors or their addresses.
@@ -271,9 +271,10 @@ class DecodeLaunch:
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
-        new = NO_TOKEN if table is None else row[1:3]
-        tensors = (scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask, *new, *tables)
-        call_split(*split_grid, stream, *fixed_split, tensors, *of_split)
+        call_split(
+            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, *mask,
+            *(NO_TOKEN if table is None else row[1:3]), *tables, *of_split,
+        )  # fmt: skip
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
             cu_seqlens_q, cu_seqlens_k, *of_merge,
@@ -336,7 +337,7 @@ class DecodeLaunch:
                 ),
                 Launch(
                     split, index, (plan.workers, 1, 1), (n,), (plan.split,),
-                    (plan.split, plan.config, dense, index), split_options,
+                    (plan.split, plan.config, dense, index), split_options, len(DecodeTensors._fields),
                 ),
                 Launch(
                     REDUCE, index, plan.reduce_grid, (n, OutStrides(*out_strides)), (reduced,),

@@ -90,10 +90,10 @@ def _masked(x, a: DecodeTensors, n: DecodeNumbers, mask_at, bias, rows, t, C: tl
     if C.MASK == 1:
         return x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None]
     else:
-        mask_offset = (rows.r % n.queries) * a.mask.s  # [BR]
+        mask_offset = (rows.r % n.queries) * a.mask_s  # [BR]
         seen = ()
         for plane in tl.static_range(4):
-            allowed = allowed_tile(mask_at, t + 32 * plane, mask_offset, a.mask.t, rows.inside[None, :])
+            allowed = allowed_tile(mask_at, t + 32 * plane, mask_offset, a.mask_t, rows.inside[None, :])
             seen += (tl.where(allowed, x[plane], -float("inf")),)
         return seen
 
@@ -166,8 +166,8 @@ def store_share(
     words = load_scales(parts_of(at, KEY, VALUE, C.LOUD).scales + token, first < last)
     bias = ()
     if C.MASK == 1:
-        bias_at = mask_at + (sink_count + token).to(tl.int64) * a.mask.t
-        bias = load_bias(bias_at, first, a.mask.t)
+        bias_at = mask_at + (sink_count + token).to(tl.int64) * a.mask_t
+        bias = load_bias(bias_at, first, a.mask_t)
     for block in tl.range(first, last):
         if blocks.block_table is None:
             next_at = at + C.BLOCK_WORDS
@@ -184,7 +184,7 @@ def store_share(
         if C.MASK:
             x = _masked(x, a, n, mask_at, bias, rows, sink_count + block * TOKENS + token, C)
         if C.MASK == 1:
-            bias = load_bias(bias_at, tl.minimum(block + 1, last - 1), a.mask.t)
+            bias = load_bias(bias_at, tl.minimum(block + 1, last - 1), a.mask_t)
         # Softmax: the maximum stays in the units of these products; the factor to base 2 enters the exponent's FMA.
         gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
         largest = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), 0)  # [BR]

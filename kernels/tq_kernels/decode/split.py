@@ -88,7 +88,7 @@ def _packed_part(
         last = per_lane(tl.minimum(end - at - START, own), C.ASM)
         r = tile * C.BLOCK_R + local
         rows = DecodeRows((batch * n.kv_heads + kv_head) * n.rows, r, r < n.rows)
-        mask_at = a.mask.start + batch.to(tl.int64) * a.mask.b if C.MASK else None
+        mask_at = a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else None
         store_share(
             a, n, stream_blocks, mask_at, first, last, rows, tl.program_id(0) + stream, local, stored, sink_count, C
         )
@@ -118,7 +118,7 @@ def _dense_part(
     else:
         dense, blocks, own_jobs = dense_of_pages(a, n, batch, kv_head, C)
     if part < own_jobs:
-        mask_at = a.mask.start + batch.to(tl.int64) * a.mask.b if C.MASK else None
+        mask_at = a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else None
         out, total, maximum = dense_job(a, n, dense, t, blocks * TOKENS, query, scale, mask_at, r, C)
         slot = tl.num_programs(0) + n.streams + stream * n.dense_splits + part
         store_partial(a, n, slot, local, stored, (out,), total, log2_sum(maximum, total), 1.0, 1, C.DV, 8, C)

@@ -208,7 +208,7 @@ def dense_job(
         allowed = allowed & (t[:, None] <= (dense.count - n.queries + r % n.queries)[None, :])
     if C.MASK:
         position = tl.where(t < dense.sinks, t, t + packed_count)
-        allowed = allowed & allowed_tile(mask_at, position, (r % n.queries) * a.mask.s, a.mask.t, allowed)
+        allowed = allowed & allowed_tile(mask_at, position, (r % n.queries) * a.mask_s, a.mask_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
     maximum = tl.max(x, 0)
     p = tl.exp2(x - finite(maximum)[None, :])

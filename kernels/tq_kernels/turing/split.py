@@ -142,7 +142,7 @@ def _packed_part(a: DecodeTensors, n: DecodeNumbers, blocks, batch, stream, at, 
             at_block = batch.to(tl.int64) * n.blocks_b + kv_head.to(tl.int64) * n.blocks_h
             head_blocks = a.packed + at_block * C.BLOCK_WORDS
             if C.MASK:
-                mask_row, sink_count = a.mask.start + batch.to(tl.int64) * a.mask.b, tl.load(a.num_sinks)
+                mask_row, sink_count = a.mask + batch.to(tl.int64) * a.mask_b, tl.load(a.num_sinks)
         else:
             head_blocks = a.packed + kv_head * C.BLOCK_WORDS
             pages = a.block_table + batch.to(tl.int64) * n.width + first_block_column(C.SINKS, C.RING, C.ROWS)
@@ -184,7 +184,7 @@ def _flags_of_half(
             for i in tl.static_range(4):
                 token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
                 r = first_row + 8 * tile + 2 * t + i % 2
-                seen = mask_row + (sink_count + token).to(tl.int64) * a.mask.t + (r % n.queries) * a.mask.s
+                seen = mask_row + (sink_count + token).to(tl.int64) * a.mask_t + (r % n.queries) * a.mask_s
                 allowed += (load_flag(seen, r < n.rows),)
     return allowed
 
@@ -219,7 +219,7 @@ def _dense_part(a: DecodeTensors, n: DecodeNumbers, blocks, count, ring_start, j
         q += (pairs,)
     # Rows and flags of tokens
     if C.MASK:
-        mask_row = a.mask.start + batch.to(tl.int64) * a.mask.b
+        mask_row = a.mask + batch.to(tl.int64) * a.mask_b
     key_rows, value_rows, inside, allowed = (), (), (), ()
     for group in tl.static_range(2):
         token = ()
@@ -239,7 +239,7 @@ def _dense_part(a: DecodeTensors, n: DecodeNumbers, blocks, count, ring_start, j
                     seen = seen & (j <= count - n.queries + r % n.queries)
                 if C.MASK:
                     position = tl.where(j < n.sinks, j, j + blocks * TOKENS)
-                    at_mask = mask_row + position.to(tl.int64) * a.mask.t + (r % n.queries) * a.mask.s
+                    at_mask = mask_row + position.to(tl.int64) * a.mask_t + (r % n.queries) * a.mask_s
                     seen = load_flag(at_mask, seen)
                 allowed += (seen,)
     sums, maximum = initial(TILES)
