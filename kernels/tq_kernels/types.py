@@ -246,7 +246,7 @@ class DenseRows(NamedTuple):
     start: int
     slot: int
     held: tuple[int, int, int]
-    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    counts: KeyValue | None = None
 
 
 class HeldCounts:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tq_kernels.codec import balance as prompts
 from tq_kernels.codec import launch as encoding
 from tq_kernels.common.launcher import Kernel
-from tq_kernels.decode import append, launch
+from tq_kernels.decode import launch
 from transformers import PreTrainedModel
 
 from tests.support.kernel_cases import INTERPRETED
@@ -27,7 +27,7 @@ from tq_hf.tensors.residual import PendingToken
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
-KERNELS = {launch: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), append: ("APPEND",)}
+KERNELS = {launch: ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")}
 PROMPT_KERNELS = {prompts: ("STORE",), encoding: ("ENCODE",)}
 MAKE_NO_LAUNCH = ("empty", "empty_like", "new_empty")
 """Operations that launch nothing on a GPU, beside those that make views."""
@@ -38,13 +38,12 @@ class Silent:
 
     launches = 0
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return self._launch
+    def warmup(self, *arguments: Any, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(run=self._launch, function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
 
     @classmethod
-    def _launch(cls, *arguments: Any, **options: Any) -> SimpleNamespace:
+    def _launch(cls, *arguments: Any) -> None:
         cls.launches += 1
-        return SimpleNamespace(run=cls._launch, function=None, packed_metadata=None)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ such arguments."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.codec import launch as codec
-from tq_kernels.common.launcher import Kernel, compile_in_threads
+from tq_kernels.common.launcher import Kernel, States, Strides, compile_in_threads
+from tq_kernels.common.schedule import Mask
 from tq_kernels.decode import append as appends
 from tq_kernels.decode import launch as decode
 from tq_kernels.prefix import launch as prefix
@@ -31,17 +31,11 @@ CONFIG = all_packed()
 KERNELS = {
     codec: ("ENCODE", "ENCODE_PAGES", "DEQUANTIZE"),
     prefix: ("ATTEND", "MERGE"),
-    decode: ("ROTATE_AND_APPEND", "APPEND_TO_PAGES", "SPLIT", "REDUCE"),
+    decode: ("APPEND_AND_ROTATE", "APPEND_TO_PAGES", "SPLIT", "REDUCE"),
     appends: ("APPEND_TAILS",),
 }
 
-POINTERS = set(
-    """
-    states packed rotation channel_scales query key_rotation value_rotation key_channel_scales
-    value_channel_scales kv_rows new_keys new_values mask s_aux out partial lse operand_rows rotated block_table
-    tokens rows keys values cu_seqlens_q cu_seqlens_k packed_blocks new_lse
-    """.split()
-)
+POINTERS = set("states packed rotation channel_scales s_aux out partial lse tokens".split())
 
 
 @pytest.fixture
@@ -213,27 +207,30 @@ def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
     partial, lse, aux, out = torch.zeros(2, 8, 64), torch.zeros(2, 8), torch.zeros(4), torch.zeros(1, 2, 4, 64)
     for tokens in (None, torch.zeros(1, dtype=torch.int32)):
         for kind in ("compiled", "launched"):
-            prefix.merge(partial, lse, aux, out, 4, 2, 2, 8, 2, has_aux=False, tokens=tokens)
+            prefix.merge(partial, lse, aux, out, 4, 2, 2, 8, 2, tokens)
             given = log[0][3][1][4]
             assert given == (None if tokens is None else tokens.data_ptr()) and how(log) == [kind]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "others"),
-    [
-        (codec.ENCODE, {"stride_b", "stride_h", "stride_t"}),
-        (codec.ENCODE_PAGES, None),
-        (codec.DEQUANTIZE, {"stride_batch", "stride_head", "stride_token"}),
-        (prefix.ATTEND, None),
-        (prefix.MERGE, set()),
-    ],
-    ids=["encode", "pages", "dequantize", "attend", "merge"],
-)
-def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
-    """The key has strides; whatever else is a number must not be specialised."""
-    parameters = kernel.function.params
+def test_strides_alone_decide_what_is_compiled_of_numbers_in_tuples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They, and whether a number fits 32 bits."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    log: list[tuple[Any, ...]] = []
+    recorder, tensor = Recorder("kernel", log), torch.zeros(8)
+    kernel = Kernel(recorder)
+    for number, stride, kind in (
+        *((2, 64, "compiled"), (1, 128, "launched"), (16, 64, "launched"), (None, 64, "compiled")),
+        *((2, 65, "compiled"), (1, 1, "compiled"), (2**31, 64, "compiled"), (2**32, 64, "launched")),
+    ):
+        kernel((1, 1, 1), (States(tensor, Strides(stride, 64, 64)),), (Mask(None, number, 7, 0.5),), (), ())
+        assert how(log) == [kind], (number, stride)
+        if kind == "compiled":
+            stand_in = {None: None, 2**31: 2**31 + 3}.get(number, 3)
+            assert recorder.given == ((None, (stride, 64, 64)), (None, stand_in, 3, 0.5))
+
+
+@pytest.mark.parametrize("name", ["ENCODE", "DEQUANTIZE", "MERGE"])
+def test_no_number_outside_of_tuples_is_specialised(name: str) -> None:
+    parameters = (prefix.MERGE if name == "MERGE" else getattr(codec, name)).function.params
     numbers = [p for p in parameters if not p.is_constexpr and not p.do_not_specialize]
-    strided = {p.name for p in numbers if re.search(r"_(v?[bhst]|batch|head|token)$", p.name)}
-    assert {p.name for p in numbers} - strided <= POINTERS
-    if others is not None:
-        assert strided == others
+    assert {p.name for p in numbers} <= POINTERS | {"strides"}

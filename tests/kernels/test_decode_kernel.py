@@ -182,8 +182,8 @@ def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
         for residual in (1, 2, 31, 96):
             check(BASE.with_(blocks=blocks, residual=residual, capacity=32 if blocks < 20 else 64))
         if blocks == 1:
-            compiled = [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
-    assert compiled == [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
+            compiled = [len(kernel.variants) for kernel in (launch.APPEND_AND_ROTATE, launch.SPLIT, launch.REDUCE)]
+    assert compiled == [len(kernel.variants) for kernel in (launch.APPEND_AND_ROTATE, launch.SPLIT, launch.REDUCE)]
 
 
 @gpu

@@ -29,7 +29,8 @@ from tq_hf.stores.store import LayerStore
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
-KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE")
+KERNELS = ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")
+FUNCTIONS = {name: getattr(launch, name).function for name in KERNELS}
 
 
 @pytest.fixture
@@ -72,8 +73,7 @@ def test_a_settled_launch_passes_what_the_first_one_did(store, log, options, lat
     for _ in range(3):
         view.pending.states = states if late else None
         outs.append(dispatch.attend(q, view, mask, AttentionOptions(0.3, causal=True, **options)))
-    names = ["ROTATE_AND_APPEND" if late else "ROTATE", "SPLIT", "REDUCE"]
-    assert [entry[0] for entry in log] == 3 * names
+    assert [entry[0] for entry in log] == 3 * [*KERNELS]
     first, *others = log[:3], log[3:6], log[6:]
     assert all(entry[1:3] == ("launched", True) for launches in others for entry in launches)
     for launches, out in zip(others, outs[1:], strict=True):
@@ -99,16 +99,14 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         view = store.append(*new)
         assert not log
         kept = graph_ops.attend_token(q, view, None, AttentionOptions(0.3))
-        assert [entry[:3] for entry in log] == [
-            (name, "launched", True) for name in ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")
-        ] or seed == 2
+        assert [entry[:3] for entry in log] == SETTLED or seed == 2
         assert view.pending.states is None and kept.shape == (1, 1, 4, 32)
         first = log[0][3][1]
-        given = (*new, *store.device_counts, store.tensors.rows)
+        given = (store.tensors.rows, *new, *store.device_counts)
         assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
         log.clear()
         graph_ops.attend_token(q, view, None, AttentionOptions(0.3))
-        assert [entry[0] for entry in log] == ["ROTATE", "SPLIT", "REDUCE"]
+        assert [entry[0] for entry in log] == [*KERNELS]
         log.clear()
 
 
@@ -122,7 +120,7 @@ def test_only_the_merge_is_launched_early(preallocated, log, monkeypatch):
             graph_ops.attend_token(query(), view, None, AttentionOptions(0.3))
     assert all(values[1][-1].PDL for name, *_, values in log if name == "SPLIT")
     assert all(options["launch_pdl"] for options in launch.REDUCE.function.options)
-    for kernel in (launch.SPLIT, launch.APPEND_AND_ROTATE, launch.ROTATE):
+    for kernel in (launch.SPLIT, launch.APPEND_AND_ROTATE):
         assert not any(options.get("launch_pdl", False) for options in kernel.function.options)
 
 
@@ -133,8 +131,8 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
         view = store.append(*new)
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
         assert view.pending.states is None  # written, and the model's tensors are let go
-        assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
-        assert log[0][3][1][:3] == tuple(part.data_ptr() for part in (*new, store.tensors.rows))
+        assert [entry[0] for entry in log] == [*KERNELS]
+        assert log[0][3][1][:3] == tuple(part.data_ptr() for part in (store.tensors.rows, *new))
         assert slot in log[0][3][1]
         log.clear()
 
@@ -152,7 +150,7 @@ def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
     odd = torch.zeros(4 * 64 + 1, dtype=torch.float16)[1:].view(1, 4, 1, 64)
     for how in ("compiled", "launched"):
         dispatch.attend(odd, store.append(*token(3)), None, AttentionOptions(0.3))
-        assert log[0][1] == how and log[0][3][1][3] == odd.data_ptr()
+        assert log[0][1] == how and log[0][3][1][9] == odd.data_ptr()
         log.clear()
 
 
@@ -164,7 +162,7 @@ def test_rows_that_are_not_contiguous_are_copied_for_kernels(store, log):
         pending = view.pending
         dispatch.attend(spread[0], view, None, AttentionOptions(0.3))
         assert pending.states is None and not {states.data_ptr() for states in spread} & addresses(log)
-        assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
+        assert [entry[0] for entry in log] == [*KERNELS]
         log.clear()
 
 
@@ -206,7 +204,7 @@ def test_nothing_is_compiled_while_a_residual_grows(log, residual):
         capacities.add(store.tensors.ring_rows)
     assert len(capacities) > (3 if residual == 1024 else 0)
     # By constants: the addresses of these tensors have whatever alignment the host gives them.
-    for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"):
+    for name in KERNELS:
         variants = getattr(launch, name).variants
         assert len({key[0][0] for key in variants}) == 1, name
 
@@ -343,13 +341,6 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
 
 # Triton's launchers
 
-POINTERS = set(
-    """
-    cu_seqlens_q cu_seqlens_k block_table key value query rotation channel_scales scratch keys values kv_rows
-    packed key_channel_scales value_channel_scales num_blocks num_residual num_sinks mask s_aux out
-    """.split()
-)
-
 
 class Asked:
     """A launcher of Triton's: `launch` is its function in C."""
@@ -404,13 +395,30 @@ def test_a_launcher_that_calls_something_else_is_kept():
     assert launcher.direct(kept) is kept
 
 
-@pytest.mark.parametrize("launched", [launch.ROTATE, launch.ROTATE_AND_APPEND, launch.SPLIT, launch.REDUCE])
-def test_no_number_decides_what_is_compiled(launched):
+@pytest.mark.parametrize("name", ["APPEND_AND_ROTATE", "SPLIT", "REDUCE"])
+def test_no_number_decides_what_is_compiled(store, log, monkeypatch, name):
     """What is kept compiled is launched with other strides and slots."""
-    parameters = launched.function.params
-    numbers = [p for p in parameters if not p.is_constexpr and p.name not in POINTERS]
-    assert len(numbers) > 5
-    assert [p.name for p in numbers if not p.do_not_specialize] == []
+    parameters = FUNCTIONS[name].params
+    recorder = Recorder(name, log)
+    monkeypatch.setattr(launch, name, launcher.Kernel(recorder))
+    launch.steps_of.cache_clear()
+    store = filled(TurboQuantConfig(), states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
+    dispatch.attend(query(), store.append(*token(2)), None, AttentionOptions(0.3))
+    numbers = 0
+    for parameter, given in zip(parameters, recorder.given, strict=True):
+        if not parameter.is_constexpr and isinstance(given, tuple | int):
+            found = [x for x in device_module.members([given]) if isinstance(x, int)]
+            assert parameter.do_not_specialize or set(found) <= {3}, parameter.name  # in tuples, whatever they are
+            numbers += len(found)
+    assert numbers > 5
+
+
+def test_members_of_tuples_are_passed_one_by_one():
+    source = SimpleNamespace(signature={"x": ("*fp32", ("i32", "constexpr")), "n": "i32"})
+    compiled = SimpleNamespace(src=source, run=None, function=None, packed_metadata=None)
+    for _ in range(2):
+        device_module.compiled_launch(compiled)
+        assert list(source.signature.values()) == ["*fp32", "i32", "constexpr", "i32"]
 
 
 def test_this_tritons_launcher_gets_the_same_either_way(monkeypatch):
@@ -445,7 +453,7 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return made
 
 
-SETTLED = [(name, "launched", True) for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE")]
+SETTLED = [(name, "launched", True) for name in KERNELS]
 
 
 def test_beams_that_change_places_leave_everything_worked_out(log, monkeypatch):

@@ -25,9 +25,9 @@ import test_paged_kernel as paged
 import test_prefix_kernel as prefix
 import torch
 from tq_kernels.common import device
-from tq_kernels.decode.rotate import rotate_query
 
-from examples.measure.compile.sass import build, disassemble
+from examples.measure.compile.builds import build_rotate
+from examples.measure.compile.sass import disassemble
 from tests.support import target_override
 from tests.support.kernel_cases import INTERPRETED, Case, gpu
 from tests.support.paged_cases import Step
@@ -170,9 +170,7 @@ def test_ptx_of_turing_is_assembled_for_hopper(monkeypatch: pytest.MonkeyPatch) 
     for name in ("make_cubin", "hash"):  # put back afterwards
         monkeypatch.setattr(CUDABackend, name, getattr(CUDABackend, name))
     assemble_for(90)
-    compiled = build(
-        rotate_query, ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8], (64, 64, 64, 4, 8), 75, num_warps=2
-    )
+    compiled = build_rotate(75, (4, 4), dim=64)
     assert ".target sm_75" in compiled.asm["ptx"]
     assert "sm_90" in disassemble(compiled, "-sass")
 

@@ -8,9 +8,8 @@ import re
 from typing import Any
 
 import pytest
-from tq_kernels.prefix.join import join_attention
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits
-from tq_kernels.prefix.tiles import merge_splits
+from tq_kernels.prefix.tiles import join_attention, merge_splits
 
 from examples.measure.compile.builds import build_dense, build_prefix, build_prompts, build_windows
 from examples.measure.compile.sass import SHARED, build, disassemble, loops, resources, target_of
@@ -92,7 +91,7 @@ def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("arch", cards(SHARED))
 def test_merges_compile_for(arch: int | str) -> None:
-    types = ["*fp32", "*fp32", "*fp32", "*fp16", None, *["i32"] * 8]
+    types = ["*fp32", "*fp32", "*fp32", "*fp16", None, *["i32"] * 5, ("i32",) * 3]
     compiled = build(merge_splits, types, (128, 128, 16, True), arch, num_warps=4)
     types = ["*bf16", "*fp32", "*fp16", "*fp32", "*bf16", *["i32"] * 9]
     for each in (compiled, build(join_attention, types, (128, 128, 32), arch, num_warps=4)):

@@ -161,7 +161,7 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
     def fail(*args, **kwargs):
         raise FAILURES[0]
 
-    monkeypatch.setattr(triton_blocks, "decode_launch", lambda tensors: fail)
+    monkeypatch.setattr(triton_blocks, "decode_launch", lambda *_: fail)
     monkeypatch.setattr(fail, "sinks", 4, raising=False)
     monkeypatch.setattr(fail, "value_dim", 16, raising=False)
     monkeypatch.setattr(triton_blocks, "held_counts", lambda *counts: counts, raising=False)

@@ -274,8 +274,8 @@ def test_steps_over_the_seam_of_the_ring_read_every_row(room, dtype):
     for token in range(440, 720):
         view = store.append(*rows(pair, token, token + 1))
         if room is not None:
-            output = dispatch.attend_token(query, view, None, options)
-            view = dispatch.on_host(store.tensors, view.counts.step_counts)
+            output = dispatch.attend(query, view, None, options)
+            view = dispatch.on_host(view)
         elif token % 7 == 0:
             output = dispatch.attend(query, view, None, options)
         if token % 7:

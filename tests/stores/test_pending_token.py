@@ -148,7 +148,7 @@ def test_operators_pass_opcheck(masked: bool) -> None:
     graph_ops.append_pending_token(view)
     step = graph_ops._arguments(view)
     torch.library.opcheck(graph_ops._attend_token, (query, *step, mask, None, DIM**-0.5, None, None))
-    torch.library.opcheck(graph_ops._dense_tokens, (step[1][3:], view.counts.step_counts, *step[2:]))
+    torch.library.opcheck(graph_ops._dense_tokens, (step[1][2:], view.counts.held, *step[2:]))
 
 
 def test_a_layer_is_made_again_from_its_arguments() -> None:
@@ -191,8 +191,7 @@ def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkey
         if start < stop:
             store.append(*rows(pair, start, stop))
     view = store.append(*rows(pair, before))
-    graph_ops.append_pending_token(view)  # without a GPU it reads the counts
-    expected = dispatch.dense(dispatch.on_host(view.tensors, view.counts.step_counts))
+    expected = dispatch.dense(dispatch.on_host(view))  # without a GPU it reads the counts
 
     def read(*_: object) -> None:
         raise AssertionError("A captured graph cannot read a tensor on the host.")
@@ -245,8 +244,8 @@ def test_counts_of_a_prompt_that_was_reset_before_it_was_read_are_none() -> None
         tensor.fill_(7)
     store.append(keys, values, defer=True)
     store.reset()
-    assert not store.device_counts.state.any() and store.device_counts.length == 0
-    assert store.device_counts.step_counts[5, 0] == 0, "the programs of the append kernel never count to their number"
+    assert store.device_counts.length == 0
+    assert not store.device_counts.held[:, 0].any(), "or the programs of the append kernel never count to their number"
 
 
 @pytest.mark.parametrize("tokens", [1, 20])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tq_kernels.common.launcher import Kernel
+from tq_kernels.common.launcher import Kernel, _compiles_only
 from tq_kernels.decode.launch import steps_of
 from tq_kernels.types import DenseRows, KeyValue
 
@@ -18,31 +18,37 @@ from tq_hf.ops.workspace import release_workspaces
 
 
 class Recorder:
-    """In place of a Triton kernel: keeps what is launched, through `kernel[grid]` or through what that returned."""
+    """In place of a Triton kernel: keeps what is launched through what it compiles."""
 
     def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
         self.name, self.log = name, log
         self.options: list[dict[str, Any]] = []
+        self.given: tuple[Any, ...] = ()
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
-            assert options["enable_fp_fusion"] is True  # Triton 3.9 warns where nobody says it
-            self.options.append(options)
-            self._keep("compiled", grid, arguments)
-            return SimpleNamespace(run=self._run, function=None, packed_metadata=None)
+    def warmup(self, *arguments: Any, grid: tuple[int, int, int], **options: Any) -> Any:
+        assert options["enable_fp_fusion"] is True  # Triton 3.9 warns where nobody says it
+        self.options.append(options)
+        self.given = without_tensors(arguments)
+        if _compiles_only.get():
+            return self._keep("only compiled", grid, arguments)
+        kinds = iter(["compiled"])
 
-        return compile_and_launch
+        def run(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+            self._keep(next(kinds, "launched"), (x, y, z), arguments[5:])
 
-    def warmup(self, *arguments: Any, grid: tuple[int, int, int], **options: Any) -> None:
-        self._keep("only compiled", grid, arguments)
-
-    def _run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-        self._keep("launched", (x, y, z), arguments[5:])
+        by_triton = lambda grid: lambda *arguments: self._keep("compiled", grid, arguments)  # noqa: E731
+        fixed = dict(function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
+        return SimpleNamespace(run=run, **fixed, __getitem__=by_triton)
 
     def _keep(self, how: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
         by_address = not any(isinstance(x, torch.Tensor) for x in arguments)
         self.log.append((self.name, how, by_address, (grid, values)))
+
+
+def without_tensors(x: Any) -> Any:
+    """`x` with `None` for tensors, in tuples, too."""
+    return tuple(map(without_tensors, x)) if isinstance(x, tuple) else None if isinstance(x, torch.Tensor) else x
 
 
 def store_no_rows(states: KeyValue, dense: DenseRows, *_: Any) -> None:

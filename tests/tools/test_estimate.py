@@ -262,7 +262,7 @@ def test_nothing_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def encodes(*_: Any) -> None:
         raise AssertionError("something was encoded")
 
-    monkeypatch.setattr(dispatch, "encode", encodes)
+    monkeypatch.setattr(dispatch.codec_reference, "encode", encodes)
     estimator = Estimator(LlamaConfig(num_hidden_layers=2, vocab_size=64), torch.bfloat16)
     for room in (None, 4096):
         assert estimator.footprint("4bit_nc", 3000, max_cache_len=room).total > 0

@@ -105,14 +105,14 @@ def take_back(layers: Sequence[Any], tokens: torch.Tensor) -> None:
     by their counts on the device, which the host does not wait for. Exact for tokens of the last step."""
     tokens, packed = tokens.reshape(()), compressed(layers)
     stores: list[Any] = [layer.store for layer in packed.values()]
-    states = [store.device_counts.state for store in stores]
-    sinks, _, rows, pending = ([state[i : i + 1] for state in states] for i in range(4))
+    counts = [store.device_counts.held for store in stores]
+    sinks, _, rows, pending = ([held[i, :1] for held in counts] for i in range(4))
     lengths = [store.device_counts.length for store in stores]
     lengths += [layer.cumulative_length for index, layer in enumerate(layers) if index not in packed]
     for layer in layers:
         layer.count_replayed(None)
     foreach.add_(lengths, tokens, alpha=-1)
-    if not states:
+    if not counts:
         return
     foreach.add_(rows, tokens.int(), alpha=-1)
     # Tokens that are not in the residual are sinks.

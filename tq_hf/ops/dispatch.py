@@ -86,6 +86,8 @@ def encode(
 
     `tokens` selects the range `tokens[0]` to `tokens[1]` of the T tokens.
     """
+    if out.data.is_meta:  # an estimate counts bytes only
+        return
     kernels = triton_blocks.supports_blocks(states[0], out.layout)
     if not kernels:
         say_torch_computes("Encoding", states[0], out.layout.key_dim, out.layout.value_dim)
@@ -187,13 +189,18 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
 
 
 def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
-    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
+    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous. New tokens of a decode step with
+    counts on the device are appended first, unless they are.
 
     Arguments are those of `tq_hf.ops.cpu.attention.attend`.
 
     Raises:
         ValueError: The mask has fewer columns than `view` has tokens.
     """
+    if isinstance(view.counts, DeviceCounts):
+        if triton_blocks.supports_step(query, view.tensors):
+            return triton_blocks.attend(query, view, mask, options)
+        view = on_host(view)
     if mask is not None:
         check_mask(mask, view.length)
     if triton_blocks.supports_attend(query, view, mask, options):
@@ -249,11 +256,9 @@ def attend_absorbed(
         if triton_blocks.supports_attend_latents(query, view, mask, options):
             return triton_blocks.attend_latents(latent, rotary, view, mask, options)
         batch, _, queries, _ = query.shape
-        counted = view
-        if isinstance(view.counts, DeviceCounts):
-            counted = on_host(view.tensors, view.counts.step_counts)
+        counted = on_host(view) if isinstance(view.counts, DeviceCounts) else view
         by_batch = latent.unflatten(1, (batch, queries)).transpose(0, 1)
-        means = cpu_attention.attend_latents(by_batch, rotary, counted, mask, options)
+        means = cpu_attention.attend(torch.cat([by_batch, rotary], -1), counted, mask, options, latents=True)
         return means.permute(2, 0, 1, 3).flatten(1, 2)
 
     return absorbed(query, weight, view.tensors.layout.value_dim, means_of)
@@ -287,79 +292,67 @@ def check_host_reads(tensors: LayerTensors) -> None:
 
 
 @outside_inference_mode
-def append_token(
-    tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
-) -> None:
-    """Append the S tokens of a step to a preallocated store, and encode the block that becomes due.
-
-    Args:
-        tensors: The store's tensors, written in place.
-        counts: The store's counts, written in place.
-        keys: `[B, Hkv, S, Dk]`, S at most 128.
-        values: `[B, Hkv, S, Dv]`.
-        max_cache_len: Number of tokens there is room for.
+def append_token(view: View) -> None:
+    """Append the new tokens of a preallocated store's decode step, at most 128, unless they are appended, and encode
+    the block that becomes due.
 
     Raises:
         ValueError: There is no room, without kernels. In a kernel a device-side assertion fails.
         RuntimeError: No kernel supports the heads, and a CUDA graph is captured.
     """
-    if triton_blocks.supports_blocks(tensors.rows, tensors.layout):
-        triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
+    tensors, counts, states = view.tensors, view.counts, None if view.pending is None else view.pending.states
+    if view.pending is None or states is None:
         return
-    say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
-    check_host_reads(tensors)
-    config, capacity, tokens = tensors.config, tensors.ring_rows, keys.shape[2]
-    sinks, blocks, rows, _ = held = Counts(*counts.state.tolist()).without_encoded_rows()
-    check_room(tokens, held.tokens, max_cache_len)
-    first = blocks * BLOCK_TOKENS
-    after = counts_after(held, tokens, config.sink_tokens, config.residual_length)
-    write_tokens(tensors.rows, capacity, (keys, values), (sinks, after.sinks - sinks), first + rows)
-    for block in range(after.pending):
-        start = (first + block * BLOCK_TOKENS) % capacity
-        encode(config, tensors.states(slice(start, start + BLOCK_TOKENS)), tensors.blocks, blocks + block)
-    step = (*after[:3], first % capacity, after.pending, 0)
-    counts.step_counts[:, 0] = torch.tensor(step, dtype=torch.int32, device="cpu")
-    reference.write_counts(counts, after)
-
-
-def attend_token(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
-    """Append the new tokens if they are pending, and attend: `tq_hf.stores.graph_ops.attend_token` outside of
-    `torch.compile`."""
-    if triton_blocks.supports_step(query, view.tensors):
-        return triton_blocks.attend(query, view, mask, options)
-    tensors, counts, pending = view.tensors, view.counts, view.pending
     assert isinstance(counts, DeviceCounts)
-    if pending is not None and pending.states is not None:
-        keys, values = pending.states
-        append_token(tensors, counts, keys, values, view.length)
-    return attend(query, on_host(tensors, counts.step_counts), mask, options)
+    if triton_blocks.supports_blocks(tensors.rows, tensors.layout):
+        triton_blocks.append_token(tensors, counts, states, view.length)
+    else:
+        say_torch_computes("Appending to a preallocated cache", states[0], *(x.shape[-1] for x in states))
+        check_host_reads(tensors)
+        config, tokens, held = tensors.config, states[0].shape[2], counts.read().without_encoded_rows()
+        check_room(tokens, held.tokens, view.length)
+        after = counts_after(held, tokens, config.sink_tokens, config.residual_length)
+        append_rows(tensors, held, after, states)
+        counts.write(after)
+    view.pending.states = None
 
 
-def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
-    """Read the counts of a decode step from the device, for its view."""
-    check_host_reads(tensors)
-    counts = Counts(*step_counts[:3, 0].tolist())
-    return View(tensors, counts, counts.tokens)
+def append_rows(tensors: LayerTensors, held: Counts, after: Counts, states: KeyValue) -> None:
+    """Write a few tokens to sinks and ring, which have room, and encode the blocks that become due: of the counts
+    `held` before and those `after`."""
+    first, sunk = held.blocks * BLOCK_TOKENS, (held.sinks, after.sinks - held.sinks)
+    write_tokens(tensors.rows, tensors.ring_rows, states, sunk, first + held.residual)
+    for skipped, part in tensors.ring_parts(first, after.pending * BLOCK_TOKENS):
+        encode(tensors.config, part, tensors.blocks, held.blocks + skipped // BLOCK_TOKENS)
 
 
-def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
-    """Return all tokens as dense keys and values `[B, Hkv, length, D]`, zeros after the last. Counts stay on the
-    device, so that a captured graph can replay this."""
+def on_host(view: View) -> View:
+    """View with counts on the host, of a decode step with counts on the device: its new tokens are appended."""
+    append_token(view)
+    check_host_reads(view.tensors)
+    assert isinstance(view.counts, DeviceCounts)
+    counts = view.counts.read()._replace(pending=0)
+    return View(view.tensors, counts, counts.tokens)
+
+
+def dense_tokens(tensors: LayerTensors, held: torch.Tensor, length: int) -> KeyValue:
+    """Return all tokens as dense keys and values `[B, Hkv, length, D]`, zeros after the last. Counts `held` stay on
+    the device, so that a captured graph can replay this."""
     tokens, num_sinks, capacity = tensors.layout.tokens, tensors.config.sink_tokens, tensors.ring_rows
     room = max(0, length - num_sinks)
     keys, values = map(tensors.rows.new_empty, tensors.dense_shapes(length))
     if tensors.blocks.capacity:
         packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
         dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
-    sinks, blocks, rows = step_counts[:3, 0].unbind()
+    sinks, blocks, rows = held[:3, 0].unbind()
     first, device = blocks * tokens, tensors.row.device
     # Rewrite as many rows of the result as the ring has: residual rows, and near the end some packed rows before them.
     row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
     in_residual, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
     empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
-    for out, held, sink in zip((keys, values), tensors.states(slice(None)), tensors.sinks(num_sinks), strict=True):
+    for out, dense, sink in zip((keys, values), tensors.states(slice(None)), tensors.sinks(num_sinks), strict=True):
         out[:, :, :num_sinks] = sink[:, :, :length]
-        near = torch.where(in_residual, held.index_select(2, slot), out.index_select(2, target))
+        near = torch.where(in_residual, dense.index_select(2, slot), out.index_select(2, target))
         out.index_copy_(2, target, near).masked_fill_(empty, 0)
     return keys, values
 

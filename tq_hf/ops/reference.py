@@ -38,14 +38,7 @@ def store_prompt(
     rows, ring, *sinks, start, slot = dense[:6]
     write_tokens(rows, ring, (keys, values), (sinks[0], sinks[1]), slot, start)
     if dense.counts is not None:
-        write_counts(DeviceCounts(*dense.counts), Counts(*dense.held))
-
-
-def write_counts(counts: DeviceCounts, held: Counts) -> None:
-    """Write what a store holds to the device, between steps."""
-    counts.state.copy_(torch.tensor(held, dtype=torch.int32, device="cpu"))
-    counts.length.fill_(held.tokens)
-    counts.step_counts[5, 0] = 0  # programs of the append kernel that are done
+        DeviceCounts(*dense.counts).write(Counts(*dense.held))
 
 
 def dense_states(view: View) -> KeyValue:

@@ -52,7 +52,7 @@ def _arguments(view: View) -> tuple[list[torch.Tensor], list[torch.Tensor], str,
 
 def _view_of(row: list[torch.Tensor], held: list[torch.Tensor], config: str, max_cache_len: int) -> View:
     """The view of `_arguments`. Raises `ValueError` without room for `row`, on a CPU."""
-    device_counts, tensors = DeviceCounts(*held[:3]), LayerTensors.from_arguments(config, held[3:])
+    device_counts, tensors = DeviceCounts(*held[:2]), LayerTensors.from_arguments(config, held[2:])
     if row and row[0].is_cpu:
         check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
     return View(tensors, device_counts, max_cache_len, PendingToken((row[0], row[1]) if row else None))
@@ -60,22 +60,16 @@ def _view_of(row: list[torch.Tensor], held: list[torch.Tensor], config: str, max
 
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("held",))
 def _append_token(row: list[torch.Tensor], held: list[torch.Tensor], config: str, max_cache_len: int) -> None:
-    _append_now(_view_of(row, held, config, max_cache_len))
-
-
-def _append_now(view: View) -> None:
-    assert isinstance(view.counts, DeviceCounts) and view.pending is not None
-    if view.pending.states is not None:
-        dispatch.append_token(view.tensors, view.counts, *view.pending.states, view.length)
-        view.pending.states = None
+    dispatch.append_token(_view_of(row, held, config, max_cache_len))
 
 
 def append_pending_token(view: View) -> None:
     """Append the new tokens of a decode step's view, unless they are appended."""
-    if torch.compiler.is_dynamo_compiling() and view.pending is not None and view.pending.states is not None:
+    if not torch.compiler.is_dynamo_compiling():
+        dispatch.append_token(view)
+    elif view.pending is not None and view.pending.states is not None:
         _append_token(*_arguments(view))
         view.pending.states = None
-    _append_now(view)
 
 
 @torch.library.custom_op("tq_hf::attend_token", mutates_args=("held",))
@@ -93,15 +87,15 @@ def _attend_token(
 ) -> torch.Tensor:
     view, options = _view_of(row, held, config, max_cache_len), AttentionOptions(scaling, softcap=softcap, s_aux=s_aux)
     if weight is None:
-        return dispatch.attend_token(query, view, mask, options)
-    _append_now(view)
+        return dispatch.attend(query, view, mask, options)
+    dispatch.append_token(view)
     return dispatch.attend_absorbed(query, weight, view, mask, options)
 
 
 @_attend_token.register_fake
 def _empty_output(query: torch.Tensor, row: Any, held: Any, config: str, *rest: Any) -> torch.Tensor:
     (batch, heads, queries, dim), weight = query.shape, rest[-1]
-    value_dim = LayerTensors.from_arguments(config, held[3:]).layout.value_dim
+    value_dim = LayerTensors.from_arguments(config, held[2:]).layout.value_dim
     if weight is not None:  # values are rotary keys
         value_dim += weight.shape[0] // heads - dim
     return query.new_empty(batch, queries, heads, value_dim)
@@ -142,7 +136,7 @@ def attend_token(query: torch.Tensor, view: View, mask: Mask, options: Attention
         pending.states = None
         return out
     try:
-        out = dispatch.attend_token(query, view, mask, options)
+        out = dispatch.attend(query, view, mask, options)
     except BaseException:
         # The kernel that failed may have come after the append.
         if pending.states is not None and not is_capturing() and past is not None and int(counts.length) > past:
@@ -177,14 +171,14 @@ def attend_absorbed(
 
 @torch.library.custom_op("tq_hf::dense_tokens", mutates_args=())
 def _dense_tokens(
-    tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
+    tensors: list[torch.Tensor], counts: torch.Tensor, config: str, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return dispatch.dense_tokens(LayerTensors.from_arguments(config, tensors), step_counts, length)
+    return dispatch.dense_tokens(LayerTensors.from_arguments(config, tensors), counts, length)
 
 
 @_dense_tokens.register_fake
 def _dense_tokens_shape(
-    tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
+    tensors: list[torch.Tensor], counts: torch.Tensor, config: str, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer = LayerTensors.from_arguments(config, tensors)
     keys, values = map(layer.rows.new_empty, layer.dense_shapes(length))
@@ -201,8 +195,8 @@ def dense(view: View) -> KeyValue:
         return dispatch.dense(view)
     append_pending_token(view)
     if torch.compiler.is_dynamo_compiling():
-        return _dense_tokens(tensors.arguments(), counts.step_counts, tensors.config_text, length)
-    return dispatch.dense_tokens(tensors, counts.step_counts, length)
+        return _dense_tokens(tensors.arguments(), counts.held, tensors.config_text, length)
+    return dispatch.dense_tokens(tensors, counts.held, length)
 
 
 def _over_dense_states(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
@@ -210,7 +204,7 @@ def _over_dense_states(query: torch.Tensor, view: View, mask: Mask, options: Att
     token are empty room."""
     states = dense(view)
     assert isinstance(view.counts, DeviceCounts)
-    sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
+    sinks, blocks, rows = view.counts.held[:3, 0].unbind()
     is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
     if mask is None:
         mask = causal_mask(view, query.shape[2]) if query.shape[2] > 1 else is_token[None, None, None]

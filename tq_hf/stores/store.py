@@ -35,7 +35,7 @@ from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks
 
 from ..compat import is_capturing, mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..ops import dispatch, reference
+from ..ops import dispatch
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room, counts_after
 from ..tensors.residual import CutBlocks, PendingToken, ring_capacity, write_tokens
 from ..tensors.sinks import Padding, SinkOrder
@@ -139,11 +139,11 @@ class LayerStore:
             self.encode_deferred()
         if self.pending.states is not None:
             if self.device_counts is None:
-                self.tensors.write_token(self.pending)
+                self.tensors.write_token(self.pending, self.counts)
             else:
                 graph_ops.append_pending_token(self._step_view(None))
         if wait and self.device_counts is not None and self.num_tokens != 0:
-            self.counts = Counts(*self.device_counts.state.tolist())
+            self.counts = self.device_counts.read()
         return self.counts
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
@@ -199,7 +199,7 @@ class LayerStore:
             sinks, _, rows, encoded = self.counts
             if (
                 sinks == self.config.sink_tokens
-                and 0 < rows - encoded * BLOCK_TOKENS < self.tensors.ring_rows
+                and 0 < rows - encoded * BLOCK_TOKENS < min(self.tensors.ring_rows, self._rows_of_due - 1)
                 and self._deferred is None
                 and not torch.is_grad_enabled()
             ):  # never in a graph: see `TurboQuantCache.update`
@@ -258,7 +258,7 @@ class LayerStore:
         """Hold what was held before a call that failed, except for rows and blocks beyond the counts."""
         self.tensors, self.counts, self._deferred = before
         if self.device_counts is not None:
-            reference.write_counts(self.device_counts, self.counts)
+            self.device_counts.write(self.counts)
 
     def _append_on_device(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step of a preallocated store, which compiles: attention appends the tokens, and counts there."""
@@ -281,42 +281,30 @@ class LayerStore:
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Nearly every decode step of a growing store: attention writes one token to the residual, which has room."""
+        tensors = self.tensors
+        if self.pending.states is not None:
+            tensors.write_token(self.pending, self.counts)
         sinks, blocks, rows, encoded = self.counts
         if encoded:  # their rows are dropped
             blocks, rows = blocks + encoded, rows - encoded * BLOCK_TOKENS
-        tensors, first = self.tensors, blocks * BLOCK_TOKENS
-        if self.pending.states is not None:
-            tensors.write_token(self.pending)
-        self.pending = pending = PendingToken((keys, values), (first + rows) % tensors.ring_rows)
-        counts = Counts(sinks, blocks, rows + 1)
-        self.counts = counts if rows + 1 < self._rows_of_due else self._encode_due(counts)
-        return View(tensors, counts, sinks + first + rows + 1, pending)
+        self.counts, self.pending = counts, pending = Counts(sinks, blocks, rows + 1), PendingToken((keys, values))
+        return View(tensors, counts, sinks + blocks * BLOCK_TOKENS + rows + 1, pending)
 
     @outside_inference_mode
     def _append_tokens(self, states: KeyValue, order: SinkOrder | None, past: int) -> View:
-        """Copy a few tokens after `past` others to the sinks and to the residual."""
-        (sinks, blocks, held, _), tokens = self.counts, states[0].shape[2]
-        first, config = blocks * BLOCK_TOKENS, self.config
-        counts = counts_after(self.counts, tokens, config.sink_tokens, config.residual_length)
-        tensors = self.tensors.with_order(order)
-        if counts.residual > tensors.ring_rows:
+        """Copy a few tokens after `past` others to sinks and residual, and encode the blocks that become due. They are
+        pending: their rows stay until the next call."""
+        held, tokens, config = self.counts, states[0].shape[2], self.config
+        counts = counts_after(held, tokens, config.sink_tokens, config.residual_length)
+        self.tensors = self.tensors.with_order(order)
+        if counts.residual > self.tensors.ring_rows:
             capacity = residual_capacity(config.residual_length, counts.residual, self.max_cache_len)
-            tensors = tensors.with_ring(capacity, first, held)
-        write_tokens(tensors.rows, tensors.ring_rows, states, (sinks, counts.sinks - sinks), first + held)
-        self.tensors, self.counts = tensors, counts
-        if counts.pending:
-            self._encode_rows(tensors, blocks, counts.pending)
+            self.tensors = self.tensors.with_ring(capacity, held.blocks * BLOCK_TOKENS, held.residual)
+        self._make_room(held.blocks, held.blocks + counts.pending)
+        dispatch.append_rows(self.tensors, held, counts, states)
+        self.counts, tensors = counts, self.tensors
         self._keep_in_place()
         return View(tensors, counts if past else None, past + tokens, new=None if past else states)
-
-    @outside_inference_mode
-    def _encode_due(self, counts: Counts) -> Counts:
-        """Encode the blocks that a pending token makes due, and count them as pending: their rows stay until the next
-        call."""
-        due = self.config.num_blocks(counts.tokens) - counts.blocks
-        self.tensors.write_token(self.pending)
-        self._encode_rows(self.tensors, counts.blocks, due)
-        return counts._replace(pending=due)
 
     @outside_inference_mode
     def _append_long(
@@ -358,24 +346,19 @@ class LayerStore:
         dense = DenseRows(tensors.rows, tensors.ring_rows, *sunk, end, slot, counts[:3], self.device_counts)
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
         if begun:
-            self._encode_rows(complete, blocks, begun)
+            for skipped, part in complete.ring_parts(first, begun * BLOCK_TOKENS):
+                self._encode(part, blocks + skipped // BLOCK_TOKENS)
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
         self.counts, self._deferred = counts, None
         self._keep_in_place(is_counted=True)
-
-    def _encode_rows(self, tensors: LayerTensors, start: int, blocks: int) -> None:
-        """Encode blocks `start` to `start + blocks` from their rows in a ring."""
-        for skipped, part in tensors.ring_parts(start * BLOCK_TOKENS, blocks * BLOCK_TOKENS):
-            self._encode(part, start + skipped // BLOCK_TOKENS)
 
     def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
         """Encode the whole blocks of `states`, or of tokens `tokens[0]` to `tokens[1]`, into blocks `start` and on."""
         first, stop = tokens or (0, states[0].shape[2])
         if blocks := (stop - first) // BLOCK_TOKENS:
             self._make_room(start, start + blocks)
-            if not states[0].is_meta:  # an estimate counts bytes only
-                dispatch.encode(self.config, states, self.tensors.blocks, start, tokens)
+            dispatch.encode(self.config, states, self.tensors.blocks, start, tokens)
 
     def _make_room(self, held: int, needed: int) -> None:
         """Make room for `needed` blocks, and keep the first `held`."""
@@ -395,7 +378,7 @@ class LayerStore:
             self._fixed.copy_rows(self.tensors, self.counts.blocks * BLOCK_TOKENS, self.counts.residual)
             self.tensors = self._fixed.with_order(self.tensors.order)
         if not is_counted:
-            reference.write_counts(self.device_counts, self.counts)
+            self.device_counts.write(self.counts)
         self.num_tokens = self.counts.tokens
 
     def view(self) -> View:

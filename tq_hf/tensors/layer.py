@@ -98,10 +98,11 @@ class LayerTensors:
             yield part.start, self.states(at)
 
     @outside_inference_mode
-    def write_token(self, token: PendingToken) -> None:
-        """Write a pending token to its row, unless it is there."""
+    def write_token(self, token: PendingToken, counts: Counts) -> None:
+        """Write a pending token, the last of `counts`, to its row, unless it is there."""
         if token.states is not None:
-            write_rows(self.rows, slice(token.slot, token.slot + 1), token.states, slice(None))
+            row = (counts.blocks * BLOCK_TOKENS + counts.residual - 1) % self.ring_rows
+            write_rows(self.rows, slice(row, row + 1), token.states, slice(None))
             token.states = None
 
     def copy_rows(self, source: LayerTensors, first: int, count: int) -> None:
@@ -216,24 +217,28 @@ class DeviceCounts(NamedTuple):
     every length.
 
     Args:
-        state: `[4]` int32: `Counts` between calls.
-        step_counts: `[6, 4]` int32, numbers for the last decode step: sinks, blocks, residual rows, slot of the first
-            residual row; the blocks that became due in it; and the number of programs of the append that are done,
-            which the last of them sets back to 0. Only column 0 is used: entries lie 16 bytes apart, which is Triton's
-            alignment.
+        held: `[5, 4]` int32: `Counts`, and the number of programs of the append that are done, which the last of them
+            sets back to 0. Only column 0 is used: entries lie 16 bytes apart, which is Triton's alignment.
         length: `[]` int64: tokens held, as `get_seq_length` returns it.
     """
 
-    state: torch.Tensor
-    step_counts: torch.Tensor
+    held: torch.Tensor
     length: torch.Tensor
 
     @classmethod
     def allocate(cls, device: torch.device, filled: bool = True) -> DeviceCounts:
         """Counts of nothing, or memory that is not filled."""
         make = torch.zeros if filled else torch.empty
-        state, step_counts = (make(*size, dtype=torch.int32, device=device) for size in ((4,), (6, 4)))
-        return cls(state, step_counts, make((), dtype=torch.int64, device=device))
+        return cls(make(5, 4, dtype=torch.int32, device=device), make((), dtype=torch.int64, device=device))
+
+    def read(self) -> Counts:
+        """The counts on the host, which waits for the device."""
+        return Counts(*self.held[:4, 0].tolist())
+
+    def write(self, counts: Counts) -> None:
+        """Write counts from the host, between steps."""
+        self.held[:, 0] = torch.tensor((*counts, 0), dtype=torch.int32, device="cpu")
+        self.length.fill_(counts.tokens)
 
 
 class View(NamedTuple):
@@ -271,7 +276,7 @@ class View(NamedTuple):
     def written_rows(self) -> torch.Tensor:
         """Write the pending token, unless that is done. Returns the dense rows, which then are complete."""
         if self.pending is not None:
-            self.tensors.write_token(self.pending)
+            self.tensors.write_token(self.pending, self.host_counts)
         return self.tensors.rows
 
     def dense_parts(self) -> list[tuple[int, KeyValue]]:

@@ -28,12 +28,10 @@ class PendingToken:
 
     Args:
         states: Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; S is 1 where counts are on the host.
-        slot: Row of the ring; 0 where counts on the device decide it.
     """
 
-    def __init__(self, states: KeyValue | None = None, slot: int = 0) -> None:
+    def __init__(self, states: KeyValue | None = None) -> None:
         self.states = states
-        self.slot = slot
 
 
 def ring_slices(ring: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:

@@ -12,29 +12,30 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
+from tq_kernels.codec.balance import WARPS, PromptNumbers, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
-from tq_kernels.codec.encode import encode_blocks, encode_blocks_of_pages
+from tq_kernels.codec.encode import NewStates, PagePlaces, PageShape, encode_blocks, encode_blocks_of_pages
 from tq_kernels.codec.launch import dequantize_config, encode_shape
-from tq_kernels.decode.append import append_and_rotate, append_tails, append_to_pages, rotate_and_append
+from tq_kernels.common.launcher import States, Strides
+from tq_kernels.common.schedule import DecodeTensors
+from tq_kernels.decode.append import AppendNumbers, PageWork, append_and_rotate, append_tails, append_to_pages
 from tq_kernels.decode.launch import NO_PLACE
 from tq_kernels.decode.plan import Plan, plan_decode
-from tq_kernels.decode.reduce import ReduceShape, reduce_splits
+from tq_kernels.decode.reduce import OutStrides, ReduceShape, reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
-from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split
-from tq_kernels.format import padded_dim
-from tq_kernels.latents.attention import latents_split, merge_latents, rotate_latent_queries
+from tq_kernels.format import Sample, padded_dim
+from tq_kernels.latents.attention import LatentNumbers, latents_split, merge_latents, rotate_latent_queries
 from tq_kernels.latents.launch import fitted, latent_config, latent_constants
 from tq_kernels.layout import BlockLayout
-from tq_kernels.prefix.attention import prefix_attention
-from tq_kernels.prefix.dense import DenseShape, dense_attention, dense_config
+from tq_kernels.prefix.attention import Packed, PrefixNumbers, PrefixShape, PrefixTables, prefix_attention
+from tq_kernels.prefix.dense import DenseNumbers, DenseShape, dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
-from tq_kernels.prefix.windows import STAGES, window_attention
+from tq_kernels.prefix.windows import STAGES, WindowNumbers, WindowShape, window_attention
 from tq_kernels.sampling import CHUNK, TILE, drop_unlikely, search_step
 from tq_kernels.turing.split import decode_split_fragments
 
-from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
+from examples.measure.compile.sass import Compiled, build, build_split, mask_types, numbers_of_step, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.tensors.pages import ring_pages, rows_per_page
 
@@ -68,7 +69,7 @@ def build_encode(
     on, layout = target_of(arch), layout_of(bits, dim, value_dim)
     config, shape = encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype])
     constants = (shape, on.dependent_launch, config.stages)
-    types = [f"*{dtype}", "*i32", "*fp32", "*fp16", *["i32"] * 8]
+    types = [f"*{dtype}", "*i32", "*fp32", "*fp16", *["i32"] * 5, Strides(*["i32"] * 3)]
     options = {"maxnreg": config.registers} if config.registers else {}
     return build(encode_blocks, types, constants, arch, num_warps=config.warps, **options)
 
@@ -86,7 +87,7 @@ def build_dequantize(
         *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
         *(config.resident, on.asm, layout.block_words, is_value * layout.key_words, layout.scales_at, loud),
     )
-    types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
+    types = ["*i32", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 5, Strides(*["i32"] * 3)]
     return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)
 
 
@@ -95,9 +96,10 @@ def build_prompt(
 ) -> Compiled:
     """`store_prompt` of a preallocated cache, and of a padded prompt whose queries were shown if `balanced`."""
     own, statistics = f"*{dtype}", ["*u8", "*fp32", "*fp32"] if balanced else [None] * 3
-    types: list[str | None] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", own]
-    types += ["*i32", "*i32", "*i64", *["i32"] * 27]
-    return build(store_prompt, types, prompt_constants(dim, value_dim or dim), arch, num_warps=WARPS)
+    types: list[Any] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", own]
+    types += ["*i32", "*i64", Sample(*["i32"] * 4), PromptNumbers(*["i32"] * 14)]
+    types.append((Strides(*["i32"] * 3),) * 3)
+    return build(store_prompt, types, (prompt_constants(dim, value_dim or dim),), arch, num_warps=WARPS)
 
 
 def build_prefix(
@@ -108,13 +110,18 @@ def build_prefix(
     config = prefix_config(*dims, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
     constants = prefix_constants(layout_of(bits, *dims), config=config, on=on, **flags)
-    own = f"*{dtype}"
-    types: list[str | None] = [own, "*i32", *["*fp16"] * 4, *[own] * 3, "*i1", "*fp32", own, "*fp32"]
-    types += ["*fp32", "*fp16"]
-    types += [None] * 5
-    numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 6
-    types += [*["i32"] * numbers, "fp32", "fp32", *["i32"] * 4]
+    types = types_of_prefix(f"*{dtype}", constants[0])
     return build(prefix_attention, types, constants, arch, num_warps=config.warps)
+
+
+def types_of_prefix(own: str, shape: PrefixShape, tables: PrefixTables | None = None) -> list[Any]:
+    """Types of `prefix_attention` of tensors of the type `own`."""
+    states, numbers = States(own, Strides(*["i32"] * 3)), PrefixNumbers(*["i32"] * len(PrefixNumbers._fields))
+    return [
+        *(states, Packed("*i32", *["*fp16"] * 4), own, states, states, mask_types(shape.MASK)),
+        *("*fp32" if shape.HAS_AUX else None, states, "*fp32", "*fp32", "*fp16", tables),
+        *("*fp32" if shape.MERGE else None, numbers._replace(scaling_log2="fp32", cap_log2="fp32")),
+    ]
 
 
 def build_dense(
@@ -127,8 +134,8 @@ def build_dense(
     value_dim = min(dim, config.value_channels)
     tiles = (config.block_rows, config.block_tokens, config.stages)
     constants = (DenseShape(dim, value_dim, tile, tile_of(value_dim), *flags, tl.bfloat16, *tiles),)
-    types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
-    types += [*["i32"] * 20, "fp32", "fp32", "i32"]
+    states, numbers = States("*bf16", Strides(*["i32"] * 3)), DenseNumbers(*["i32"] * 5, "fp32", "fp32", "i32")
+    types = [*[states] * 3, mask_types(mask), "*i32", "*bf16", states, "*fp32", "*fp32", numbers]
     return build(dense_attention, types, constants, arch, num_warps=config.warps)
 
 
@@ -147,12 +154,14 @@ def build_latents(
     on, own = target_of(arch), f"*{dtype}"
     layout = BlockLayout(dim, rotary, *bits)
     config = fitted(latent_config(rows, on), layout)
-    types: list[str | None] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32"]
+    types: list[Any] = ["*fp16", "*fp16", "*fp32", "*i32", "*i32"]
+    numbers = dict.fromkeys(LatentNumbers._fields, "i32") | {"scaling_log2": "fp32"}
+    numbers |= dict.fromkeys(("ring", "sinks") if paged else ("key_t", "value_t", "width"))
     if paged:
-        types += [own, None, None, "*u8", own, own, *["*i32"] * 3, "*fp32", "*fp32"]
-        types += [*["i32"] * 4, None, None, *["i32"] * 6, "fp32"]
+        types += [own, None, None, mask_types(mask), own, own, *["*i32"] * 3]
     else:
-        types += [own, "*i32", "*i32", "*u8", *[None] * 5, "*fp32", "*fp32", *["i32"] * 9, *[None] * 3, "fp32"]
+        types += [own, "*i32", "*i32", mask_types(mask), *[None] * 5]
+    types += ["*fp32", "*fp32", LatentNumbers(**numbers)]
     causal, where = mask == 0 and rows > 64, place_of(layout, dtype) if paged else NO_PLACE
     constants = latent_constants(layout, causal, mask, config, on, where)
     return build(latents_split, types, constants, arch, num_warps=config.warps, num_stages=config.stages)
@@ -165,14 +174,14 @@ def build_small_latents(
     own, layout = f"*{dtype}", BlockLayout(dim, rotary, *bits)
     rotate = build(
         rotate_latent_queries,
-        [own, own, *["*fp16"] * 4, "*i32", "*fp16", "*fp16", "*fp32", *["i32"] * 7],
+        [own, own, *["*fp16"] * 4, "*i32", "*fp16", "*fp16", "*fp32", "i32", "i32", ("i32",) * 2, ("i32",) * 3],
         (dim, rotary),
         arch,
         num_warps=1,
     )
     merge = build(
         merge_latents,
-        ["*fp32", "*fp32", None, None, *["*i32"] * 3, "*fp16", "*fp16", own, *["i32"] * 6],
+        ["*fp32", "*fp32", None, None, *["*i32"] * 3, "*fp16", "*fp16", own, *["i32"] * 4, ("i32", "i32")],
         (ReduceShape(dim, dim, dim, 32, 8, TILE_R=64),),
         arch,
         num_warps=8,
@@ -189,18 +198,18 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
 
 
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, rows: int = 1, dtype: str = "fp16") -> Compiled:
-    """`rotate_query` with this number of rows and warps in a program."""
-    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
-    *sizes, _ = plan(arch, *bits, dim=dim).rotate_constants
-    return build(rotate_query, types, (*sizes, rows), arch, num_warps=rows)
+    """`append_and_rotate` of queries alone, with this number of rows and warps in a program."""
+    new = AppendNumbers(*[None] * 6, *["i32"] * 4, None, None)
+    types = [f"*{dtype}", *[None] * 8, f"*{dtype}", "*fp16", "*fp16", "*fp32", None, new]
+    return build_step(arch, bits, dim, dtype, types, rows)
 
 
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
-    """`rotate_and_append`."""
-    p = plan(arch, *bits, dim=dim)
+    """`append_and_rotate` of a growing cache."""
     own = f"*{dtype}"
-    types = [*[own] * 4, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
-    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=1)
+    new = AppendNumbers(*["i32"] * 10, None, None)
+    types = [*[own] * 3, *[None] * 6, own, "*fp16", "*fp16", "*fp32", "i32", new]
+    return build_step(arch, bits, dim, dtype, types, 1)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
@@ -219,20 +228,24 @@ def build_sampling(arch: Arch) -> tuple[Compiled, Compiled]:
 
 
 def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, rotates: bool = True) -> Compiled:
-    """`append_and_rotate`, with queries if it `rotates`."""
-    on, layout, dtype = target_of(arch), layout_of(bits, dim), "bf16"
+    """`append_and_rotate` of a preallocated cache, with queries if it `rotates`."""
+    types: list[Any] = [*["*bf16"] * 3, "*i32", "*i64", "*i32", "*fp32", "*fp32", "*fp16"]
+    types += ["*bf16", "*fp16", "*fp16", "*fp32"] if rotates else [None, None, "*fp16", None]
+    new = AppendNumbers(*["i32"] * 12)
+    types += [None, new if rotates else new._replace(query_b=None, query_h=None, query_s=None)]
+    return build_step(arch, bits, dim, "bf16", types)
+
+
+def build_step(arch: Arch, bits: Bits, dim: int, dtype: str, types: list[Any], warps: int | None = None) -> Compiled:
+    """`append_and_rotate` for arguments of these types, by default with as many warps as encoding takes."""
+    on, layout = target_of(arch), layout_of(bits, dim)
     (config, of_keys), (_, of_values) = (
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
-    states = ["*bf16"]
-    types: list[str | None] = [*2 * states, "*i32", "*i32", "*i64", *states, "*i32"]
-    types += ["*fp32", "*fp32", "*fp16"]
-    if rotates:
-        types += [*states, "*fp16", "*fp16", "*fp32", *["i32"] * 21]
-    else:
-        types += [None, None, "*fp16", None, *["i32"] * 13, None, None, "i32", *[None] * 5]
-    options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
-    return build(append_and_rotate, types, (of_keys, of_values, 1, config.warps), arch, **options)
+    warps = config.warps if warps is None else warps
+    options = {"debug": True, "sanitize_overflow": False, "num_warps": warps}
+    types = [*types, numbers_of_step()]
+    return build(append_and_rotate, types, (of_keys, of_values, 1, warps), arch, **options)
 
 
 def build_reduce(
@@ -240,7 +253,8 @@ def build_reduce(
 ) -> Compiled:
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
-    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, *["i32"] * 13, None]
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", None, None, numbers_of_step()]
+    types.append(OutStrides(*["i32"] * 3))
     return build(reduce_splits, types, (p.reduce,), arch, num_warps=p.reduce_warps)
 
 
@@ -265,8 +279,8 @@ def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softca
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_fragments if arch == 75 else decode_split,
-        ["*fp32", "*i32", "*i32", "*fp16", *[None] * 3, *["*fp16"] * 2, *["*i32"] * 3, *[None] * 3,
-         *["i32"] * 4, *[None] * 3, *["i32"] * 5, "fp32", "fp32", *["i32"] * 8],
+        [DecodeTensors("*fp32", "*i32", "*i32", "*fp16", *[None] * 6, *["*fp16"] * 2, *["*i32"] * 3),
+         numbers_of_step(pages=True)],
         (p.split,),
         arch,
         num_warps=p.config.warps,
@@ -283,9 +297,10 @@ def build_paged_append(arch: int, preset: str, dim: int, encodes: bool, dtype: s
         encode_shape(layout, is_value, STATES[dtype], on, MATRIX[dtype]) for is_value in (False, True)
     )
     warps = config.warps if encodes else 1
-    constants = (of_keys, of_values, *place(preset, dim), SEQUENCES, 8 if encodes else 1, warps, encodes)
-    types = [*[own] * 3, *["*i32"] * 4, "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
-    return build(append_to_pages, [*types, *["i32"] * 17], constants, arch, num_warps=warps)
+    constants = (of_keys, of_values, PageShape(*place(preset, dim), SEQUENCES), 8 if encodes else 1, warps, encodes)
+    types: list[Any] = [*[own] * 3, *["*i32"] * 4, "*fp32", "*fp32", "*fp16", own, "*fp16", "*fp16", "*fp32"]
+    types += [PageWork(*["i32"] * 5), numbers_of_step(pages=True)]
+    return build(append_to_pages, types, constants, arch, num_warps=warps)
 
 
 def build_small(arch: int, dim: int = 128) -> list[Any]:
@@ -294,11 +309,12 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     rotate = build_paged_append(arch, "4bit_nc", dim, encodes=False)
     reduce = build(
         reduce_splits,
-        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, *["i32"] * 14],
+        ["*fp32", "*i32", None, None, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 2, numbers_of_step(pages=True),
+         OutStrides(*["i32"] * 3)],
         (p.reduce._replace(FILL=True),),
         arch,
         num_warps=p.reduce_warps,
-    )
+    )  # fmt: skip
     types = [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7]
     sizes = (2, dim, dim, *[tile_of(dim, 1)] * 2, layout.block_words, *place("4bit_nc", dim))
     append = build(append_tails, types, sizes, arch, num_warps=4)
@@ -316,8 +332,9 @@ def encoder_of_pages(arch: Arch, layout: BlockLayout, dtype: str) -> Compiled:
     config, of_keys = encode_shape(layout, False, STATES[dtype], on, MATRIX[dtype])
     _, of_values = encode_shape(layout, True, STATES[dtype], on, MATRIX[dtype])
     of_values = of_values._replace(K_STEP=min(config.k_step, of_values.TILE))
-    constants = (of_keys, of_values, *place_of(layout, dtype), SEQUENCES)
-    types = [own, own, "*i32", *["*fp32"] * 2, *["*fp16"] * 2, own, *["*i32"] * 3, *["i32"] * 7]
+    constants = (of_keys, of_values, PageShape(*place_of(layout, dtype), SEQUENCES))
+    states, places = NewStates(own, "i32", "i32", "*fp32", "*fp16"), PagePlaces(own, *["*i32"] * 3, *["i32"] * 3)
+    types = [states, states, places, "*i32"]
     return build(encode_blocks_of_pages, types, constants, arch, num_warps=config.warps)
 
 
@@ -328,10 +345,7 @@ def build_prompts(arch: int, preset: str, merge: bool = False) -> Any:
     flags = (True, 0, False, False, False)
     layout, sizes = layout_of(bits, 128), (*place(preset, 128), SEQUENCES, merge)
     constants = prefix_constants(layout, *flags, config, on, sizes)
-    types = ["*fp16", "*i32", *["*fp16"] * 7, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
-    types += [*["*i32"] * 4, "*fp32" if merge else None]
-    numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 6
-    types += [*["i32"] * numbers, "fp32", "fp32", *["i32"] * 4]
+    types = types_of_prefix("*fp16", constants[0], PrefixTables(*["*i32"] * 4))
     return build(prefix_attention, types, constants, arch, num_warps=config.warps)
 
 
@@ -342,9 +356,10 @@ def build_windows(
     tile = tile_of(dim)
     config = dense_config(tile, 1, 0, target_of(arch))
     flags = (softcap, True, split, MATRIX[dtype])
-    constants = (dim, tile, 37, *flags, config.block_rows, config.block_tokens, STAGES)
-    types = [*[f"*{dtype}"] * 4, "*i32", "*i32", *[f"*{dtype}"] * 2, "*fp32", "*fp32", *["i32"] * 13, "fp32", "fp32"]
-    return build(window_attention, types, constants, arch, num_warps=config.warps)
+    shape = WindowShape(dim, tile, 37, *flags, config.block_rows, config.block_tokens, STAGES)
+    types = [*[f"*{dtype}"] * 4, "*i32", "*i32", *[f"*{dtype}"] * 2, "*fp32", "*fp32"]
+    types.append(WindowNumbers(*["i32"] * 13, "fp32", "fp32"))
+    return build(window_attention, types, (shape,), arch, num_warps=config.warps)
 
 
 BUILDERS: dict[str, Callable[..., Compiled]] = {

@@ -11,12 +11,14 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 from tq_kernels.common.device import Target
-from tq_kernels.common.launcher import ALWAYS
+from tq_kernels.common.launcher import ALWAYS, Strides
+from tq_kernels.common.schedule import DecodeNumbers, DecodeTensors, Mask
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.split import decode_split
 from tq_kernels.turing.split import decode_split_fragments
@@ -69,23 +71,43 @@ def plan(
     return plan_decode(batch, *heads, queries, layout, 256, 260, True, mask_rows, False, False, target_of(arch))
 
 
-def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:
+def leaves(
+    types: Any, path: tuple[int, ...] = (), specialised: bool = False
+) -> Iterator[tuple[tuple[int, ...], Any, bool]]:
+    """Types of arguments and of members of tuples, where they are, and whether they are members of `Strides`."""
+    for i, kind in enumerate(types):
+        if isinstance(kind, tuple):
+            yield from leaves(kind, (*path, i), isinstance(kind, Strides))
+        else:
+            yield (*path, i), kind, specialised
+
+
+def present(kind: Any) -> Any:
+    """A type as Triton spells it, of what may be absent."""
+    if isinstance(kind, tuple):
+        parts = map(present, kind)
+        return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
+    return kind or "constexpr"
+
+
+def build(kernel: Any, types: list[Any], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:
     """Compile `kernel` with pointers, and specialised numbers (strides), that are multiples of 16, as launches find
-    them. A type of `None` is that of an argument that is `None`."""
+    them. A type of `None` is that of an argument that is `None`; arguments in tuples have their types in such."""
     names = kernel.arg_names
     runtime = len(names) - len(constants)
     assert len(types) == runtime
-    absent = {(i,): None for i, kind in enumerate(types) if kind is None}
+    found = list(leaves(types))
     source = ASTSource(
         fn=kernel,
-        signature={name: (types[i] if i < runtime else None) or "constexpr" for i, name in enumerate(names)},
-        constexprs={(i + runtime,): value for i, value in enumerate(constants)} | absent,
+        signature=dict(zip(names, [*map(present, types), *["constexpr"] * len(constants)], strict=True)),
+        constexprs={(i + runtime,): value for i, value in enumerate(constants)}
+        | {path: None for path, kind, _ in found if kind is None},
         attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, kind in enumerate(types)
+            path: [["tt.divisibility", 16]]
+            for path, kind, specialised in found
             if kind is not None
-            and (kind.startswith("*") or names[i] not in kernel.do_not_specialize)
-            and not kernel.params[i].do_not_specialize_on_alignment
+            and (kind.startswith("*") or specialised or not path[1:] and names[path[0]] not in kernel.do_not_specialize)
+            and not kernel.params[path[0]].do_not_specialize_on_alignment
         },
     )
     target = (
@@ -96,16 +118,26 @@ def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch
     return triton.compile(source, target=target, options=ALWAYS | options)
 
 
+def mask_types(kind: int) -> Mask:
+    """Types of a mask of this kind, 0 for none."""
+    return Mask("*u8", *["i32"] * 3) if kind else Mask()
+
+
+def numbers_of_step(pages: bool = False) -> DecodeNumbers:
+    """Types of the numbers of a step."""
+    absent = "blocks_h ring sinks" if pages else "count key_t key_h value_t value_h width"
+    types = dict.fromkeys(DecodeNumbers._fields, "i32") | {"scaling_log2": "fp32", "cap_log2": "fp32"}
+    return DecodeNumbers(**types | dict.fromkeys(absent.split()))
+
+
 def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled:
     p = plan(arch, **shape)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
-    types = [
-        *["*fp32", "*i32", "*i32", dtype, "*i32", "*i32", "*u8", *[None] * 5],
-        *[*["i32"] * 10, *[None] * 5, "fp32", "fp32", *["i32"] * 8],
-    ]
+    masked = mask_types(p.split.MASK)
+    tensors = DecodeTensors("*fp32", "*i32", "*i32", dtype, "*i32", "*i32", *masked, *[None] * 5)
     return build(
         decode_split_fragments if target_of(arch).fragments else decode_split,
-        types,
+        [tensors, numbers_of_step()],
         (p.split,),
         arch,
         num_warps=p.config.warps,

@@ -18,7 +18,6 @@ import gc
 import pstats
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -46,11 +45,11 @@ def empty_launches() -> Iterator[list[int]]:
     launches = [0]
     decode_launch.steps_of.cache_clear()  # which would launch what it kept
 
-    def count(*_: Any, **__: Any) -> SimpleNamespace:
+    def count(*_: Any) -> None:
         launches[0] += 1
-        return SimpleNamespace(run=count, function=None, packed_metadata=None)
 
-    compiled: Any = defaultdict(lambda: count)
+    compiled = SimpleNamespace(run=count, function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
+    function = SimpleNamespace(warmup=lambda *_, **__: compiled)
     kernels = [kernel for kernel in gc.get_objects() if type(kernel) is Kernel]
     with (
         ExitStack() as patches,
@@ -59,7 +58,7 @@ def empty_launches() -> Iterator[list[int]]:
         patch.object(triton_blocks, "interpreted", lambda: True),
     ):
         for kernel in kernels:
-            patches.enter_context(patch.object(kernel, "function", compiled))
+            patches.enter_context(patch.object(kernel, "function", function))
             patches.enter_context(patch.dict(kernel.variants, clear=True))
         yield launches
 

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tq_kernels.decode.append import AppendLaunch
 from tq_kernels.types import AttentionOptions, PackedBlocks, Sequences, Tokens
 
 from examples.provenance import provenance
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.triton import blocks, pages
-from tq_hf.tensors.layer import LayerTensors
+from tq_hf.tensors.layer import DeviceCounts, LayerTensors
 from tq_hf.tensors.pages import LayerPages, ring_pages
 
 SHAPES = [(1, 2048), (1, 32768), (1, 131072), (8, 32768), (64, 16384)]
@@ -60,21 +59,19 @@ def over_tensors(config: TurboQuantConfig, states: list[torch.Tensor], count: in
     layout = config.layout(dim)
     packed = random_blocks(layout, batch, heads, count + 2, device)
     rows = torch.randn(batch, heads, RING + config.sink_tokens, 2 * dim, device=device, dtype=DTYPE)
-    launch, out = blocks.decode_launch(LayerTensors(config, packed, rows)), query.transpose(1, 2).contiguous()
-    counts = (*(torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((4,), (6, 4))),)
+    out = query.transpose(1, 2).contiguous()
+    counts = torch.zeros(5, 4, dtype=torch.int32, device=device)
     length = torch.zeros((), dtype=torch.int64, device=device)
-    rotations = blocks.rotations(config, layout, device, torch.float32)
-    dense = (rows, config.sink_tokens, config.residual_length)
-    append = AppendLaunch(packed, *dense, rotations, (*counts, length), 1 << 20)
+    launch = blocks.decode_launch(LayerTensors(config, packed, rows), DeviceCounts(counts, length), 1 << 20)
     options, scratch, times = AttentionOptions(dim**-0.5), torch.empty(1 << 24, device=device), {}
 
     def step() -> torch.Tensor:
-        return launch(query, append.held, None, options, lambda size: scratch, out, (new[0], new[1]), append=append)
+        return launch(query, launch.held, None, options, lambda size: scratch, out, (new[0], new[1]))
 
     for dense in DENSE:
         state = torch.tensor([config.sink_tokens, count, dense - 1, 0], dtype=torch.int32, device=device)
-        counts[0].copy_(state)
-        times[dense] = replayed(step, functools.partial(counts[0].copy_, state), repeat)
+        counts[:4, 0] = state
+        times[dense] = replayed(step, functools.partial(counts[:4, 0].copy_, state), repeat)
     return times
 
 

@@ -9,6 +9,7 @@ keys or values.
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launcher import Kernel, Launch, kernel, launch_all, specialised
+from ..common.device import constants_of
+from ..common.launcher import Kernel, Launch, Strides, launch_all
+from ..common.schedule import write_counts
 from ..format import (
     FAR,
     LARGEST_RATIO,
@@ -29,6 +32,7 @@ from ..format import (
     QUIETEST,
     SMALLEST_SCALE,
     TOKENS,
+    Sample,
     loud_channels,
     sample,
     sampled_start,
@@ -182,11 +186,25 @@ def _copy_part(states, at, valid, channel, DIM: tl.constexpr):
     tl.store(at[:, None] + channel[None, :], tl.load(states + channel[None, :], mask=exists), mask=exists)
 
 
-@kernel(
-    "kv_heads:rows valid_b:valid_t",
-    # Without this, copies would decide the layout of the sums and so their order.
-    do_not_specialize_on_alignment=["kv_rows"],
+PromptNumbers = namedtuple(
+    "PromptNumbers",
+    "kv_heads kinds max_sinks first_sink to_sinks ring slot start kept sinks blocks rows valid_b valid_t",
 )
+"""Numbers of `store_prompt`.
+
+Args:
+    kinds: 2 + group.
+    max_sinks, first_sink, to_sinks, ring, slot, start: As in `DenseRows`.
+    kept: Tokens from `start` on.
+    sinks, blocks, rows: Counts of the store after this.
+    valid_b, valid_t: Strides of `valid`.
+"""
+PromptShape = namedtuple("PromptShape", "DK DV BLOCK_K BLOCK_V WIDTH ROWS LOUD")
+"""Constants of `store_prompt`."""
+
+
+# Without this, copies would decide the layout of the sums and so their order.
+@triton.jit(do_not_specialize_on_alignment=["kv_rows"])
 def store_prompt(
     keys, values,  # [B, Hkv, T, DK] and [B, Hkv, T, DV]
     queries,  # [B, Hkv * group, T, DK], or None
@@ -195,74 +213,69 @@ def store_prompt(
     counters,  # [B * Hkv, 2] of 32 bits, 0 between launches; or None
     key_channel_scales, value_channel_scales,  # [B, Hkv, DK] and [B, Hkv, DV] fp16, ones without sums; or None
     kv_rows,  # [B, Hkv, ring + max_sinks, DK + DV], contiguous; or None
-    state, step_counts, length,  # [4] int32, [6, 4] int32 and [] int64, or None
-    kv_heads,
-    pieces,  # fields of a `Sample`, like the numbers after it except `kinds`
-    kinds,  # 2 + group
-    first, size, whole, max_sinks, first_sink, to_sinks, ring, slot, start, kept,
-    sinks,  # counts of the store after this
-    blocks, rows, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, LOUD: tl.constexpr,
+    counts, length,  # [5, 4] int32 and [] int64, or None
+    sample: Sample,
+    n: PromptNumbers,
+    strides,  # `Strides` of keys, values and queries
+    SHAPE: tl.constexpr,  # a `PromptShape`
 ):  # fmt: skip
     """Grid: (pieces * kinds + 2 * tiles of ROWS rows that stay dense, B * Hkv)."""
+    C: tl.constexpr = constants_of(SHAPE)
+    of_keys, of_values, of_queries = strides
     job, program = tl.program_id(0), tl.program_id(1)
-    batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
-    keys += batch * key_b + head * key_h
-    values += batch * value_b + head * value_h
-    dk, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    if state is not None:
+    batch, head = (program // n.kv_heads).to(tl.int64), (program % n.kv_heads).to(tl.int64)
+    keys += batch * of_keys.batch + head * of_keys.head
+    values += batch * of_values.batch + head * of_values.head
+    dk, dv = tl.arange(0, C.BLOCK_K), tl.arange(0, C.BLOCK_V)
+    if counts is not None:
         if (job == 0) & (program == 0):
-            tl.store(state, sinks)
-            tl.store(state + 1, blocks)
-            tl.store(state + 2, rows)
-            tl.store(state + 3, 0)
-            tl.store(step_counts + 5 * 4, 0)
-            tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
-    copying = job - pieces * kinds
+            write_counts(counts, length, n.sinks, n.blocks, n.rows, 0)
+    copying = job - sample.pieces * n.kinds
     if copying >= 0:
         # Keys or values: both would take registers that the sums need.
-        i = copying // 2 * ROWS + tl.arange(0, ROWS)
-        later = i - to_sinks
-        token = tl.where(i < to_sinks, i, start + later).to(tl.int64)
-        row = tl.where(i < to_sinks, ring + first_sink + i, (slot + later) % ring)
-        at = kv_rows + (program.to(tl.int64) * (ring + max_sinks) + row) * (DK + DV)
+        i = copying // 2 * C.ROWS + tl.arange(0, C.ROWS)
+        later = i - n.to_sinks
+        token = tl.where(i < n.to_sinks, i, n.start + later).to(tl.int64)
+        row = tl.where(i < n.to_sinks, n.ring + n.first_sink + i, (n.slot + later) % n.ring)
+        at = kv_rows + (program.to(tl.int64) * (n.ring + n.max_sinks) + row) * (C.DK + C.DV)
         if copying % 2 == 0:
-            _copy_part(keys + (token * key_s)[:, None], at, later < kept, dk, DK)
+            _copy_part(keys + (token * of_keys.token)[:, None], at, later < n.kept, dk, C.DK)
         else:
-            _copy_part(values + (token * value_s)[:, None], at + DK, later < kept, dv, DV)
+            _copy_part(values + (token * of_values.token)[:, None], at + C.DK, later < n.kept, dv, C.DV)
         if sums is None:
             if key_channel_scales is not None:
                 if copying == 0:
-                    tl.store(key_channel_scales + program * DK + dk, tl.where(dk < LOUD, -1.0, 1.0), mask=dk < DK)
+                    tl.store(key_channel_scales + program * C.DK + dk, tl.where(dk < C.LOUD, -1.0, 1.0), mask=dk < C.DK)
                 if copying == 1:
-                    tl.store(value_channel_scales + program * DV + dv, 1.0, mask=dv < DV)
+                    tl.store(value_channel_scales + program * C.DV + dv, 1.0, mask=dv < C.DV)
     elif sums is not None:
-        piece, kind = job // kinds, job % kinds
-        begin = sampled_start(first, whole, pieces, piece)
-        padding = None if valid is None else valid + batch * valid_b
-        of_head = sums + program * pieces * kinds * (WIDTH + 1)
-        here = of_head + job * (WIDTH + 1)
+        piece, kind = job // n.kinds, job % n.kinds
+        begin = sampled_start(sample.first, sample.whole, sample.pieces, piece)
+        padding = None if valid is None else valid + batch * n.valid_b
+        of_head = sums + program * sample.pieces * n.kinds * (C.WIDTH + 1)
+        here = of_head + job * (C.WIDTH + 1)
         is_value = kind == 1
-        states, stride, out = keys, key_s, key_channel_scales + program * DK
+        states, stride, out = keys, of_keys.token, key_channel_scales + program * C.DK
         if is_value:
-            states, stride, out = values, value_s, value_channel_scales + program * DV
+            states, stride, out = values, of_values.token, value_channel_scales + program * C.DV
         if queries is not None:
             if kind > 1:
-                states = queries + batch * query_b + (head * (kinds - 2) + kind - 2) * query_h
-                stride = query_s
-        if DK == DV:
-            dim = DK
+                states = queries + batch * of_queries.batch + (head * (n.kinds - 2) + kind - 2) * of_queries.head
+                stride = of_queries.token
+        if C.DK == C.DV:
+            dim = C.DK
         else:
-            dim = tl.where(is_value, DV, DK)
-        BLOCK: tl.constexpr = BLOCK_K if BLOCK_K > BLOCK_V else BLOCK_V
+            dim = tl.where(is_value, C.DV, C.DK)
+        BLOCK: tl.constexpr = C.BLOCK_K if C.BLOCK_K > C.BLOCK_V else C.BLOCK_V
         d = tl.arange(0, BLOCK)
-        _store_squares(here, states, stride, begin, size, padding, valid_t, kind == 0, d, dim, WIDTH, ROWS)
+        _store_squares(here, states, stride, begin, sample.size, padding, n.valid_t, kind == 0, d, dim, C.WIDTH, C.ROWS)
         tl.debug_barrier()
         counter = counters.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * program + is_value.to(tl.int32)
-        if tl.atomic_add(counter, 1) == pieces * tl.where(is_value, 1, kinds - 1) - 1:
+        if tl.atomic_add(counter, 1) == sample.pieces * tl.where(is_value, 1, n.kinds - 1) - 1:
             tl.store(counter, 0)
-            _store_channel_scales(of_head, out, pieces, kinds, is_value, d, dim, WIDTH, queries is not None, LOUD)
+            _store_channel_scales(
+                of_head, out, sample.pieces, n.kinds, is_value, d, dim, C.WIDTH, queries is not None, C.LOUD
+            )
 
 
 STORE = Kernel(store_prompt)
@@ -270,12 +283,12 @@ WARPS = 4
 
 
 @lru_cache
-def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
+def prompt_constants(key_dim: int, value_dim: int) -> PromptShape:
     """Constants of `store_prompt`."""
     tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     # 32 registers of a thread for 128 channels.
     rows = max(8, 4096 // max(128, *tiles))
-    return key_dim, value_dim, *tiles, max(key_dim, value_dim), rows, loud_channels(key_dim)
+    return PromptShape(key_dim, value_dim, *tiles, max(key_dim, value_dim), rows, loud_channels(key_dim))
 
 
 class ScaleInputs(NamedTuple):
@@ -321,7 +334,7 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
     launch, sizes = _prompt_launch(STORE, of_states, of_queries, of_valid, first, places)
     if first is not None:
         sums, counters = allocate(sizes[0]), zeros(sizes[1])
-    tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE[:2]), rows, *(counts or NONE))
+    tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE), rows, *(counts or NONE))
     launch_all(
         (launch,),
         (tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors]),),
@@ -329,7 +342,7 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
     )
 
 
-NONE = (None, None, None)
+NONE = (None, None)
 
 
 @lru_cache(maxsize=1024)
@@ -344,13 +357,12 @@ def _prompt_launch(
     """Launch of `store` for tensors like these, and its numbers of sums and counters."""
     (batch, heads, tokens, key_dim), value_dim, key_strides, value_strides, dtype, device, _ = of_states
     max_sinks, ring, first_sink, to_sinks, start, slot, held, *_ = places
-    constants = prompt_constants(key_dim, value_dim)
+    shape = prompt_constants(key_dim, value_dim)
     kept = tokens - start
-    copies = 2 * max(1, -(-(to_sinks + kept) // constants[5]))
-    at, kinds = (0, 0, 0, 0), 0
+    copies = 2 * max(1, -(-(to_sinks + kept) // shape.ROWS))
+    sampled, kinds = Sample(0, 0, 0, 0), 0
     if first is not None:
-        sample_of = sample(tokens, first)
-        at = (sample_of.pieces, sample_of.first, sample_of.size, sample_of.whole)
+        sampled = sample(tokens, first)
         group = 0 if of_queries is None else of_queries[0][1] // heads
         if (of_queries is not None and of_queries[0] != (batch, group * heads, tokens, key_dim)) or (
             of_valid is not None and of_valid[1] != (batch, tokens)
@@ -361,21 +373,17 @@ def _prompt_launch(
                 "those of the same tokens, or `None`."
             )
         kinds = 2 + group
-    jobs = at[0] * kinds
-    strides = (
-        *key_strides[:3],
-        *value_strides[:3],
-        *((0, 0, 0) if of_queries is None else of_queries[1][:3]),
-        *((0, 0) if of_valid is None else of_valid[0]),
-    )
+    jobs = sampled.pieces * kinds
+    of_states = (key_strides, value_strides, (0, 0, 0) if of_queries is None else of_queries[1])
     place = (max_sinks, first_sink, to_sinks, ring, slot, start, kept)
+    n = PromptNumbers(heads, kinds, *place, *held, *((0, 0) if of_valid is None else of_valid[0]))
     launch = Launch(
         kernel,
         device.index,
         (jobs + copies, batch * heads, 1),
-        (heads, at[0], kinds, *at[1:], *place, *held, *strides),
-        constants,
-        (constants, (dtype, None if of_queries is None else of_queries[2], device.index), specialised(strides)),
+        (sampled, n, tuple([Strides(*each[:3]) for each in of_states])),
+        (shape,),
+        (shape, dtype, None if of_queries is None else of_queries[2], device.index),
         {"num_warps": WARPS},
     )
-    return launch, (batch * heads * jobs * (constants[4] + 1), 2 * batch * heads)
+    return launch, (batch * heads * jobs * (shape.WIDTH + 1), 2 * batch * heads)

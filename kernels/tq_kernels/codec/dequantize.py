@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
+from ..common.launcher import Strides
 from ..common.unpack import load_levels, load_tile
 from ..format import CODE, TOKENS
 from .loud import LOUD_TILE, load_loud, loud_channels_of
@@ -106,7 +107,8 @@ def dequantize_blocks(
     blocks,  # n
     start,
     blocks_batch,  # strides in blocks
-    blocks_head, stride_batch, stride_head, stride_token,
+    blocks_head,
+    strides: Strides,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
     CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, RESIDENT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, WORDS_AT: tl.constexpr, SCALES_AT: tl.constexpr, LOUD: tl.constexpr,
@@ -133,7 +135,7 @@ def dequantize_blocks(
     token = tl.arange(0, HALF_TOKENS)
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
-    offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
+    offsets = token[:, None] * strides.token + channel[None, :]  # [64, COLUMNS]
     channel_scales += tl.program_id(1) * HEAD_DIM
     inverses = ()
     for chunk in tl.static_range(CHUNKS if RESIDENT else 0):
@@ -151,12 +153,12 @@ def dequantize_blocks(
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
-    states += batch * stride_batch + head * stride_head
+    states += batch * strides.batch + head * strides.head
     first_source = batch * blocks_batch + head * blocks_head + start
     # Copy only words ahead: chunks of the rotation would fill the shared memory.
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=2 if RESIDENT else 1):
         source = first_source + block
-        target = states + stride_token.to(tl.int64) * (block * TOKENS)
+        target = states + strides.token.to(tl.int64) * (block * TOKENS)
         block_words = packed + source * BLOCK_WORDS + WORDS_AT
         scales = (packed + source * BLOCK_WORDS + SCALES_AT).to(tl.pointer_type(tl.float16), bitcast=True)
         x0 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
@@ -199,4 +201,4 @@ def dequantize_blocks(
             x0 = _less_states(y0, unit, loud_mean, columns, x0, EXACT)
             x1 = _less_states(y1, unit, loud_mean, columns, x1, EXACT)
         _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
-        _store_rows(target + HALF_TOKENS * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)
+        _store_rows(target + HALF_TOKENS * strides.token + offsets, x1, channel, HEAD_DIM, COLUMNS)

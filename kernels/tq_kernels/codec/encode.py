@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.device import AMPERE, TURING, constants_of
-from ..common.launcher import kernel
+from ..common.launcher import Strides
 from ..common.schedule import completed, fetch, first_block_column, lengths, located, ring_rows, row_of
 from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
 from .loud import coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
@@ -249,7 +249,7 @@ def encode_blocks(
     channel_scales,  # [B, H, HEAD_DIM] float16
     heads, blocks, start,  # blocks: n
     blocks_b, blocks_h,  # strides in blocks
-    stride_b, stride_h, stride_t,
+    strides: Strides,
     SHAPE: tl.constexpr,  # an `EncodeShape`
     PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -259,26 +259,28 @@ def encode_blocks(
     worker, head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if PDL and not C.IS_VALUE:
         cuda.gdc_launch_dependents()
-    offsets = block_rows()[:, None] * stride_t  # [64, 1]
+    offsets = block_rows()[:, None] * strides.token  # [64, 1]
     kv_head = (head % heads).to(tl.int64)
     batch = (head // heads).to(tl.int64)
-    states += batch * stride_b + kv_head * stride_h
+    states += batch * strides.batch + kv_head * strides.head
     first_home = batch * blocks_b + kv_head * blocks_h + start
     resident = resident_rotation(rotation, channel_scales + head * C.HEAD_DIM, C)
     for block in tl.range(worker, blocks, workers, num_stages=STAGES):
-        early = states + stride_t.to(tl.int64) * (block * TOKENS)
-        late = early + HALF_TOKENS * stride_t
+        early = states + strides.token.to(tl.int64) * (block * TOKENS)
+        late = early + HALF_TOKENS * strides.token
         if C.ASM >= AMPERE and STAGES > 1:
-            _prefetch_rows(states, tl.minimum(block + workers, blocks - 1), stride_t, C.TILE)
+            _prefetch_rows(states, tl.minimum(block + workers, blocks - 1), strides.token, C.TILE)
         encode_block(BlockStates(early, late, offsets), packed, first_home + block, resident, C)
     if PDL and C.IS_VALUE:
         cuda.gdc_wait()
 
 
 NewStates = namedtuple("NewStates", "states stride_h stride_t rotation channel_scales")
-"""New keys or values of all sequences, their strides, and their rotation."""
+"""New keys or values of all sequences, [T, Hkv, HEAD_DIM], their strides, R [DIM, DIM] float32 and channel scales
+[Hkv, HEAD_DIM] float16."""
 PagePlaces = namedtuple("PagePlaces", "rows block_table cu_seqlens_q cu_seqlens_k page_blocks count width")
-"""Where sequences have their rows and blocks: arguments of `encode_blocks_of_pages`."""
+"""Where sequences have their rows and blocks: rows [pages, Hkv, ROWS, HEAD_DIM of keys and of values] in their dtype, a
+block table [B, W], `cu_seqlens_q` and `cu_seqlens_k` [B + 1] int32; blocks from a page to the next, B, W."""
 PageShape = namedtuple("PageShape", "SINKS RING ROWS BLOCK_B")
 """`Pages.place`, and the padded number of sequences."""
 
@@ -339,27 +341,18 @@ def encode_completed(
             _encode_new_blocks(values, places, packed, amounts, total, head, worker, workers, ROW, START, P, VALUES)
 
 
-@kernel("count:width")
+@triton.jit
 def encode_blocks_of_pages(
-    keys, values,  # [T, Hkv, HEAD_DIM], strides in units of 8 elements
+    keys: NewStates, values: NewStates,  # strides in units of 8 elements
+    places: PagePlaces,
     packed,  # [pages, Hkv, BLOCK_WORDS] int32
-    key_rotation, value_rotation,  # [DIM, DIM] float32
-    key_channel_scales, value_channel_scales,  # [Hkv, HEAD_DIM] float16
-    rows,  # [pages, Hkv, ROWS, HEAD_DIM of keys and of values] in their dtype
-    block_table,  # [B, W] int32
-    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
-    count, page_blocks,  # B, blocks from a page to the next
-    key_t, key_h, value_t, value_h, width,  # width: W
     OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,  # an `EncodeShape` each
-    SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
+    PAGES: tl.constexpr,  # a `PageShape`
 ):  # fmt: skip
     """Encode the blocks that new tokens complete, from rings and new tokens. Grid: (programs, Hkv, 2): keys, values."""
-    KEYS: tl.constexpr = constants_of(OF_KEYS)
-    VALUES: tl.constexpr = constants_of(OF_VALUES)
     encode_completed(
-        NewStates(keys, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
-        NewStates(values, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
-        PagePlaces(rows, block_table, cu_seqlens_q, cu_seqlens_k, page_blocks, count, width), packed,
-        tl.program_id(1), tl.program_id(2), tl.program_id(0), tl.num_programs(0),
-        PageShape(SINKS, RING, ROWS, BLOCK_B), KEYS, VALUES,
+        NewStates(keys.states, keys.stride_h * 8, keys.stride_t * 8, keys.rotation, keys.channel_scales),
+        NewStates(values.states, values.stride_h * 8, values.stride_t * 8, values.rotation, values.channel_scales),
+        places, packed, tl.program_id(1), tl.program_id(2), tl.program_id(0), tl.num_programs(0), constants_of(PAGES),
+        constants_of(OF_KEYS), constants_of(OF_VALUES),
     )  # fmt: skip

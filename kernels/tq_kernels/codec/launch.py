@@ -10,12 +10,12 @@ import torch
 import triton
 
 from ..common.device import Target, matrix_type, target
-from ..common.launcher import Kernel, Launch, launch_all, specialised
+from ..common.launcher import Kernel, Launch, Strides, launch_all
 from ..format import BLOCK_TOKENS, code_of
 from ..layout import BlockLayout
 from ..types import KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .dequantize import dequantize_blocks
-from .encode import EncodeShape, encode_blocks, encode_blocks_of_pages
+from .encode import EncodeShape, NewStates, PagePlaces, PageShape, encode_blocks, encode_blocks_of_pages
 
 ENCODE, ENCODE_PAGES, DEQUANTIZE = map(Kernel, (encode_blocks, encode_blocks_of_pages, dequantize_blocks))
 
@@ -156,9 +156,9 @@ def _encode_launches(
             kernel,
             device.index,
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (heads, blocks, start, *block_strides, *strides),
+            (heads, blocks, start, *block_strides, Strides(*strides)),
             constants,
-            (constants, config, specialised(strides), dtype, device.index),
+            (constants, config, dtype, device.index),
             {"num_warps": config.warps} | options,
         )
         launches.append(launch)
@@ -180,12 +180,15 @@ def encode_new_blocks(tokens: Tokens, pages: Pages, sequences: Sequences, rotati
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     block_b = triton.next_power_of_2(max(count, sequences.least_padding))
-    constants = (of_keys, of_values, *pages.place, block_b)
+    constants = (of_keys, of_values, PageShape(*pages.place, block_b))
+    key_t, key_h, value_t, value_h = tokens.row_strides
+    tables = (sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+    places = PagePlaces(pages.rows, *tables, pages.page_blocks, count, sequences.block_table.shape[1])
     ENCODE_PAGES(
         (min(most, programs), kv_heads, 2),
-        (key, value, pages.blocks, *rotations, pages.key_channel_scales, pages.value_channel_scales, pages.rows,
-         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
-        (count, pages.page_blocks, *tokens.row_strides, sequences.block_table.shape[1]),
+        (NewStates(key, key_h, key_t, rotations[0], pages.key_channel_scales),
+         NewStates(value, value_h, value_t, rotations[1], pages.value_channel_scales), places, pages.blocks),
+        (),
         constants,
         (constants, key.dtype, rotations[0].dtype, device.index),
         num_warps=config.warps,
@@ -252,7 +255,7 @@ def dequantize(
     for is_value, states, rotation, own_scales in zip(
         (False, True), (keys, values), rotations, packed.channel_scales, strict=True
     ):
-        dim, bits, strides = rotation.shape[0], layout.bits[is_value], states.stride()[:3]
+        dim, bits = rotation.shape[0], layout.bits[is_value]
         loud = layout.loud * (not is_value)
         config = dequantize_config(dim, bits, loud, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
@@ -264,8 +267,8 @@ def dequantize(
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
             (packed.data, rotation, own_scales, states),
-            (heads, blocks, start, *packed.block_strides, *strides),
+            (heads, blocks, start, *packed.block_strides, Strides(*states.stride()[:3])),
             constants,
-            (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
+            (constants, config, states.dtype, rotation.dtype, states.device.index),
             num_warps=config.warps,
         )

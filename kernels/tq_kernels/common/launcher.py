@@ -6,7 +6,8 @@ the launcher only passes arguments on. Addresses stand for tensors: no tensor, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from copy import copy
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .device import compiled_launch, current_device, current_raw_stream
+from .device import compiled_launch, current_device, current_raw_stream, interpreted, members
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options of every compilation. Triton 3.9 warns without `enable_fp_fusion`, and announces that 3.10 will not fuse
@@ -52,6 +53,45 @@ def specialised(numbers: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]
     return tuple([(number % 16 == 0, number == 1, number >= 2**31) for number in numbers])
 
 
+Strides = namedtuple("Strides", "batch head token")
+"""Strides of states, which Triton specialises. The other numbers in tuples decide nothing about what is compiled."""
+States = namedtuple("States", "start strides")
+"""Pointer to states, and their `Strides`."""
+
+
+def states_of(tensor: torch.Tensor) -> States:
+    """`States` of a tensor `[B, H, T, D]`."""
+    return States(tensor, Strides(*tensor.stride()[:3]))
+
+
+def _stand_in(argument: Any) -> Any:
+    """Replace numbers in an argument: Triton specialises every number of a tuple, and none of these."""
+    if isinstance(argument, Strides) or not isinstance(argument, tuple | int):
+        return argument
+    if isinstance(argument, int):
+        return 3 if argument < 2**31 else 2**31 + 3
+    parts = map(_stand_in, argument)
+    return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+
+
+def _take(arguments: Iterable[Any], passed: list[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:
+    """List arguments and members of tuples with addresses in `passed`, tensors in `tensors`, and in `key` what decides
+    the compiled variant."""
+    for x in arguments:
+        if isinstance(x, Strides):
+            key.append(specialised(x))
+            passed.extend(x)
+        elif isinstance(x, tuple):
+            _take(x, passed, key, tensors)
+        elif x is None or isinstance(x, int | float):
+            key.append(x if x is None else x >= 2**31)
+            passed.append(x)
+        else:
+            tensors.append(x)
+            passed.append(x.data_ptr())
+            key.append(passed[-1] % 16)
+
+
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate `launch` to run on the device of its first argument, a tensor or what has a `device`: Triton launches on
     the current one, and layers of a model that is spread over several GPUs are not on it."""
@@ -81,7 +121,8 @@ def kernel(unspecialised: str, **options: Any) -> Callable[[Callable[..., None]]
 
 
 class Launcher(NamedTuple):
-    """Launcher of a compiled kernel: `call(*grid, stream, *fixed, *arguments)`, with tensors or their addresses."""
+    """Launcher of a compiled kernel: `call(*grid, stream, *fixed, *arguments)`, with tensors or their addresses, and
+    members of tuples one by one."""
 
     call: Callable[..., Any]
     fixed: tuple[Any, ...]
@@ -97,37 +138,43 @@ class Kernel:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[torch.Tensor | None, ...],
-        numbers: tuple[float, ...],
+        arguments: tuple[Any, ...],
+        numbers: tuple[Any, ...],
         constants: tuple[Any, ...],
         key: tuple[Any, ...],
         **options: Any,
     ) -> Launcher | None:
-        """Launch. `key` holds all that decides the compiled variant besides the alignment of `tensors`; all tensors but
-        the first may be `None`.
+        """Launch on `arguments`, tensors, numbers, or tuples of them, and then `numbers`, which may be in tuples, too.
+
+        `key` holds all that decides the compiled variant besides `arguments`.
 
         Returns:
             Launcher of the same variant; `None` in the interpreter and with an unknown Triton: every launch then goes
             through Triton. `None` as well where kernels are only compiled.
         """
-        if only_compiles():
-            self.function.warmup(*tensors, *numbers, *constants, grid=grid, **ALWAYS, **options)
+        arguments = (*arguments, *numbers)
+        if interpreted():
+            self.function[grid](*arguments, *constants)
             return None
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        key = (key, *[None if address is None else address % 16 for address in addresses])
-        launcher = self.variants.get(key)
-        first = tensors[0]
-        assert first is not None
-        on_gpu = first.is_cuda
+        passed: list[Any] = []
+        of_arguments: list[Any] = [key]
+        tensors: list[torch.Tensor] = []
+        _take(arguments, passed, of_arguments, tensors)
+        key, on_gpu = tuple(of_arguments), tensors[0].is_cuda
+        launcher = None if only_compiles() else self.variants.get(key)
         # Triton refuses a tensor on the CPU in words; by its address a kernel would read it.
-        if launcher is None or any([t is not None and t.is_cuda != on_gpu for t in tensors]):
-            compiled = self.function[grid](*tensors, *numbers, *constants, **ALWAYS, **options)
-            launcher = None if compiled is None else self.launcher(compiled)
-            if launcher is not None:
-                self.variants[key] = launcher
-            return launcher
-        stream = current_raw_stream(first.device.index)
-        launcher.call(*grid, stream, *launcher.fixed, *addresses, *numbers, *constants)
+        if launcher is None or any([tensor.is_cuda != on_gpu for tensor in tensors]):
+            given = [_stand_in(x) if isinstance(x, tuple) else x for x in arguments]
+            compiled = self.function.warmup(*given, *constants, grid=grid, **ALWAYS, **options)
+            if only_compiles():
+                return None
+            launcher, passed = self.launcher(compiled), members(arguments)
+            if launcher is None:
+                compiled.__getitem__(grid)(*arguments, *constants)
+                return None
+            self.variants[key] = launcher
+        stream = current_raw_stream(tensors[0].device.index)
+        launcher.call(*grid, stream, *launcher.fixed, *passed, *constants)
         return launcher
 
     def launcher(self, compiled: Any) -> Launcher | None:
@@ -144,6 +191,7 @@ class Launch:
         kernel: Kernel to launch.
         index: Index of the GPU.
         grid, numbers, constants, key, options: As in `Kernel`.
+        grouped: Number of first arguments that the kernel takes as one tuple.
     """
 
     kernel: Kernel
@@ -153,6 +201,7 @@ class Launch:
     constants: tuple[Any, ...]
     key: tuple[Any, ...]
     options: dict[str, Any]
+    grouped: int = 0
     ready: Any = field(default=None, init=False)
     """Function, grid, first and last arguments of a launch, once a launch on aligned tensors has compiled it:
     `function(*grid, stream, *first, *addresses, *last)`."""
@@ -161,11 +210,11 @@ class Launch:
         """Launch that takes tensors. If they are `aligned`, later launches may take addresses (`ready`)."""
 
         def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-            changing = tuple(x for x in arguments if isinstance(x, int))
-            pointers, numbers = arguments[: len(arguments) - len(changing)], (*changing, *self.numbers)
-            launcher = self.kernel((x, y, z), pointers, numbers, self.constants, self.key, **self.options)
+            if self.grouped:
+                arguments = (arguments[: self.grouped], *arguments[self.grouped :])
+            launcher = self.kernel((x, y, z), arguments, self.numbers, self.constants, self.key, **self.options)
             if aligned and launcher is not None:
-                self.ready = launcher.call, self.grid, launcher.fixed, (*self.numbers, *self.constants)
+                self.ready = launcher.call, self.grid, launcher.fixed, (*members(self.numbers), *self.constants)
 
         return launch, self.grid, (), ()
 

@@ -52,6 +52,20 @@ def located(amounts, index):
     return tl.sum((ends <= index).to(tl.int32), 0), tl.max(tl.where(ends <= index, ends, 0), 0)
 
 
+Mask = namedtuple("Mask", "start b s t", defaults=(None,) * 4)
+"""Pointer to a mask [B, 1, S or 1, T] uint8, 0 or 1, and strides over sequences, queries and tokens; or `None`."""
+
+
+StreamBlocks = namedtuple("StreamBlocks", "head block_table page_blocks")
+"""Packed blocks of a stream.
+
+Args:
+    head: Pointer to the KV head's first block, int32; with a block table to its block in page 0.
+    block_table: Pointer to the sequence's pages, int32, or `None`: blocks follow one another.
+    page_blocks: Number of blocks from a page to the next.
+"""
+
+
 BlockParts = namedtuple("BlockParts", "key_words loud value_words scales means")
 """Pointers to the parts of a block (`tq_kernels.layout`)."""
 
@@ -158,6 +172,17 @@ def completed(new, past, SINKS: tl.constexpr):
     return due_blocks_in_kernel(past + new, SINKS, 0) - due_blocks_in_kernel(past, SINKS, 0)
 
 
+@triton.jit
+def write_counts(counts, length, sinks, blocks, rows, pending):
+    """Write what a preallocated store holds to `counts` [5, 4] and `length` (`DeviceCounts` in `tq_hf/tensors/`)."""
+    tl.store(counts, sinks)
+    tl.store(counts + 1 * 4, blocks)
+    tl.store(counts + 2 * 4, rows)
+    tl.store(counts + 3 * 4, pending)
+    tl.store(counts + 4 * 4, 0)
+    tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
+
+
 LINE = tl.constexpr(32)
 """Unit of offsets into the scratch tensor, 32 float32: the compiler then knows them to be aligned."""
 ROTATED = tl.constexpr(2 * 32)
@@ -260,62 +285,93 @@ def stream_of(amounts, heads, index):
     return sequence, sequence * heads + within, before + within * each
 
 
-DecodeCall = namedtuple(
-    "DecodeCall",
-    "packed num_blocks kv_rows num_residual num_sinks mask key value block_table cu_seqlens_q cu_seqlens_k mask_b "
-    "mask_s mask_t rows queries kv_heads blocks_b blocks_h ring sinks key_t key_h value_t value_h width scaling_log2 "
-    "cap_log2 row_tiles streams tile_rows dense_splits heads",
+DecodeTensors = namedtuple(
+    "DecodeTensors",
+    "scratch packed num_blocks kv_rows num_residual num_sinks mask mask_b mask_s mask_t key value block_table "
+    "cu_seqlens_q cu_seqlens_k",
 )
-"""Arguments of `decode_split`, which describes them, for its phases; `heads` are tiles of rows of all KV heads."""
+"""Tensors of `decode_split`.
+
+Args:
+    packed: [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS].
+    num_blocks: [] int32; over pages [B].
+    kv_rows: [B, Hkv, ring + sinks, DK + DV] in the model's dtype; over pages [pages, Hkv, ROWS, DK + DV]. Residual row
+        j is in row (128 * `num_blocks` + j) % ring.
+    num_residual, num_sinks: [] int32; over pages `None`.
+    mask, mask_b, mask_s, mask_t: As in `Mask`.
+    key, value, block_table, cu_seqlens_q, cu_seqlens_k: Over pages [T, Hkv, DK], [T, Hkv, DV], [B, W] int32, [B + 1]
+        and [B + 1] int32; else `None`.
+"""
+
+
+DecodeNumbers = namedtuple(
+    "DecodeNumbers",
+    "rows queries count kv_heads heads blocks_b blocks_h ring sinks key_t key_h value_t value_h width scaling_log2 "
+    "cap_log2 row_tiles streams tile_rows workers dense_splits plain_at scale_at lse_at partial_at",
+)
+"""Numbers of the kernels of a step.
+
+Args:
+    rows: G * S; over pages G.
+    queries, count: S, and `None`; over pages number of new tokens, and of sequences.
+    heads: Tiles of rows of all KV heads, `kv_heads * row_tiles`.
+    blocks_b, blocks_h: Strides in blocks; over pages from page to page, and `None`, as `ring` and `sinks`.
+    key_t, key_h, value_t, value_h, width: Strides of new tokens in units of 8 elements, and of a block table; `None`
+        without pages.
+    scaling_log2, cap_log2: Scaling and softcap, times log2(e).
+    streams, tile_rows: B * Hkv * `row_tiles`, min(`rows`, BLOCK_R).
+    dense_splits: Slots of a stream for dense jobs: enough for full sinks and residual.
+    plain_at, scale_at, lse_at, partial_at: Places in scratch, as in `tq_kernels.decode.plan.ScratchLayout`.
+"""
 
 
 @triton.jit
-def step_work(a: DecodeCall, BLOCK_B: tl.constexpr):
+def step_work(a: DecodeTensors, n: DecodeNumbers, BLOCK_B: tl.constexpr):
     """Work of a step: numbers of packed blocks (over pages of each sequence [BB]), of sinks and of dense tokens (over
     pages 0), of all streams' blocks as `counted`, and of dense jobs of a stream (over pages of the longest)."""
     if a.block_table is None:
         blocks, sinks = tl.load(a.num_blocks), tl.load(a.num_sinks)
         tokens = sinks + tl.load(a.num_residual)
         jobs = dense_jobs(tokens)
-        return blocks, sinks, tokens, counted(blocks) * a.streams, jobs
+        return blocks, sinks, tokens, counted(blocks) * n.streams, jobs
     else:
         every = tl.arange(0, BLOCK_B)
-        blocks, jobs, _, _ = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, every, a.queries)
-        return blocks, 0, 0, tl.sum(counted(blocks), 0) * a.heads, tl.max(jobs, 0)
+        blocks, jobs, _, _ = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, every, n.count)
+        return blocks, 0, 0, tl.sum(counted(blocks), 0) * n.heads, tl.max(jobs, 0)
 
 
 @triton.jit
-def stream_at(a: DecodeCall, blocks, start):
+def stream_at(a: DecodeTensors, n: DecodeNumbers, blocks, start):
     """Find the stream of counted block `start`, with `blocks` of `step_work`; results as of `stream_of`."""
     if a.block_table is None:
         per_stream = tl.maximum(counted(blocks), 1)
         stream = start // per_stream
-        return stream // a.heads, stream, stream * per_stream
+        return stream // n.heads, stream, stream * per_stream
     else:
-        return stream_of(counted(blocks), a.heads, start)
+        return stream_of(counted(blocks), n.heads, start)
 
 
 @triton.jit
-def next_sequence(a: DecodeCall, batch, stream, at, end, BLOCK_B: tl.constexpr):
+def next_sequence(a: DecodeTensors, n: DecodeNumbers, batch, stream, at, end, BLOCK_B: tl.constexpr):
     """Over pages find the first stream of the next sequence with blocks, where `stream` begins a sequence."""
-    if (stream % a.heads == 0) & (at < end):
+    if (stream % n.heads == 0) & (at < end):
         # Numbers of blocks are read again: they would take registers through the loop over blocks.
         every = tl.arange(0, BLOCK_B)
-        blocks, _, _, _ = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, every, a.queries)
-        batch, stream, at = stream_of(counted(blocks), a.heads, at)
+        blocks, _, _, _ = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, every, n.count)
+        batch, stream, at = stream_of(counted(blocks), n.heads, at)
     return batch, stream, at
 
 
 @triton.jit
-def dense_of_pages(a: DecodeCall, batch, kv_head, C: tl.constexpr):
+def dense_of_pages(a: DecodeTensors, n: DecodeNumbers, batch, kv_head, C: tl.constexpr):
     """Dense tokens of a sequence with one new token, over pages, its number of packed blocks, and of dense jobs (0 with
     another number of new tokens)."""
-    blocks, jobs, token, past = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, batch, a.queries)
-    key = a.key + (token.to(tl.int64) * (a.key_t * 8) + kv_head * (a.key_h * 8))
-    value = a.value + (token.to(tl.int64) * (a.value_t * 8) + kv_head * (a.value_h * 8))
+    blocks, jobs, token, past = work_of(a.cu_seqlens_q, a.cu_seqlens_k, a.num_blocks, batch, n.count)
+    key = a.key + (token.to(tl.int64) * (n.key_t * 8) + kv_head * (n.key_h * 8))
+    value = a.value + (token.to(tl.int64) * (n.value_t * 8) + kv_head * (n.value_h * 8))
     history = past - blocks * TOKENS
     dense = DenseTokens(
-        a.kv_rows, a.block_table + batch.to(tl.int64) * a.width, a.blocks_b, kv_head, C.SINKS, C.RING,
-        (blocks * TOKENS) % C.RING, history, NewTokens(key, value, a.key_t * 8, a.value_t * 8), history + 1,
+        a.kv_rows, a.block_table + batch.to(tl.int64) * n.width, n.blocks_b, kv_head, C.SINKS, C.RING,
+        (blocks * TOKENS) % C.RING, history, NewTokens(key, value, n.key_t * 8, n.value_t * 8), history + 1,
     )  # fmt: skip
     return dense, blocks, jobs

@@ -1,19 +1,17 @@
 """Append the tokens of a decode step, and rotate its queries in that launch.
 
-The counts of a growing store are on the host: `rotate_and_append` writes the row. Over pages `append_to_pages` writes a
-row of each sequence (`append_tails` the newest of sequences with several). A preallocated store has its counts in int32
-tensors on the device (`DeviceCounts` in `tq_hf/tensors/`); kernels read every length there, and append one token or a
-few. `state` has the counts between calls; `step_counts` has those of this step, the slot of the first residual row and
-the number of due blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the rows
-and encodes the due block, if any. All programs compute the counts from `state`; the last to have read it writes them.
-Other programs rotate queries and wait for none of these. `AppendLaunch` launches the same without queries.
+Over pages `append_to_pages` writes a row of each sequence (`append_tails` the newest of sequences with several). In a
+store `append_and_rotate` does it: one program a head for keys, another for values. Counts of a growing store are on the
+host, which gives the row of a token. A preallocated store has its counts in int32 tensors on the device (`DeviceCounts`
+in `tq_hf/tensors/`); kernels read every length there, append one token or a few, and encode the due block, if any. All
+programs compute the new counts from those before; the last to have read them writes. Other programs rotate queries and
+wait for none of these.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import namedtuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -22,65 +20,42 @@ from ..codec.encode import (
     BlockStates,
     NewStates,
     PagePlaces,
-    PageShape,
     block_rows,
     encode_block,
     encode_completed,
     resident_rotation,
 )
-from ..codec.launch import encode_shape
-from ..common.device import AMPERE, constants_of, matrix_type, target
-from ..common.launcher import Kernel, kernel, on_its_device
-from ..common.schedule import copy_rows, fetch, lengths, ring_rows, row_of
+from ..common.device import AMPERE, constants_of
+from ..common.launcher import Kernel
+from ..common.schedule import DecodeNumbers, copy_rows, fetch, lengths, ring_rows, row_of, write_counts
 from ..format import TOKENS, due_blocks_in_kernel
-from ..types import HeldCounts, KeyValue, PackedBlocks, Pages, Sequences, Tokens
-from .rotate import Queries, rotate_rows, rotate_rows_of_head
+from ..types import Pages, Sequences, Tokens
+from .rotate import Queries, rotate_rows
+
+PageWork = namedtuple("PageWork", "query_t query_h copies rotations workers")
+"""Strides of queries in units of 8 elements, and programs of `append_to_pages`.
+
+Args:
+    copies: Programs that write rows, each of BLOCK_H heads of a sequence.
+    rotations: Programs that rotate BLOCK_R of the B * Hkv * G query rows each.
+    workers: Programs that encode, for each head and for keys and values.
+"""
 
 
-@kernel("slot:scale_at")
-def rotate_and_append(
-    keys, values,  # [B, Hkv, 1, DK] and [B, Hkv, 1, DV]
-    kv_rows,  # [B, Hkv, held, DK + DV], contiguous
-    query,  # [B, Hq, S, DK]; this and the rest as in `rotate_query`
-    rotation, channel_scales, scratch, slot, held, keys_b, keys_h, values_b, values_h, rows, queries, kv_heads,
-    query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr, DK: tl.constexpr,
-    DKP: tl.constexpr, BLOCK_D: tl.constexpr, LOUD: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Write each head's new token to row `slot` (first program); rotate queries (the others).
-
-    Grid: (P, 1 + rows / BLOCK_R). The kernel that attends reads the row after this one has ended.
-    """
-    index = tl.program_id(1)
-    if index == 0:
-        head, one = tl.program_id(0), tl.zeros([1], tl.int64)
-        batch, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
-        key, value = keys + (batch * keys_b + kv_head * keys_h), values + (batch * values_b + kv_head * values_h)
-        at = kv_rows + (head.to(tl.int64) * held + slot) * (DK + DV)
-        copy_rows(key, value, one, at + one, one == 0, 0, 0, DK, DV, TILE, TILE)
-    else:
-        new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s, None)
-        rotate_rows_of_head(new, scratch, index - 1, plain_at, scale_at, DK, DKP, BLOCK_D, LOUD, BLOCK_R)
-
-
-@kernel("count:workers")
+@triton.jit
 def append_to_pages(
-    keys, values,  # [T, Hkv, DIM], strides in units of 8 elements, like those of queries
     rows,  # [pages, Hkv, ROWS, 2 * DIM]
+    keys, values,  # [T, Hkv, DIM], strides in units of 8 elements, like those of queries
     block_table,  # [B, W] int32
     cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     packed,  # blocks and rotations, as for `encode_blocks`
     key_rotation, value_rotation, value_channel_scales,
-    query,  # [T, Hq, DIM]; this and the next three as in `rotate_query`
-    query_rotation, key_channel_scales, scratch,
-    count, tokens, width,  # B, T, W
-    page_blocks, kv_heads, groups,  # groups: G
-    key_t, key_h, value_t, value_h, query_t, query_h, plain_at, scale_at,
-    copies,  # programs that write rows, each of BLOCK_H heads of a sequence
-    rotations,  # programs that rotate BLOCK_R of the B * Hkv * G query rows each
-    workers,  # programs that encode, for each head and for keys and values
+    query,  # [T, Hq, DIM]; this and the next three as in `append_and_rotate`
+    query_rotation, key_channel_scales, scratch, work: PageWork, n: DecodeNumbers,
     OF_KEYS: tl.constexpr,  # an `EncodeShape`
-    OF_VALUES: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    OF_VALUES: tl.constexpr,
+    PLACE: tl.constexpr,  # a `PageShape`
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     ENCODE: tl.constexpr,  # whether to encode; all sequences have one new token at most
 ):  # fmt: skip
     """Write the row of each sequence with one new token to its ring or sink page; rotate queries; encode the blocks
@@ -90,43 +65,43 @@ def append_to_pages(
     """
     KEYS: tl.constexpr = constants_of(OF_KEYS)
     VALUES: tl.constexpr = constants_of(OF_VALUES)
+    P: tl.constexpr = constants_of(PLACE)
     index = tl.program_id(0)
-    if index < copies:
-        parts = copies // count
+    if index < work.copies:
+        parts = work.copies // n.count
         sequence = index // parts
-        first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, n.count)
         head = index % parts * BLOCK_H + tl.arange(0, BLOCK_H)
-        exists = (head < kv_heads) & (new == 1)
-        pages = block_table + width.to(tl.int64) * sequence
+        exists = (head < n.kv_heads) & (new == 1)
+        pages = block_table + n.width.to(tl.int64) * sequence
         if ENCODE and KEYS.ASM >= AMPERE:
             # Fetch the table for the kernel that attends: a line of 32 pages a thread.
-            fetch(pages + tl.minimum(tl.arange(0, 256) * 32, width - 1))
-        row = row_of(past, SINKS, RING) + tl.zeros([BLOCK_H], tl.int32)
+            fetch(pages + tl.minimum(tl.arange(0, 256) * 32, n.width - 1))
+        row = row_of(past, P.SINKS, P.RING) + tl.zeros([BLOCK_H], tl.int32)
         DIMS: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
-        at = ring_rows(rows, pages, row, exists, head, page_blocks, DIMS, ROWS, KEYS.BLOCK_WORDS)
+        at = ring_rows(rows, pages, row, exists, head, n.blocks_b, DIMS, P.ROWS, KEYS.BLOCK_WORDS)
         token = first.to(tl.int64)
         copy_rows(
-            keys + token * (key_t * 8), values + token * (value_t * 8), head.to(tl.int64), at, exists,
-            key_h * 8, value_h * 8, KEYS.HEAD_DIM, VALUES.HEAD_DIM, KEYS.TILE, VALUES.TILE,
+            keys + token * (n.key_t * 8), values + token * (n.value_t * 8), head.to(tl.int64), at, exists,
+            n.key_h * 8, n.value_h * 8, KEYS.HEAD_DIM, VALUES.HEAD_DIM, KEYS.TILE, VALUES.TILE,
         )  # fmt: skip
-    elif index < copies + rotations:
-        i = (index - copies) * BLOCK_R + tl.arange(0, BLOCK_R)
+    elif index < work.copies + work.rotations:
+        i = (index - work.copies) * BLOCK_R + tl.arange(0, BLOCK_R)
         new_queries = Queries(
-            query, query_rotation, key_channel_scales, cu_seqlens_q, groups, 1, kv_heads, 0, query_h * 8, query_t * 8,
-            tokens,
+            query, query_rotation, key_channel_scales, cu_seqlens_q, n.rows, 1, n.kv_heads, 0, work.query_h * 8,
+            work.query_t * 8, n.queries,
         )  # fmt: skip
         rotate_rows(
-            new_queries, scratch, i // groups, i % groups, i < count * kv_heads * groups, index == copies, plain_at,
-            scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
+            new_queries, scratch, i // n.rows, i % n.rows, i < n.count * n.kv_heads * n.rows, index == work.copies,
+            n.plain_at, n.scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
         )  # fmt: skip
     elif ENCODE:
-        task = index - copies - rotations
+        task = index - work.copies - work.rotations
         encode_completed(
-            NewStates(keys, key_h * 8, key_t * 8, key_rotation, key_channel_scales),
-            NewStates(values, value_h * 8, value_t * 8, value_rotation, value_channel_scales),
-            PagePlaces(rows, block_table, cu_seqlens_q, cu_seqlens_k, page_blocks, count, width), packed,
-            task // 2 % kv_heads, task % 2, task // 2 // kv_heads, workers,
-            PageShape(SINKS, RING, ROWS, BLOCK_B), KEYS, VALUES,
+            NewStates(keys, n.key_h * 8, n.key_t * 8, key_rotation, key_channel_scales),
+            NewStates(values, n.value_h * 8, n.value_t * 8, value_rotation, value_channel_scales),
+            PagePlaces(rows, block_table, cu_seqlens_q, cu_seqlens_k, n.blocks_b, n.count, n.width), packed,
+            task // 2 % n.kv_heads, task % 2, task // 2 // n.kv_heads, work.workers, P, KEYS, VALUES,
         )  # fmt: skip
 
 
@@ -142,174 +117,99 @@ def _append(
         rows: Pointer to those of the head's first dense row, of DIM elements.
         row: [MOST, 1] row of each token; the first `tokens` are written.
         due, due_row: Number of blocks that become due, 0 or 1, and row of the first token.
-        packed, home: Pointer to block 0, and index of the due block.
+        packed, home: Pointer to block 0, or `None` to encode nothing, and index of the due block.
         rotation, channel_scales: Pointers, to the head's channel scales.
         C: An `EncodeShape`.
     """
     i, d = tl.arange(0, row.shape[0])[:, None], tl.arange(0, C.TILE)[None, :]
     written = (i < tokens) & (d < C.HEAD_DIM)  # [MOST, TILE]
     tl.store(rows + row * DIM + d, tl.load(states + i * stride + d, mask=written), mask=written)
-    if due > 0:
-        tl.debug_barrier()
-        resident = resident_rotation(rotation, channel_scales, C)
-        early = rows + due_row * DIM
-        late = early + HALF_TOKENS * DIM
-        encode_block(BlockStates(early, late, block_rows()[:, None] * DIM), packed, home, resident, C)
+    if packed is not None:
+        if due > 0:
+            tl.debug_barrier()
+            resident = resident_rotation(rotation, channel_scales, C)
+            early = rows + due_row * DIM
+            late = early + HALF_TOKENS * DIM
+            encode_block(BlockStates(early, late, block_rows()[:, None] * DIM), packed, home, resident, C)
 
 
-@kernel("keys_b:scale_at", debug=True)  # without `debug` the assertion would not be compiled
+AppendNumbers = namedtuple(
+    "AppendNumbers", "key_b key_h key_s value_b value_h value_s new query_b query_h query_s residual max_cache_len"
+)
+"""Strides of keys, of values and of queries; S; of a preallocated store `residual_length` and capacity in tokens."""
+
+
+@triton.jit(do_not_specialize=["slot"], debug=True)  # without `debug` the assertion would not be compiled
 def append_and_rotate(
-    keys, values,  # [B, H, S, DK] and [B, H, S, DV]
-    state,  # [4] int32
-    step_counts,  # [6, 4] int32; the last entry counts programs, 0 between launches
-    length,  # [] int64
-    kv_rows,  # [B, H, ring + max_sinks, DK + DV], contiguous
+    kv_rows,  # [B, H, ring + sinks, DK + DV], contiguous
+    keys, values,  # [B, H, S, DK] and [B, H, S, DV], or `None` to rotate alone
+    counts,  # [5, 4] int32; the last entry counts programs, 0 between launches. Or `None`: the token goes to row `slot`
+    length,  # [] int64; `None` without counts, as up to the channel scales
     packed,  # blocks, as for `encode_blocks`
     key_rotation, value_rotation, value_channel_scales,
-    query,  # as in `rotate_query`, or `None`
-    query_rotation, key_channel_scales, scratch, keys_b, keys_h, keys_s, values_b, values_h, values_s,
-    new,  # S
-    max_sinks, ring, residual, max_cache_len,
-    blocks_b, blocks_h,  # strides in blocks
-    rows,  # as in `rotate_query`, like the rest but `heads`
-    queries, heads, query_b, query_h, query_s, plain_at, scale_at,
+    query,  # [B, H * G, S, DK], last dimension contiguous; or `None` to append alone
+    query_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
+    key_channel_scales,  # [B * H, DK] fp16
+    scratch, slot, new: AppendNumbers, n: DecodeNumbers,
     OF_KEYS: tl.constexpr,  # an `EncodeShape`
     OF_VALUES: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Append S tokens, at most MOST, and encode the due block, by the first two programs of each head; rotate queries
-    by the others. Grid: (B * H, 2 + rows / BLOCK_R).
+    """Append S tokens, at most MOST, and encode the due block, by the first two programs of each head; by the others
+    write `query_rotated`, `query_plain` and `query_scale`. Grid: (B * H, 2 + rows / BLOCK_R), without keys two fewer.
 
-    A store without room for all of them is not written; the assertion fails.
+    A store without room for all of them is not written; the assertion fails. The kernel that attends reads the rows
+    after this one has ended.
     """
     KEYS: tl.constexpr = constants_of(OF_KEYS)
     VALUES: tl.constexpr = constants_of(OF_VALUES)
-    if query is None or tl.program_id(1) < 2:
-        sinks, blocks, held_rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
-        blocks += pending
-        held_rows -= pending * TOKENS
-        held = sinks + blocks * TOKENS + held_rows
-        fits = held + new <= max_cache_len
-        tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
-        tokens = tl.where(fits, new, 0)
-        to_sinks = tl.where(held == sinks, tl.minimum(tokens, max_sinks - sinks), 0)
-        due_row = (blocks * TOKENS) % ring
-        after = held + tokens
-        due = tl.minimum(tl.maximum(due_blocks_in_kernel(after, max_sinks, residual) - blocks, 0), 1)
-        tl.debug_barrier()
-        if tl.atomic_add(step_counts + 5 * 4, 1) == 2 * tl.num_programs(0) - 1:
-            num_sinks = sinks + to_sinks
-            num_rows = held_rows + tokens - to_sinks
-            tl.store(step_counts, num_sinks)
-            tl.store(step_counts + 1 * 4, blocks)
-            tl.store(step_counts + 2 * 4, num_rows)
-            tl.store(step_counts + 3 * 4, due_row)
-            tl.store(step_counts + 4 * 4, due)
-            tl.store(step_counts + 5 * 4, 0)
-            tl.store(state, num_sinks)
-            tl.store(state + 1, blocks)
-            tl.store(state + 2, num_rows)
-            tl.store(state + 3, due)
-            tl.store(length, after.to(tl.int64))
-        program = tl.program_id(0)
-        batch, head = (program // heads).to(tl.int64), (program % heads).to(tl.int64)
-        home = batch * blocks_b + head * blocks_h + blocks
-        # After the sinks tokens are numbered; number p is in row p % ring.
-        i = tl.arange(0, MOST)[:, None]
-        row = (blocks * TOKENS + held_rows + i - to_sinks) % ring
-        row = tl.where(i < to_sinks, ring + sinks + i, row)
+    if query is None or (keys is not None and tl.program_id(1) < 2):
+        program, i = tl.program_id(0), tl.arange(0, MOST)[:, None]
+        batch, head = (program // n.kv_heads).to(tl.int64), (program % n.kv_heads).to(tl.int64)
+        if counts is None:
+            tokens, due, due_row, home, row = new.new, 0, 0, 0, slot + i
+        else:
+            sinks, blocks = tl.load(counts), tl.load(counts + 1 * 4)
+            held_rows, pending = tl.load(counts + 2 * 4), tl.load(counts + 3 * 4)
+            blocks += pending
+            held_rows -= pending * TOKENS
+            held = sinks + blocks * TOKENS + held_rows
+            fits = held + new.new <= new.max_cache_len
+            tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
+            tokens = tl.where(fits, new.new, 0)
+            to_sinks = tl.where(held == sinks, tl.minimum(tokens, n.sinks - sinks), 0)
+            due_row = (blocks * TOKENS) % n.ring
+            due = tl.minimum(tl.maximum(due_blocks_in_kernel(held + tokens, n.sinks, new.residual) - blocks, 0), 1)
+            tl.debug_barrier()
+            if tl.atomic_add(counts + 4 * 4, 1) == 2 * tl.num_programs(0) - 1:
+                write_counts(counts, length, sinks + to_sinks, blocks, held_rows + tokens - to_sinks, due)
+            home = batch * n.blocks_b + head * n.blocks_h + blocks
+            # After the sinks tokens are numbered; number p is in row p % ring.
+            row = (blocks * TOKENS + held_rows + i - to_sinks) % n.ring
+            row = tl.where(i < to_sinks, n.ring + sinks + i, row)
         DIM: tl.constexpr = KEYS.HEAD_DIM + VALUES.HEAD_DIM
-        own_rows = kv_rows + program.to(tl.int64) * (ring + max_sinks) * DIM
+        own_rows = kv_rows + program.to(tl.int64) * (n.ring + n.sinks) * DIM
         if tl.program_id(1) == 0:
             _append(
-                keys + (batch * keys_b + head * keys_h), keys_s, own_rows, row, tokens, due, due_row, packed, home,
-                key_rotation, key_channel_scales + program * KEYS.HEAD_DIM, DIM, KEYS,
+                keys + (batch * new.key_b + head * new.key_h), new.key_s, own_rows, row, tokens, due, due_row, packed,
+                home, key_rotation, key_channel_scales + program * KEYS.HEAD_DIM, DIM, KEYS,
             )  # fmt: skip
         else:
+            of_values = None if packed is None else value_channel_scales + program * VALUES.HEAD_DIM
             _append(
-                values + (batch * values_b + head * values_h), values_s, own_rows + KEYS.HEAD_DIM, row, tokens, due,
-                due_row, packed, home, value_rotation, value_channel_scales + program * VALUES.HEAD_DIM, DIM, VALUES,
+                values + (batch * new.value_b + head * new.value_h), new.value_s, own_rows + KEYS.HEAD_DIM, row, tokens,
+                due, due_row, packed, home, value_rotation, of_values, DIM, VALUES,
             )  # fmt: skip
     else:
         of_step = Queries(
-            query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s, None
-        )
-        tile = tl.program_id(1) - 2
-        rotate_rows_of_head(
-            of_step, scratch, tile, plain_at, scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD, BLOCK_R
+            query, query_rotation, key_channel_scales, None, n.rows, n.queries, n.kv_heads, new.query_b, new.query_h,
+            new.query_s, None,
         )  # fmt: skip
-
-
-APPEND = Kernel(append_and_rotate)
-
-
-class AppendLaunch:
-    """Launch that appends one token or a few a sequence to fixed tensors, any number of times.
-
-    Args:
-        packed: Blocks to write, with the same bits as by `tq_kernels.codec.launch.encode`.
-        rows: Dense rows `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous.
-        sinks: Number of sinks.
-        residual_length: Number of tokens that stay dense.
-        rotations: As in `encode`.
-        counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
-        max_cache_len: Capacity in tokens. A full store is not written to, and on a GPU the launch fails.
-    """
-
-    def __init__(
-        self,
-        packed: PackedBlocks,
-        rows: torch.Tensor,
-        sinks: int,
-        residual_length: int,
-        rotations: KeyValue,
-        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        max_cache_len: int,
-    ) -> None:
-        self.device, on = rows.device, target(rows.device)
-        self.counts = counts
-        sinks_held, blocks_held, rows_held = counts[1][:3, 0].unbind()
-        self.held = HeldCounts(blocks_held, rows_held, sinks_held)
-        """Counts a step attends to, its own tokens appended."""
-        self.tensors = (*counts, rows, packed.data, *rotations, packed.channel_scales.values)
-        # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
-        self.key_channel_scales = packed.channel_scales.keys
-        self.heads, self.programs = rows.shape[1], rows.shape[0] * rows.shape[1]
-        self.numbers = (sinks, rows.shape[2] - sinks, residual_length, max_cache_len, *packed.block_strides)
-        """Arguments of kernels after the strides of keys and values."""
-        matrix = matrix_type(rows.dtype, rows.device)
-        configs, self.constants = zip(
-            *(encode_shape(packed.layout, is_value, rows.dtype, on, matrix) for is_value in (False, True)), strict=True
-        )
-        warps = max(config.warps for config in configs)
-        # `debug` would turn on `sanitize_overflow`.
-        self.options = {"num_warps": warps, "sanitize_overflow": False}
-
-    @on_its_device
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the rows of S tokens to the sinks or the ring, encode the block that becomes due, and write the counts.
-
-        For readers other than a decode step, which appends in the launch that rotates its queries (`DecodeLaunch`).
-
-        Args:
-            keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
-            values: `[B, Hkv, S, Dv]`.
-        """
-        new, constants = self.of_tokens(keys, values)
-        APPEND(
-            (self.programs, 2, 1),
-            (keys, values, *self.tensors, None, None, self.key_channel_scales, None),
-            (*new, *self.numbers, None, None, self.heads, *[None] * 5),
-            constants,
-            (constants, keys.dtype, self.device.index),
-            **self.options,
-        )
-
-    def of_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Strides and number of new tokens, and the constants for that number; BLOCK_R is the number of warps."""
-        tokens = keys.shape[2]
-        numbers = (*keys.stride()[:3], *values.stride()[:3], tokens)
-        return numbers, (*self.constants, triton.next_power_of_2(tokens), self.options["num_warps"])
+        tile = tl.program_id(1) - (0 if keys is None else 2)
+        r, resets = tile * BLOCK_R + tl.arange(0, BLOCK_R), (tl.program_id(0) == 0) & (tile == 0)
+        rotate_rows(
+            of_step, scratch, tl.program_id(0) + tl.zeros([BLOCK_R], tl.int32), r, r < n.rows, resets, n.plain_at,
+            n.scale_at, KEYS.HEAD_DIM, KEYS.DIM, KEYS.TILE, KEYS.LOUD,
+        )  # fmt: skip
 
 
 TAIL_ROWS = tl.constexpr(32)

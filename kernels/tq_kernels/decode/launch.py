@@ -15,24 +15,25 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..codec.launch import encode_shape
+from ..codec.encode import PageShape
+from ..codec.launch import EncodeConfig, encode_shape
 from ..common.device import current_device, current_raw_stream, matrix_type, target
-from ..common.launcher import Kernel, Launch
+from ..common.launcher import Kernel, Launch, on_its_device
+from ..common.schedule import DecodeNumbers, DecodeTensors
 from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .append import AppendLaunch, append_and_rotate, append_to_pages, rotate_and_append
+from .append import AppendNumbers, PageWork, append_and_rotate, append_to_pages
 from .plan import plan_decode
-from .reduce import reduce_splits
-from .rotate import rotate_query
+from .reduce import OutStrides, reduce_splits
 from .split import decode_split
 
-ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE, APPEND_TO_PAGES = (
-    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate, append_to_pages)
-)
+APPEND_AND_ROTATE, APPEND_TO_PAGES = Kernel(append_and_rotate), Kernel(append_to_pages)
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
-NO_TABLES, NO_MASK, NO_PLACE = (None, None, None), (0, 0, 0), (0, 0, 0)
-"""Tables, strides of a mask, and places of rows in pages, where there are none."""
+NO_TABLES, NO_MASK, NO_PLACE, NO_TOKEN, NO_COUNTS = (None,) * 3, (None,) * 4, (0, 0, 0), (None, None), (None,) * 6
+"""Tables, mask, places of rows in pages, keys and values, and what is written beside rows, where there are none."""
+APPEND_OPTIONS = {"sanitize_overflow": False}
+"""`debug` of the kernel that appends would turn this on."""
 MOST_STEPS = 4096
 """Number of steps that are kept for one geometry: batches over pages have any number of tokens and requests."""
 
@@ -51,6 +52,20 @@ def held_counts(blocks: int, rows: int, sinks: int, device: torch.device) -> Hel
     """Counts on the device, as entries of a table: the host waits once for a table, not for every length."""
     numbers = (blocks, rows, sinks)
     return HeldCounts(*(_integers(max(4096, 1 << number.bit_length()), device)[4 * number] for number in numbers))
+
+
+class Preallocated(NamedTuple):
+    """Counts and limits of a preallocated batch.
+
+    Args:
+        counts: `DeviceCounts` of `tq_hf/tensors/`: `held` `[5, 4]` int32 and `length` `[]` int64.
+        residual_length: Number of tokens that stay dense.
+        max_cache_len: Capacity in tokens. A full batch is not written to, and on a GPU the launch fails.
+    """
+
+    counts: tuple[torch.Tensor, torch.Tensor]
+    residual_length: int
+    max_cache_len: int
 
 
 class Step(NamedTuple):
@@ -81,14 +96,20 @@ class DecodeLaunch:
             `[B, Hkv, ring + sinks, Dk + Dv]`, contiguous: the residual, a ring, then sinks.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
-        encoder: For pages, R of keys and of values as in `tq_kernels.codec.launch.encode`: the launch that writes
-            single tokens encodes the blocks that they complete.
+        encoder: For pages and a preallocated batch, R of keys and of values as in `tq_kernels.codec.launch.encode`: the
+            launch that writes tokens encodes the blocks that become due, with the same bits.
+        preallocated: Counts of a preallocated batch, whose steps append by them.
     """
 
     def __init__(
-        self, held: tuple[PackedBlocks, torch.Tensor, int] | Pages, rotations: KeyValue, encoder: KeyValue | None = None
+        self,
+        held: tuple[PackedBlocks, torch.Tensor, int] | Pages,
+        rotations: KeyValue,
+        encoder: KeyValue | None = None,
+        preallocated: Preallocated | None = None,
     ) -> None:
         self.pages = held if isinstance(held, Pages) else None
+        self.counts: tuple[torch.Tensor, torch.Tensor] | None = None
         sizes: tuple[Any, ...]
         if isinstance(held, Pages):
             blocks, rows, scales = held.blocks, held.rows, (held.key_channel_scales, held.value_channel_scales)
@@ -97,20 +118,27 @@ class DecodeLaunch:
             self.layout, sizes = held.layout, (held.place, held.page_blocks)
         else:
             packed, rows, self.sinks = held
-            self.written = ()
             blocks, self.layout = packed.data, packed.layout
             scales, self.block_strides = packed.channel_scales, packed.block_strides
             self.capacity, self.ring = blocks.shape[2], rows.shape[2] - self.sinks
-            sizes = (self.sinks, self.ring, self.capacity, self.block_strides)
+            self.written, self.limits = NO_COUNTS, (None, None)
+            if preallocated is not None and encoder is not None:
+                self.counts, *self.limits = preallocated
+                sinks_held, blocks_held, rows_held = self.counts[0][:3, 0].unbind()
+                self.held = HeldCounts(blocks_held, rows_held, sinks_held)
+                """Counts a step attends to, its own tokens appended."""
+                self.written = (*self.counts, blocks, *encoder, scales.values)
+            sizes = (self.sinks, self.ring, *self.limits, self.capacity, self.block_strides)
         self.kv_heads, self.value_dim = rows.shape[1], self.layout.value_dim
         self.dtype, self.device = rows.dtype, blocks.device
         self.on_gpu = self.device.type == "cuda"
         # Tensors of blocks, dense rows, queries and outputs.
         self.tensors: tuple[Any, ...] = ((blocks,), (rows,), *zip(rotations, scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        *parts, self.written_at = (tuple([x.data_ptr() for x in part]) for part in (*self.tensors, self.written))
-        self.addresses = tuple(parts)
-        self.aligned = all(address % 16 == 0 for part in (*parts, self.written_at) for address in part)
+        written = () if self.written is NO_COUNTS else self.written
+        *parts, written_at = (tuple([x.data_ptr() for x in part]) for part in (*self.tensors, written))
+        self.addresses, self.written_at = tuple(parts), written_at or NO_COUNTS
+        self.aligned = all(address % 16 == 0 for part in (*parts, written_at) for address in part)
         self._steps = steps_of((self.device, self.dtype, self.kv_heads, self.layout, sizes))
 
     def __call__(
@@ -123,7 +151,6 @@ class DecodeLaunch:
         out: torch.Tensor | None = None,
         states: KeyValue | None = None,
         slot: int = 0,
-        append: AppendLaunch | None = None,
         fill: bool = False,
     ) -> torch.Tensor:
         """Attention of S queries, in three launches.
@@ -139,9 +166,9 @@ class DecodeLaunch:
             out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
                 Over pages `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
             states: Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` of a token to write to the residual first, in
-                its dtype. Over pages `[T, Hkv, D]` of all new tokens; their strides and the query's are multiples of 8.
-            slot: Row of the residual for that token.
-            append: `AppendLaunch` that appends the token instead, or S tokens.
+                its dtype; S tokens to append to a preallocated batch. Over pages `[T, Hkv, D]` of all new tokens; their
+                strides and the query's are multiples of 8.
+            slot: Row of the residual for that token, if the batch is not preallocated.
             fill: Over pages, whether to write 0 for padding tokens; requires T >= B and at most one new token a
                 sequence.
 
@@ -152,12 +179,13 @@ class DecodeLaunch:
         if self.on_gpu and index != current_device():
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
-                return self(query, held, mask, options, allocate, out, states, slot, append, fill)
+                return self(query, held, mask, options, allocate, out, states, slot, fill)
         if mask is None:
-            mask_rows, mask_strides = 0, NO_MASK if self.pages is None else NO_TABLES
+            mask_rows, masked = 0, NO_MASK
         else:
             mask_rows = min(mask.shape[2], 2)
-            mask_strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
+            strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
+            masked = (mask.data_ptr(), *strides)
         if isinstance(held, Sequences):
             counts, tables = (held.packed, None, None), (held.block_table, held.cu_seqlens_q, held.cu_seqlens_k)
             packed_at, *tables_at = [tensor.data_ptr() for tensor in (held.packed, *tables)]
@@ -173,7 +201,6 @@ class DecodeLaunch:
             None if s_aux is None else s_aux.dtype,
             None if out is None else (out.stride(), out.dtype),
             None if states is None else (states[0].stride(), states[1].stride(), states[0].shape[2]),
-            None if append is None else append.numbers,
             shown,
         )  # fmt: skip
         step = self._steps.get(key)
@@ -182,49 +209,37 @@ class DecodeLaunch:
             if not all(part.stride()[-1] == 1 or part.is_contiguous() for part in rows):
                 # Kernels read contiguous rows, as models make them.
                 query, *row = (part.contiguous() for part in rows)
-                return self(query, held, mask, options, allocate, out, (row[0], row[1]) if row else None, slot, append)
+                return self(query, held, mask, options, allocate, out, (row[0], row[1]) if row else None, slot)
         if out is None:
             out = query.new_empty(shape[0], shape[2], shape[1], self.value_dim)
         if step is None:
             if len(self._steps) >= MOST_STEPS:
                 self._steps.clear()
-            step = self._steps[key] = self._step(query, out, mask_rows, options, states, append, shown)
+            step = self._steps[key] = self._step(query, out, mask_rows, options, states, shown)
         scratch = allocate(step.size)
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
-        mask_at = None if self.pages is not None else scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
-        bits |= query_at | scratch_at | out_at | (mask_at or 0) | aux_at
-        row_at: tuple[Any, ...] = ()
-        slots: tuple[int | None, ...] = ()
+        bits |= query_at | scratch_at | out_at | (masked[0] or 0) | aux_at
+        new_at, slots = NO_TOKEN, ()
         if states is not None:
-            keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
+            new_at = keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
-            if append is None:
-                places = () if shown is None else (*tables_at, *self.written_at)
-                row_at = (keys_at, values_at, *self.addresses[1], *places)
-                slots = (slot,) if shown is None else ()
-            else:
-                row_at = (keys_at, values_at, *append.addresses)
+            slots = (slot,) if self.written[0] is None else ()
         first, split, merge = step.launches
         aligned = bits & 15 == 0 and self.aligned
         if aligned and merge.ready is not None:
             # Common case, nothing left to look up: all is compiled for tensors aligned like these.
+            row_at = (*self.addresses[1], *new_at, *(() if shown is None else tables_at), *self.written_at)
             self._launch(
                 first.ready, split.ready, merge.ready, current_raw_stream(index), self.addresses, row_at, slots,
-                query_at, scratch_at, out_at, counts_at, tables_at, mask_at, mask_strides, aux_at,
+                query_at, scratch_at, out_at, counts_at, tables_at, masked, aux_at,
             )  # fmt: skip
             return out
-        if states is None:
-            row: tuple[Any, ...] = ()
-        elif append is None:
-            row = (*states, *self.tensors[1], *(() if shown is None else (*tables, *self.written)))
-        else:
-            row = (*states, *append.tensors)
+        row = (*self.tensors[1], *(states or NO_TOKEN), *(() if shown is None else tables), *self.written)
         self._launch(
             *[launch.on_tensors(aligned) for launch in step.launches], 0, self.tensors, row, slots,
             query, scratch, out, counts, tables,
-            None if self.pages is not None else scratch if mask is None else mask.view(torch.uint8),
-            mask_strides,
+            NO_MASK if mask is None else (mask.view(torch.uint8), *masked[1:]),
             scratch if s_aux is None else s_aux,
         )  # fmt: skip
         return out
@@ -243,23 +258,22 @@ class DecodeLaunch:
         out: Any,
         counts: tuple[Any, ...],
         tables: tuple[Any, ...] | list[Any],
-        mask: Any,
-        mask_strides: tuple[int | None, ...],
+        mask: tuple[Any, ...],
         s_aux: Any,
     ) -> None:
         """Launch the three kernels with tensors or their addresses.
 
-        `first`, `split` and `merge` are as `Launch.ready`; `parts` are `tensors`; `row` are the new token and where it
-        goes; `counts` are those of `HeldCounts`, or the packed blocks of `Sequences`, and `tables` a block table and
-        numbers of tokens. Another tensor stands in for an absent mask.
+        `first`, `split` and `merge` are as `Launch.ready`; `parts` are `tensors`; `row` are dense rows, new tokens and
+        what is written with them; `counts` are those of `HeldCounts`, or the packed blocks of `Sequences`, and `tables`
+        a block table and numbers of tokens.
         """
         (call_first, grid, fixed, numbers), (call_split, split_grid, fixed_split, of_split) = first, split
         (call_merge, merge_grid, fixed_merge, of_merge), (blocks, dense, of_queries, of_outputs) = merge, parts
         (num_blocks, num_residual, num_sinks), (table, cu_seqlens_q, cu_seqlens_k) = counts, tables
         call_first(*grid, stream, *fixed, *row, query, *of_queries, scratch, *slots, *numbers)
         call_split(
-            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, mask,
-            *((None, None) if table is None else row[:2]), *tables, *mask_strides, *of_split,
+            *split_grid, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks, *mask,
+            *(NO_TOKEN if table is None else row[1:3]), *tables, *of_split,
         )  # fmt: skip
         call_merge(
             *merge_grid, stream, *fixed_merge, scratch, num_blocks, num_residual, num_sinks, *of_outputs, s_aux, out,
@@ -273,51 +287,41 @@ class DecodeLaunch:
         mask_rows: int,
         options: AttentionOptions,
         states: KeyValue | None,
-        append: AppendLaunch | None,
         shown: tuple[int, int, int, bool] | None,
     ) -> Step:
         """Make the launches; `shown` are the shape of a block table, `least_padding` and `fill`."""
-        pages, on, kv_heads, value_dim = self.pages, target(self.device), self.kv_heads, self.value_dim
+        pages, on, kv_heads = self.pages, target(self.device), self.kv_heads
         if pages is None or shown is None:
-            (batch, query_heads, queries, key_dim), least = query.shape, 1
+            (batch, query_heads, queries, _), least = query.shape, 1
             room = (self.capacity, self.sinks + self.ring)
         else:
-            (_, query_heads, key_dim), queries, (batch, width, least, fill) = query.shape, 1, shown
+            query_heads, queries, (batch, width, least, fill) = query.shape[1], 1, shown
             room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
         plan = plan_decode(
             *(batch, query_heads, kv_heads, queries, self.layout, *room),
             *(options.causal, mask_rows, *options.flags, on, least, pages and pages.place),
         )
         at, rows = plan.scratch, query_heads // kv_heads * queries
-        tiles, slots = (plan.row_tiles, plan.streams, plan.tile_rows), (at.lse, at.partial, plan.dense_splits)
-        split, reduced = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce
+        split, reduced, out_strides = SPLIT_FRAGMENTS if on.fragments else SPLIT, plan.reduce, out.stride()[:3]
+        scaling_log2, cap_log2 = options.log2_factors
+        n = DecodeNumbers(
+            rows, queries, None, kv_heads, kv_heads * plan.row_tiles, *[None] * 9, scaling_log2, cap_log2,
+            plan.row_tiles, plan.streams, plan.tile_rows, plan.workers, plan.dense_splits,
+            at.plain, at.scale, at.lse, at.partial,
+        )  # fmt: skip
         # Kernel, grid, numbers, constants and options of the first launch; numbers of the others.
         first: tuple[Any, ...]
         if pages is not None and shown is not None and states is not None:
-            new = tuple(stride // 8 for x in (*states, query) for stride in x.stride()[:2])
-            first = self._append_to_pages(pages, (batch, query.shape[0], width), rows, new, (at.plain, at.scale), least)
-            split_numbers: tuple[Any, ...] = (rows, batch, kv_heads, pages.page_blocks, *[None] * 3, *new[:4], width)
-            reduce_numbers = (rows, query.shape[0], kv_heads, *tiles, plan.workers, *slots, 0, *out.stride()[:2], batch)
-            reduced = reduced._replace(FILL=fill)
+            key_t, key_h, value_t, value_h, *of_query = (x // 8 for part in (*states, query) for x in part.stride()[:2])
+            n = n._replace(
+                queries=query.shape[0], count=batch, blocks_b=pages.page_blocks, key_t=key_t, key_h=key_h,
+                value_t=value_t, value_h=value_h, width=width,
+            )  # fmt: skip
+            reduced, out_strides = reduced._replace(FILL=fill), (0, *out.stride()[:2])
+            first = self._append_to_pages(pages, n, of_query, least)
         else:
-            heads = (rows, queries, kv_heads)
-            numbers = (*heads, *query.stride()[:3], at.plain, at.scale)
-            grid, constants = plan.rotate_grid, plan.rotate_constants
-            if append is not None and states is not None:
-                warps = append.options["num_warps"]
-                new, constants = append.of_tokens(*states)
-                numbers = (*new, *append.numbers, *numbers)
-                first = (APPEND_AND_ROTATE, (grid[0], 2 + -(-rows // warps), 1), numbers, constants, append.options)
-            elif states is not None:
-                constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
-                strides = (*states[0].stride()[:2], *states[1].stride()[:2])
-                numbers = (self.ring + self.sinks, *strides, *numbers)
-                first = (ROTATE_AND_APPEND, (grid[0], 1 + grid[1], 1), numbers, constants, {"num_warps": 1})
-            else:
-                first = (ROTATE, grid, numbers, constants, {"num_warps": 1})
-            split_numbers = (*heads, *self.block_strides, self.ring, self.sinks, *[None] * 5)
-            reduce_numbers = (*heads, *tiles, plan.workers, *slots, *out.stride()[:3], None)
-        split_numbers += (*options.log2_factors, *tiles, at.plain, at.scale, *slots)
+            n = self._of_batch(n)
+            first = self._append_and_rotate(batch, states, n, query.stride()[:3])
         index, dense = self.device.index, self.dtype
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
@@ -332,44 +336,72 @@ class DecodeLaunch:
                     kernel, index, grid, numbers, constants, (constants, query.dtype, dense, index), first_options
                 ),
                 Launch(
-                    split, index, (plan.workers, 1, 1), split_numbers, (plan.split,),
-                    (plan.split, plan.config, dense, index), split_options,
+                    split, index, (plan.workers, 1, 1), (n,), (plan.split,),
+                    (plan.split, plan.config, dense, index), split_options, len(DecodeTensors._fields),
                 ),
                 Launch(
-                    REDUCE, index, plan.reduce_grid, reduce_numbers, (reduced,), (reduced, out.dtype, aux, index),
-                    {"num_warps": plan.reduce_warps} | dependent,
+                    REDUCE, index, plan.reduce_grid, (n, OutStrides(*out_strides)), (reduced,),
+                    (reduced, out.dtype, aux, index), {"num_warps": plan.reduce_warps} | dependent,
                 ),
             ),
         )  # fmt: skip
 
-    def _append_to_pages(
-        self,
-        pages: Pages,
-        sizes: tuple[int, int, int],
-        groups: int,
-        strides: tuple[int, ...],
-        queries_at: tuple[int, int],
-        least: int,
-    ) -> tuple[Any, ...]:
-        """Make the launch that appends to pages and rotates: kernel, grid, numbers, constants and options.
+    @on_its_device
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the rows of S tokens to the sinks or the ring of a preallocated batch, encode the block that becomes
+        due, and write the counts. For readers other than a decode step, which appends as its queries are rotated.
 
-        `sizes` are the numbers of sequences, tokens and columns of the table.
+        Args:
+            keys: `[B, Hkv, S, Dk]` in the residual's dtype, last dimension contiguous, S at most 128.
+            values: `[B, Hkv, S, Dv]`.
+        """
+        n = self._of_batch(DecodeNumbers(*[None] * len(DecodeNumbers._fields))._replace(rows=0, kv_heads=self.kv_heads))
+        first = self._append_and_rotate(len(keys), (keys, values), n, (None,) * 3)
+        kernel, grid, numbers, constants, options = first
+        tensors = (*self.tensors[1], keys, values, *self.written, None, None, self.tensors[2][1], None)
+        kernel(grid, tensors, numbers, constants, (constants, keys.dtype, self.device.index), **options)
+
+    def _shapes(self) -> tuple[EncodeConfig, tuple[Any, Any]]:
+        """Launch parameters of programs that append states and encode them, and constants for keys and values."""
+        of = (self.dtype, target(self.device), matrix_type(self.dtype, self.device))
+        (config, of_keys), (other, of_values) = (encode_shape(self.layout, is_value, *of) for is_value in (False, True))
+        return max(config, other, key=lambda each: each.warps), (of_keys, of_values)
+
+    def _of_batch(self, n: DecodeNumbers) -> DecodeNumbers:
+        """Numbers of a step with those of the batch's tensors."""
+        blocks_b, blocks_h = self.block_strides
+        return n._replace(blocks_b=blocks_b, blocks_h=blocks_h, ring=self.ring, sinks=self.sinks)
+
+    def _append_and_rotate(
+        self, batch: int, states: KeyValue | None, n: DecodeNumbers, of_query: tuple[int | None, ...]
+    ) -> tuple[Any, ...]:
+        """Make the launch that appends `states` and rotates queries: kernel, grid, numbers, constants and options."""
+        (config, shapes), counted = self._shapes(), self.written[0] is not None
+        strides: list[int | None] = [None] * 6
+        programs, tokens = 0, 1
+        if states is not None:
+            strides, tokens, programs = [x for part in states for x in part.stride()[:3]], states[0].shape[2], 2
+        warps = config.warps if counted and programs else 1
+        constants = (*shapes, triton.next_power_of_2(tokens), warps)
+        new = AppendNumbers(*strides, tokens, *of_query, *self.limits)
+        numbers = (new, n) if programs and not counted else (None, new, n)  # without a slot
+        grid = (batch * self.kv_heads, programs + -(-n.rows // warps), 1)
+        return APPEND_AND_ROTATE, grid, numbers, constants, {"num_warps": warps, **APPEND_OPTIONS}
+
+    def _append_to_pages(self, pages: Pages, n: DecodeNumbers, of_query: list[int], least: int) -> tuple[Any, ...]:
+        """`_append_and_rotate` for pages.
 
         Blocks are encoded there in steps of single tokens (`least` is 1), whose number of sequences is small: a program
         that may encode takes many registers, and few run side by side.
         """
-        on, kv_heads, (batch, tokens, width), encodes = target(self.device), self.kv_heads, sizes, least == 1
-        matrix = matrix_type(self.dtype, self.device)
-        (config, of_keys), (_, of_values) = (
-            encode_shape(self.layout, is_value, self.dtype, on, matrix) for is_value in (False, True)
-        )
+        on, kv_heads, batch, encodes = target(self.device), self.kv_heads, n.count, least == 1
+        config, shapes = self._shapes()
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
-        copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * groups // warps)
+        copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * n.rows // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
-        block_b = triton.next_power_of_2(max(batch, least))
-        constants = (of_keys, of_values, *pages.place, block_b, block_h, warps, encodes)
-        numbers = (batch, tokens, width, pages.page_blocks, kv_heads, groups)
-        numbers = (*numbers, *strides, *queries_at, copies, rotations, workers)
+        place = PageShape(*pages.place, triton.next_power_of_2(max(batch, least)))
+        constants = (*shapes, place, block_h, warps, encodes)
+        numbers = (PageWork(*of_query, copies, rotations, workers), n)
         options = {"num_warps": warps}
         if encodes and config.registers is not None:
             options["maxnreg"] = config.registers

@@ -177,10 +177,8 @@ class Plan:
     tile_rows: int
     dense_splits: int
     scratch: ScratchLayout
-    rotate_grid: tuple[int, int, int]
     reduce_grid: tuple[int, int, int]
     reduce_warps: int
-    rotate_constants: tuple[Any, ...]
     split: DecodeShape
     reduce: ReduceShape
 
@@ -232,10 +230,8 @@ def plan_decode(
         tile_rows=tile_rows,
         dense_splits=dense_splits,
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, layout),
-        rotate_grid=(heads, rows, 1),
         reduce_grid=(streams, tile_rows, 1),
         reduce_warps=2 if reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
-        rotate_constants=(key_dim, dkp, block_dk, layout.loud, 1),
         split=DecodeShape(
             *(key_dim, value_dim, dkp, dvp, max(value_dim, dvp), *layout.bits),
             *(causal and queries > 1 and not mask_rows, mask_rows, bounds, key_chunks, value_chunks),

@@ -15,8 +15,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.device import constants_of
-from ..common.launcher import kernel
-from ..common.schedule import LINE, counted, dense_jobs, holder, sharing, work_of
+from ..common.schedule import LINE, DecodeNumbers, counted, dense_jobs, holder, sharing, work_of
 from ..common.softmax import LOG2E, rescaled
 from .rotate import hadamard, signs
 
@@ -27,6 +26,10 @@ Args:
     lse, partial: Pointers to logarithms and to normalised results of slot 0.
     tile_rows: Rows of a slot.
 """
+
+
+OutStrides = namedtuple("OutStrides", "batch token head")
+"""Strides of outputs that decide nothing about what is compiled."""
 
 
 ReduceShape = namedtuple(
@@ -95,7 +98,7 @@ def merge_row(slots, row, packed, dense, rotation, sign, factor, s_aux, C: tl.co
     return (plain + back * (sign * (C.DVP**-0.5) / factor)) / tl.where(weights > 0, weights, 1.0)
 
 
-@kernel("rows:count")
+@triton.jit
 def reduce_splits(
     scratch,
     num_blocks,  # [] int32; over pages [sequences]
@@ -106,19 +109,15 @@ def reduce_splits(
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous; over pages B is 1 and S all new tokens
     cu_seqlens_q, cu_seqlens_k,  # [sequences + 1] int32 over pages, or None
-    rows,  # G * S; over pages G
-    queries,  # S
-    kv_heads, row_tiles, streams, tile_rows, workers, lse_at, partial_at,
-    dense_splits,  # as in `decode_split`
-    out_b, out_s, out_h,
-    count,  # over pages: sequences; else None
+    n: DecodeNumbers,
+    strides: OutStrides,
     SHAPE: tl.constexpr,  # a `ReduceShape`
 ):  # fmt: skip
     """Merge the slots of `decode_split`. Grid: (streams, tile_rows)."""
     C: tl.constexpr = constants_of(SHAPE)
     stream, local = tl.program_id(0), tl.program_id(1)
-    head = stream // row_tiles
-    r = (stream % row_tiles) * C.TILE_R + local
+    head = stream // n.row_tiles
+    r = (stream % n.row_tiles) * C.TILE_R + local
     d = tl.arange(0, C.BLOCK_D)
     # Before the wait: signs, channel scales and counts do not depend on the kernel in front.
     sign = signs(rotation, d, C.DVP)
@@ -127,41 +126,45 @@ def reduce_splits(
         blocks = tl.load(num_blocks)
         dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
         per_stream, jobs = counted(blocks), dense_jobs(dense_tokens)
-        sharers = sharing(workers, per_stream * streams, jobs * streams)
-        first = holder(stream * per_stream, sharers, per_stream * streams) + stream
-        last = holder((stream + 1) * per_stream - 1, sharers, per_stream * streams) + stream + 1
-        head_q = (head % kv_heads) * (rows // queries) + r // queries
-        at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h
+        sharers = sharing(n.workers, per_stream * n.streams, jobs * n.streams)
+        first = holder(stream * per_stream, sharers, per_stream * n.streams) + stream
+        last = holder((stream + 1) * per_stream - 1, sharers, per_stream * n.streams) + stream + 1
+        head_q = (head % n.kv_heads) * (n.rows // n.queries) + r // n.queries
+        at = (
+            (head // n.kv_heads).to(tl.int64) * strides.batch
+            + (r % n.queries).to(tl.int64) * strides.token
+            + head_q * strides.head
+        )
     else:
-        sequence, heads = head // kv_heads, kv_heads * row_tiles
-        factor = tl.load(channel_scales + head % kv_heads * C.DV + d, mask=d < C.DV, other=1.0).to(tl.float32)
+        sequence, heads = head // n.kv_heads, n.heads
+        factor = tl.load(channel_scales + head % n.kv_heads * C.DV + d, mask=d < C.DV, other=1.0).to(tl.float32)
         b = tl.arange(0, C.BLOCK_B)
-        blocks_of, jobs_of, _, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, b, count)
-        blocks, jobs, token, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, sequence, count)
+        blocks_of, jobs_of, _, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, b, n.count)
+        blocks, jobs, token, _ = work_of(cu_seqlens_q, cu_seqlens_k, num_blocks, sequence, n.count)
         items = counted(blocks_of)
         total = tl.sum(items, 0) * heads
-        sharers = sharing(workers, total, tl.max(jobs_of, 0) * streams)
+        sharers = sharing(n.workers, total, tl.max(jobs_of, 0) * n.streams)
         item = tl.sum(tl.where(b < sequence, items, 0), 0) * heads + stream % heads * counted(blocks)
         first = holder(item, sharers, total) + stream
         last = holder(item + counted(blocks) - 1, sharers, total) + stream + 1
         exists = jobs > 0  # one new token
         if C.FILL:
             # A sequence without a token takes the padding token of its rank among the sequences without one.
-            token = tl.where(exists, token, tl.load(cu_seqlens_q + count) + sequence - token)
-            exists = token < queries
-        head_q = head % kv_heads * rows + r
-        at = token.to(tl.int64) * out_s + head_q * out_h
+            token = tl.where(exists, token, tl.load(cu_seqlens_q + n.count) + sequence - token)
+            exists = token < n.queries
+        head_q = head % n.kv_heads * n.rows + r
+        at = token.to(tl.int64) * strides.token + head_q * strides.head
     last = tl.where(blocks > 0, last, first)
-    dense_first = workers + streams + stream * dense_splits
+    dense_first = n.workers + n.streams + stream * n.dense_splits
     dense_last = dense_first + jobs
     if C.PDL:
         cuda.gdc_wait()
 
-    inside = r < rows
+    inside = r < n.rows
     if cu_seqlens_q is not None:
         inside = inside & exists
     if inside:
-        slots = Partials(scratch + LINE * lse_at, scratch + LINE * partial_at, tile_rows)
+        slots = Partials(scratch + LINE * n.lse_at, scratch + LINE * n.partial_at, n.tile_rows)
         result = merge_row(
             slots, local, (first, last), (dense_first, dense_last), rotation, sign, factor, s_aux + head_q, C
         )

@@ -54,7 +54,7 @@ def hadamard(x, rotation, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.const
 Queries = namedtuple(
     "Queries", "query rotation channel_scales tokens rows queries kv_heads stride_b stride_h stride_s count"
 )
-"""Queries of a step and their rotation: arguments of `rotate_query`.
+"""Queries of a step and their rotation: arguments of `append_and_rotate`.
 
 Args:
     count: Over pages number of new tokens.
@@ -109,30 +109,3 @@ def rotate_rows(
         q = tl.where(loud, 0.0, q)
     rotated = hadamard(q * sign[None, :], new.rotation, exists.shape[0], DKP, BLOCK_D) * (DKP**-0.5)
     tl.store(out + d[None, :], rotated.to(tl.float16), mask=exists[:, None] & (d < DKP)[None, :])
-
-
-@triton.jit
-def rotate_rows_of_head(
-    new, scratch, tile, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr,
-    LOUD: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Rotate BLOCK_R rows of this program's head, from row `tile` * BLOCK_R on."""
-    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    head = tl.program_id(0) + tl.zeros([BLOCK_R], tl.int32)
-    resets = (tl.program_id(0) == 0) & (tile == 0)
-    rotate_rows(new, scratch, head, r, r < new.rows, resets, plain_at, scale_at, DK, DKP, BLOCK_D, LOUD)
-
-
-@triton.jit(do_not_specialize=["rows", "queries", "kv_heads", "query_b", "query_h", "query_s", "plain_at", "scale_at"])
-def rotate_query(
-    query,  # [B, Hq, S, DK], last dimension contiguous
-    rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
-    channel_scales,  # [P, DK] fp16
-    scratch,
-    rows, queries,  # G * S, S
-    kv_heads, query_b, query_h, query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr, LOUD: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R)."""
-    new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s, None)
-    rotate_rows_of_head(new, scratch, tl.program_id(1), plain_at, scale_at, DK, DKP, BLOCK_D, LOUD, BLOCK_R)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..codec.loud import loud_rows
-from ..common.schedule import LINE, ROTATED, parts_of, row_size
+from ..common.schedule import LINE, ROTATED, DecodeNumbers, DecodeTensors, StreamBlocks, parts_of, row_size
 from ..common.softmax import bounded, log2_sum, rescaled
 from ..common.unpack import PROBABILITY_BITS, chunk_start
 from ..format import TOKENS
@@ -25,46 +25,18 @@ from .tiles import (
     value_levels,
 )
 
-DecodeBlocks = namedtuple("DecodeBlocks", "head block_table page_blocks")
-"""Packed blocks of a stream.
-
-Args:
-    head: Pointer to the KV head's first block, int32; with a block table to its block in page 0.
-    block_table: Pointer to the sequence's pages, int32, or `None`: blocks follow one another.
-    page_blocks: Number of blocks from a page to the next.
-"""
-
-
-DecodeRows = namedtuple("DecodeRows", "head r inside local stored queries")
-"""Query rows of a stream.
-
-Args:
-    head: First row of the KV head's queries in scratch.
-    r: [BR] rows of the head.
-    inside: [BR] whether they exist.
-    local: [BR] rows of the partial result.
-    stored: [BR] whether those are stored.
-    queries: S.
-"""
-
-
-DecodeScratch = namedtuple("DecodeScratch", "start scale lse partial tile_rows")
-"""Scratch of a call, with offsets in lines.
-
-Args:
-    start: Pointer to float32.
-    scale, lse, partial: Offsets as in `tq_kernels.decode.plan.ScratchLayout`.
-    tile_rows: Rows of a partial result.
-"""
+DecodeRows = namedtuple("DecodeRows", "head r inside")
+"""Query rows of a stream: first row of the KV head's queries in scratch; [BR] rows of the head, and whether they
+exist."""
 
 
 @triton.jit
-def _load_queries(scratch, rows, C: tl.constexpr):
+def _load_queries(a: DecodeTensors, rows, C: tl.constexpr):
     """Load rotated queries: the KEY_CHUNKS parts of their channels [BKC, BR]; parts as long as those of means [BM, BR];
     and loud channels of each plane [4 * LOUD, BR], 0 in the columns of the other planes."""
     WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     kc, km = tl.arange(0, C.BLOCK_KC), tl.arange(0, C.BLOCK_MEAN)
-    queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
+    queries_at = a.scratch.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
     row_at = queries_at + (rows.head + rows.r)[None, :] * row_size(C.DKP, C.LOUD)
     rotated = row_at + kc[:, None]
     inside = (kc < WIDTH)[:, None] & rows.inside[None, :]
@@ -112,16 +84,16 @@ def _products(parts, queries, words, next_scales, exists, C: tl.constexpr):
 
 
 @triton.jit
-def _masked(x, mask, bias, rows, t, C: tl.constexpr):
+def _masked(x, a: DecodeTensors, n: DecodeNumbers, mask_at, bias, rows, t, C: tl.constexpr):
     """Set logits to -inf where a token is masked: by `bias`, for all rows alike, or row by row; `t` [32] are columns of
     plane 0."""
     if C.MASK == 1:
         return x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None]
     else:
-        mask_offset = (rows.r % rows.queries) * mask.stride_s  # [BR]
+        mask_offset = (rows.r % n.queries) * a.mask_s  # [BR]
         seen = ()
         for plane in tl.static_range(4):
-            allowed = allowed_tile(mask.start, t + 32 * plane, mask_offset, mask.stride_t, rows.inside[None, :])
+            allowed = allowed_tile(mask_at, t + 32 * plane, mask_offset, a.mask_t, rows.inside[None, :])
             seen += (tl.where(allowed, x[plane], -float("inf")),)
         return seen
 
@@ -158,25 +130,25 @@ def _add_values(acc, alpha, value_words, value_scale, p, C: tl.constexpr):
 
 
 @triton.jit
-def store_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scaling_log2, cap_log2, C: tl.constexpr):
+def store_share(
+    a: DecodeTensors, n: DecodeNumbers, blocks: StreamBlocks, mask_at, first, last, rows: DecodeRows, slot, local,
+    stored, sink_count, C: tl.constexpr,
+):  # fmt: skip
     """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `slot`.
 
     Args:
-        scratch: A `DecodeScratch`.
-        blocks: `DecodeBlocks` of the stream.
-        mask: `DecodeMask` of the sequence.
+        mask_at: Pointer to the sequence's mask.
         first, last: First block and the one after the last; `last` comes from `per_lane`.
-        rows: `DecodeRows` of the stream.
         sink_count: Number of tokens before block 0, in columns of the mask.
         C: A `DecodeShape`.
     """
     KEY: tl.constexpr = C.DKP * C.KEY_BITS
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
-    n = tl.arange(0, 32)
+    token = tl.arange(0, 32)
     # Queries: factors to base-2 logits, and the rotated rows.
-    factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
-    factor = factor * scaling_log2
-    queries = _load_queries(scratch, rows, C)
+    factor = tl.load(a.scratch + LINE * n.scale_at + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
+    factor = factor * n.scaling_log2
+    queries = _load_queries(a, rows, C)
     acc = ()
     for _ in tl.static_range(C.VALUE_CHUNKS):
         acc += (tl.zeros([C.BLOCK_VC, C.BLOCK_R], tl.float32),)
@@ -191,28 +163,28 @@ def store_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scal
         page_words = (blocks.page_blocks * C.BLOCK_WORDS).to(tl.int64)
         at = blocks.head + tl.load(blocks.block_table + first).to(tl.int64) * page_words
         page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
-    words = load_scales(parts_of(at, KEY, VALUE, C.LOUD).scales + n, first < last)
+    words = load_scales(parts_of(at, KEY, VALUE, C.LOUD).scales + token, first < last)
     bias = ()
     if C.MASK == 1:
-        mask_at = mask.start + (sink_count + n).to(tl.int64) * mask.stride_t
-        bias = load_bias(mask_at, first, mask.stride_t)
+        bias_at = mask_at + (sink_count + token).to(tl.int64) * a.mask_t
+        bias = load_bias(bias_at, first, a.mask_t)
     for block in tl.range(first, last):
         if blocks.block_table is None:
             next_at = at + C.BLOCK_WORDS
         else:
             next_at = blocks.head + page.to(tl.int64) * page_words
         parts = parts_of(at, KEY, VALUE, C.LOUD)
-        next_scales = parts_of(next_at, KEY, VALUE, C.LOUD).scales + n
+        next_scales = parts_of(next_at, KEY, VALUE, C.LOUD).scales + token
         x, value_scale, words = _products(parts, queries, words, next_scales, block + 1 < last, C)
         if C.BOUNDS:
             capped = ()
             for plane in tl.static_range(4):
-                capped += (bounded(x[plane] * factor[None, :], cap_log2, C.BOUNDS),)
+                capped += (bounded(x[plane] * factor[None, :], n.cap_log2, C.BOUNDS),)
             x = capped
         if C.MASK:
-            x = _masked(x, mask, bias, rows, sink_count + block * TOKENS + n, C)
+            x = _masked(x, a, n, mask_at, bias, rows, sink_count + block * TOKENS + token, C)
         if C.MASK == 1:
-            bias = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask.stride_t)
+            bias = load_bias(bias_at, tl.minimum(block + 1, last - 1), a.mask_t)
         # Softmax: the maximum stays in the units of these products; the factor to base 2 enters the exponent's FMA.
         gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
         largest = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), 0)  # [BR]
@@ -231,6 +203,6 @@ def store_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scal
     gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
     UNIT: tl.constexpr = level_unit(C.VALUE_BITS, C.SMALL)
     store_partial(
-        scratch, slot, rows.local, rows.stored, acc, total, log2_sum(maximum * gain - PROBABILITY_BITS, total), UNIT,
+        a, n, slot, local, stored, acc, total, log2_sum(maximum * gain - PROBABILITY_BITS, total), UNIT,
         C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS, C,
     )  # fmt: skip

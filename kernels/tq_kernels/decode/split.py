@@ -22,13 +22,14 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.device import AMPERE, constants_of
-from ..common.launcher import kernel
 from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
     START,
-    DecodeCall,
+    DecodeNumbers,
+    DecodeTensors,
     DenseTokens,
+    StreamBlocks,
     claim,
     counted,
     dense_of_pages,
@@ -44,152 +45,117 @@ from ..common.schedule import (
 )
 from ..common.softmax import log2_sum
 from ..format import TOKENS
-from .share import DecodeBlocks, DecodeRows, DecodeScratch, store_share
-from .tiles import DecodeMask, dense_job, per_lane, prefetch, prefetch_rows, store_partial
+from .share import DecodeRows, store_share
+from .tiles import dense_job, per_lane, prefetch, prefetch_rows, store_partial
 
 
 @triton.jit
-def _prefetch(a: DecodeCall, batch, kv_head, first, start, end, tokens, ring_start, job, jobs, C: tl.constexpr):
+def _prefetch(
+    a: DecodeTensors, n: DecodeNumbers, batch, kv_head, first, start, end, tokens, ring_start, job, jobs,
+    C: tl.constexpr,
+):  # fmt: skip
     """Fetch a worker's first block and, without pages, rows of its first dense job: queries are read before them."""
     if a.block_table is None:
-        home = batch.to(tl.int64) * a.blocks_b + kv_head.to(tl.int64) * a.blocks_h + first
-        if (job >= 0) & (job < jobs * a.streams):
-            rows = a.kv_rows + (job // jobs // a.row_tiles).to(tl.int64) * (a.ring + a.sinks) * (C.DK + C.DV)
-            dense = DenseTokens(rows, None, None, None, a.sinks, a.ring, ring_start, tokens, None, tokens)
+        home = batch.to(tl.int64) * n.blocks_b + kv_head.to(tl.int64) * n.blocks_h + first
+        if (job >= 0) & (job < jobs * n.streams):
+            rows = a.kv_rows + (job // jobs // n.row_tiles).to(tl.int64) * (n.ring + n.sinks) * (C.DK + C.DV)
+            dense = DenseTokens(rows, None, None, None, n.sinks, n.ring, ring_start, tokens, None, tokens)
             k_row, v_row = dense_rows(dense, job % jobs * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS), C)
             prefetch_rows(k_row, C.DK)
             prefetch_rows(v_row, C.DV)
     else:
-        column = a.block_table + batch.to(tl.int64) * a.width + first_block_column(C.SINKS, C.RING, C.ROWS) + first
-        home = tl.load(column, mask=start < end, other=0).to(tl.int64) * a.blocks_b + kv_head
+        column = a.block_table + batch.to(tl.int64) * n.width + first_block_column(C.SINKS, C.RING, C.ROWS) + first
+        home = tl.load(column, mask=start < end, other=0).to(tl.int64) * n.blocks_b + kv_head
     prefetch(a.packed + home * C.BLOCK_WORDS, C.BLOCK_WORDS // 32, start < end)
 
 
 @triton.jit
 def _packed_part(
-    a: DecodeCall, to: DecodeScratch, worker, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at,
-    start, end, C: tl.constexpr,
+    a: DecodeTensors, n: DecodeNumbers, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at, start,
+    end, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to the packed blocks `start` to `end` of a worker's share, from `stream` on, which begins at `at`; without
     pages a stream has `blocks` blocks."""
     while at < end:
-        own = blocks if a.block_table is None else packed_of(a.num_blocks, batch, a.queries)
+        own = blocks if a.block_table is None else packed_of(a.num_blocks, batch, n.count)
         if a.block_table is None:
-            own_blocks = batch.to(tl.int64) * a.blocks_b + kv_head.to(tl.int64) * a.blocks_h
-            stream_blocks = DecodeBlocks(a.packed + own_blocks * C.BLOCK_WORDS, None, None)
+            own_blocks = batch.to(tl.int64) * n.blocks_b + kv_head.to(tl.int64) * n.blocks_h
+            stream_blocks = StreamBlocks(a.packed + own_blocks * C.BLOCK_WORDS, None, None)
         else:
-            pages = a.block_table + batch.to(tl.int64) * a.width + first_block_column(C.SINKS, C.RING, C.ROWS)
-            stream_blocks = DecodeBlocks(a.packed + kv_head * C.BLOCK_WORDS, pages, a.blocks_b)
+            pages = a.block_table + batch.to(tl.int64) * n.width + first_block_column(C.SINKS, C.RING, C.ROWS)
+            stream_blocks = StreamBlocks(a.packed + kv_head * C.BLOCK_WORDS, pages, n.blocks_b)
         first = tl.maximum(start - at - START, 0)
         last = per_lane(tl.minimum(end - at - START, own), C.ASM)
         r = tile * C.BLOCK_R + local
-        rows = DecodeRows((batch * a.kv_heads + kv_head) * a.rows, r, r < a.rows, local, stored, a.queries)
-        mask = DecodeMask(a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else a.mask, a.mask_s, a.mask_t)
+        rows = DecodeRows((batch * n.kv_heads + kv_head) * n.rows, r, r < n.rows)
+        mask_at = a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else None
         store_share(
-            to, stream_blocks, mask, first, last, rows, worker + stream, sink_count, a.scaling_log2,
-            a.cap_log2, C,
-        )  # fmt: skip
+            a, n, stream_blocks, mask_at, first, last, rows, tl.program_id(0) + stream, local, stored, sink_count, C
+        )
         at += counted(own)
         stream += 1
-        tile, kv_head = tl.where(tile + 1 == a.row_tiles, 0, tile + 1), kv_head + (tile + 1 == a.row_tiles).to(tl.int32)
-        batch, kv_head = batch + (kv_head == a.kv_heads).to(tl.int32), tl.where(kv_head == a.kv_heads, 0, kv_head)
+        tile, kv_head = tl.where(tile + 1 == n.row_tiles, 0, tile + 1), kv_head + (tile + 1 == n.row_tiles).to(tl.int32)
+        batch, kv_head = batch + (kv_head == n.kv_heads).to(tl.int32), tl.where(kv_head == n.kv_heads, 0, kv_head)
         if a.block_table is not None:
-            batch, stream, at = next_sequence(a, batch, stream, at, end, C.BLOCK_B)
+            batch, stream, at = next_sequence(a, n, batch, stream, at, end, C.BLOCK_B)
 
 
 @triton.jit
 def _dense_part(
-    a: DecodeCall, to: DecodeScratch, plain_at, job, jobs, blocks, tokens, ring_start, workers, local, stored,
-    C: tl.constexpr,
-):  # fmt: skip
+    a: DecodeTensors, n: DecodeNumbers, local, stored, job, jobs, blocks, tokens, ring_start, C: tl.constexpr
+):
     """Attend to the dense tokens of job `job`."""
     stream, part = job // jobs, job % jobs
-    head = stream // a.row_tiles
-    batch, kv_head = head // a.kv_heads, head % a.kv_heads
-    r = (stream % a.row_tiles) * C.BLOCK_R + local
-    query = to.start.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * LINE) * plain_at + (head * a.rows + r) * C.DK
-    scale = to.start + LINE * to.scale + head * a.rows + r
+    head = stream // n.row_tiles
+    batch, kv_head = head // n.kv_heads, head % n.kv_heads
+    r = (stream % n.row_tiles) * C.BLOCK_R + local
+    plain = a.scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * LINE) * n.plain_at
+    query, scale = plain + (head * n.rows + r) * C.DK, a.scratch + LINE * n.scale_at + head * n.rows + r
     t = part * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
     if a.block_table is None:
-        rows = a.kv_rows + head.to(tl.int64) * (a.ring + a.sinks) * (C.DK + C.DV)
-        dense, own_jobs = DenseTokens(rows, None, None, None, a.sinks, a.ring, ring_start, tokens, None, tokens), jobs
+        rows = a.kv_rows + head.to(tl.int64) * (n.ring + n.sinks) * (C.DK + C.DV)
+        dense, own_jobs = DenseTokens(rows, None, None, None, n.sinks, n.ring, ring_start, tokens, None, tokens), jobs
     else:
-        dense, blocks, own_jobs = dense_of_pages(a, batch, kv_head, C)
+        dense, blocks, own_jobs = dense_of_pages(a, n, batch, kv_head, C)
     if part < own_jobs:
-        mask = DecodeMask(a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else a.mask, a.mask_s, a.mask_t)
-        out, total, maximum = dense_job(
-            dense, t, blocks * TOKENS, query, scale, mask, a.queries, r, a.rows, a.scaling_log2,
-            a.cap_log2, C,
-        )  # fmt: skip
-        slot = workers + a.streams + stream * a.dense_splits + part
-        log = log2_sum(maximum, total)
-        store_partial(to, slot, local, stored, (out,), total, log, 1.0, 1, C.DV, 8, C)
+        mask_at = a.mask + batch.to(tl.int64) * a.mask_b if C.MASK else None
+        out, total, maximum = dense_job(a, n, dense, t, blocks * TOKENS, query, scale, mask_at, r, C)
+        slot = tl.num_programs(0) + n.streams + stream * n.dense_splits + part
+        store_partial(a, n, slot, local, stored, (out,), total, log2_sum(maximum, total), 1.0, 1, C.DV, 8, C)
 
 
-@kernel("mask_b:dense_splits")
-def decode_split(
-    scratch,
-    packed,  # [B, Hkv, N, BLOCK_WORDS] int32; over pages [pages, Hkv, BLOCK_WORDS]
-    num_blocks,  # [] int32; over pages [B]
-    kv_rows,  # [B, Hkv, ring + sinks, DK + DV] in the model's dtype; over pages [pages, Hkv, ROWS, DK + DV]
-    num_residual,  # [] int32, residual row j is in row (128 * num_blocks + j) % ring; over pages None, as up to `mask`
-    num_sinks,  # [] int32
-    mask,  # [B, 1, S or 1, T] uint8, 0 or 1
-    key,  # [T, Hkv, DK], strides in units of 8 elements; None without pages, as up to `cu_seqlens_k`
-    value,  # [T, Hkv, DV]
-    block_table,  # [B, W] int32
-    cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
-    mask_b, mask_s, mask_t,
-    rows,  # G * S; over pages G
-    queries,  # S; over pages B
-    kv_heads,
-    blocks_b,  # strides in blocks; over pages from page to page
-    blocks_h,
-    ring, sinks,  # over pages None
-    key_t, key_h, value_t, value_h,
-    width,  # W
-    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
-    row_tiles,
-    streams, tile_rows,  # P * row_tiles, min(rows, BLOCK_R)
-    plain_at, scale_at, lse_at, partial_at,
-    dense_splits,  # slots of a stream for dense jobs: enough for full sinks and residual
-    SHAPE: tl.constexpr,  # a `DecodeShape`
-):  # fmt: skip
+@triton.jit
+def decode_split(tensors, n: DecodeNumbers, SHAPE: tl.constexpr):
     """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,).
 
-    With a block table, sequences differ in length.
+    With a block table, sequences differ in length. `tensors` are `DecodeTensors`, SHAPE is a `DecodeShape`.
     """
     C: tl.constexpr = constants_of(SHAPE)
-    a = DecodeCall(
-        packed, num_blocks, kv_rows, num_residual, num_sinks, mask, key, value, block_table, cu_seqlens_q, cu_seqlens_k,
-        mask_b, mask_s, mask_t, rows, queries, kv_heads, blocks_b, blocks_h, ring, sinks, key_t, key_h, value_t,
-        value_h, width, scaling_log2, cap_log2, row_tiles, streams, tile_rows, dense_splits, kv_heads * row_tiles,
-    )  # fmt: skip
-    to = DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows)
+    a = DecodeTensors(*tensors)
     worker, workers = tl.program_id(0), tl.num_programs(0)
-    local = tl.arange(0, C.BLOCK_R)
-    stored = local < tile_rows
+    local = tl.arange(0, C.BLOCK_R)  # passed on: in layouts of each phase it takes registers that sm_80 lacks
+    stored = local < n.tile_rows
     if C.PDL:
         cuda.gdc_launch_dependents()
-    blocks, sink_count, tokens, total, jobs = step_work(a, C.BLOCK_B)
-    total_jobs = jobs * streams
+    blocks, sink_count, tokens, total, jobs = step_work(a, n, C.BLOCK_B)
+    total_jobs = jobs * n.streams
     sharers = sharing(workers, total, total_jobs)
     start, end = packed_share(worker, sharers, total)
     job, without_share = first_jobs(worker, workers, total, sharers)
-    ring_start = None if ring is None else (blocks * TOKENS) % ring
+    ring_start = None if n.ring is None else (blocks * TOKENS) % n.ring
 
     # Find the first stream here and count on from it: a division takes longer than an addition.
-    batch, stream, at = stream_at(a, blocks, start)
-    tile, kv_head = stream % row_tiles, stream % a.heads // row_tiles
+    batch, stream, at = stream_at(a, n, blocks, start)
+    tile, kv_head = stream % n.row_tiles, stream % n.heads // n.row_tiles
     if C.ASM >= AMPERE:
         first = tl.maximum(start - at - START, 0)
-        _prefetch(a, batch, kv_head, first, start, end, tokens, ring_start, job, jobs, C)
-    _packed_part(a, to, worker, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at, start, end, C)
+        _prefetch(a, n, batch, kv_head, first, start, end, tokens, ring_start, job, jobs, C)
+    _packed_part(a, n, local, stored, blocks, sink_count, batch, kv_head, tile, stream, at, start, end, C)
 
     # Dense tokens: jobs, claimed one after the other; over pages every stream counts as many as the longest has.
-    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
+    claims = a.scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     if job < 0:
         job = claim(claims, without_share, total_jobs)
     while job < total_jobs:
-        _dense_part(a, to, plain_at, job, jobs, blocks, tokens, ring_start, workers, local, stored, C)
+        _dense_part(a, n, local, stored, job, jobs, blocks, tokens, ring_start, C)
         job = claim(claims, without_share, total_jobs)

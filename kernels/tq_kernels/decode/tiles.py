@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE
-from ..common.schedule import LINE, dense_rows, fetch
+from ..common.schedule import LINE, DecodeNumbers, DecodeTensors, dense_rows, fetch
 from ..common.softmax import bounded, finite
 from ..common.unpack import chunk_start, load_levels, load_tile, unpack_scales
 from ..format import CODE
@@ -164,10 +164,6 @@ def scales_of(scales):
     return keys, values
 
 
-DecodeMask = namedtuple("DecodeMask", "start stride_s stride_t")
-"""Mask of a sequence: pointer to uint8, and strides over queries and tokens."""
-
-
 @triton.jit
 def allowed_tile(mask, t, r_offset, stride_t, valid):
     """Load the mask tile [32, BR] of tokens `t` [32]."""
@@ -184,7 +180,7 @@ def prefetch_rows(row, DIM: tl.constexpr):
 
 @triton.jit
 def dense_job(
-    dense, t, packed_count, query, scale, mask, queries, r, rows, scaling_log2, cap_log2, C: tl.constexpr
+    a: DecodeTensors, n: DecodeNumbers, dense, t, packed_count, query, scale, mask_at, r, C: tl.constexpr
 ):  # fmt: skip
     """Attention over 32 dense tokens `t`: (sum [BDM, BR], total [BR], maximum [BR]).
 
@@ -192,8 +188,8 @@ def dense_job(
         dense: `DenseTokens`.
         packed_count: Number of tokens in packed blocks, between sinks and residual.
         query, scale: [BR] pointers to the rows' queries and to the scales they were divided by.
-        mask: The sequence's `DecodeMask`, read with a mask.
-        queries, r, rows: S, [BR] rows of the head, and their number.
+        mask_at: Pointer to the sequence's mask.
+        r: [BR] rows of the head.
         C: A `DecodeShape`.
     """
     k_row, v_row = dense_rows(dense, t, C)
@@ -204,15 +200,15 @@ def dense_job(
     k = k.to(tl.float16)  # [32, BDK]
     v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < C.DV)[:, None], other=0.0)
     v = v.to(tl.float16)  # [BDM, 32]
-    q = tl.load(query[None, :] + d[:, None], mask=(d < C.DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]
-    factor = tl.load(scale, mask=r < rows, other=1.0) * scaling_log2  # [BR]
-    x = bounded(tl.dot(k, q) * factor[None, :], cap_log2, C.BOUNDS)  # [32, BR]
-    allowed = inside[:, None] & (r < rows)[None, :]
+    q = tl.load(query[None, :] + d[:, None], mask=(d < C.DK)[:, None] & (r < n.rows)[None, :], other=0.0)  # [BDK, BR]
+    factor = tl.load(scale, mask=r < n.rows, other=1.0) * n.scaling_log2  # [BR]
+    x = bounded(tl.dot(k, q) * factor[None, :], n.cap_log2, C.BOUNDS)  # [32, BR]
+    allowed = inside[:, None] & (r < n.rows)[None, :]
     if C.CAUSAL:
-        allowed = allowed & (t[:, None] <= (dense.count - queries + r % queries)[None, :])
+        allowed = allowed & (t[:, None] <= (dense.count - n.queries + r % n.queries)[None, :])
     if C.MASK:
         position = tl.where(t < dense.sinks, t, t + packed_count)
-        allowed = allowed & allowed_tile(mask.start, position, (r % queries) * mask.stride_s, mask.stride_t, allowed)
+        allowed = allowed & allowed_tile(mask_at, position, (r % n.queries) * a.mask_s, a.mask_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
     maximum = tl.max(x, 0)
     p = tl.exp2(x - finite(maximum)[None, :])
@@ -221,18 +217,18 @@ def dense_job(
 
 @triton.jit
 def store_partial(
-    scratch, slot, local, stored, sums, total, log, UNIT: tl.constexpr, CHUNKS: tl.constexpr, DIM: tl.constexpr,
-    BITS: tl.constexpr, C: tl.constexpr,
+    a: DecodeTensors, n: DecodeNumbers, slot, local, stored, sums, total, log, UNIT: tl.constexpr,
+    CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Store a normalised result in `slot` of a `DecodeScratch`: rows `local` [BR] where `stored` [BR].
+    """Store a normalised result in `slot`: rows `local` [BR] where `stored` [BR].
 
     Args:
         sums: CHUNKS parts of the DIM channels, as values with BITS bits are in, times UNIT.
         total, log: [BR] sums of weights, and their logarithms.
     """
-    tl.store(scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + local, log, mask=stored)
+    tl.store(a.scratch + LINE * n.lse_at + slot * n.tile_rows + local, log, mask=stored)
     d, inverse = tl.arange(0, sums[0].shape[0]), 1.0 / (tl.where(total > 0, total, 1.0) * UNIT)
-    out = scratch.start + LINE * scratch.partial + slot.to(tl.int64) * (scratch.tile_rows * C.DM)
+    out = a.scratch + LINE * n.partial_at + slot.to(tl.int64) * (n.tile_rows * C.DM)
     out = out + local[None, :] * C.DM + d[:, None]
     inside = stored[None, :] & (d < DIM // CHUNKS)[:, None]
     for chunk in tl.static_range(CHUNKS):

@@ -28,14 +28,13 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE, constants_of
-from ..common.launcher import kernel
-from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, parts_of
+from ..common.schedule import DenseTokens, Mask, NewTokens, dense_rows, first_block_column, lengths, parts_of
 from ..common.softmax import SoftmaxState, finite, log2_sum, power_of_two, rescaled, weights
 from ..common.unpack import chunk_start, load_levels, unpack_scales
 from ..decode.reduce import Partials, merge_row
 from ..decode.rotate import hadamard, signs
 from ..format import TOKENS
-from ..prefix.tiles import hcat, opaque, scaled, stack
+from ..prefix.tiles import PrefixMask, hcat, masked, opaque, scaled, stack
 
 DENSE = tl.constexpr(3)
 """Steps over packed blocks that take as long as a tile of dense tokens, which is not copied ahead."""
@@ -49,15 +48,8 @@ CHUNKS, a multiple of 4 at 2 and 3 bits, that of parts of a latent, whose produc
 SINKS on are `Pages.place`, 0 without pages."""
 
 
-LatentRows = namedtuple("LatentRows", "latent rotary mask stride_t")
-"""Query rows of a program.
-
-Args:
-    latent: Chunks [BR, DK / CHUNKS] fp16 for latents.
-    rotary: [BR, DV] fp16 for rotary keys.
-    mask: [BR] pointers to the rows' masks; to the one of all rows with MASK 1.
-    stride_t: Stride of the mask over tokens.
-"""
+LatentRows = namedtuple("LatentRows", "latent rotary")
+"""Query rows of a program: chunks [BR, DK / CHUNKS] fp16 for latents, and [BR, DV] fp16 for rotary keys."""
 
 
 @triton.jit
@@ -72,12 +64,12 @@ def _load_chunks(at, inside, CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
-def _load_rows(rows, at, inside, mask, stride_t, C: tl.constexpr):
+def _load_rows(rows, at, inside, C: tl.constexpr):
     """Load fp16 rows `at` [BR] of `rows`."""
     start = rows + at.to(tl.int64) * (C.DK + C.DV)
     latent = _load_chunks(start, inside, C.CHUNKS, C.DK, C.KEY_BITS)
     rotary = _load_chunks(start + C.DK, inside, 1, C.DV, 8)
-    return LatentRows(latent, rotary[0], mask, stride_t)
+    return LatentRows(latent, rotary[0])
 
 
 @triton.jit
@@ -131,17 +123,6 @@ def _products(rows: LatentRows, latents, rotary, C: tl.constexpr):
         # Sums of their own: products of few rows would wait for one another, and see `latents_split` for many.
         x = sum_apart(x, tl.dot(rows.latent[chunk], tl.trans(latents[chunk])), C.ASM)
     return x
-
-
-@triton.jit
-def _masked(x, rows: LatentRows, t, inside, C: tl.constexpr):
-    """Set x [BR, TILE] to -inf where tokens at columns `t` [TILE] of the mask are masked, or not `inside` [TILE]."""
-    at = t.to(tl.int64) * rows.stride_t
-    if C.MASK == 1:
-        allowed = (tl.load(rows.mask + at, mask=inside, other=0) != 0)[None, :]
-    else:
-        allowed = tl.load(rows.mask[:, None] + at[None, :], mask=inside[None, :], other=0) != 0
-    return tl.where(allowed, x, -float("inf"))
 
 
 @triton.jit
@@ -211,7 +192,19 @@ def _share(blocks, tokens, split, splits, TILE: tl.constexpr, STEPS: tl.constexp
     return first_tile, last_tile, tl.maximum(start - tiles * DENSE, 0), tl.maximum(end - tiles * DENSE, 0)
 
 
-@kernel("rows:scaling_log2")
+LatentNumbers = namedtuple("LatentNumbers", "rows count queries blocks_b ring sinks key_t value_t width scaling_log2")
+"""Numbers of `latents_split`.
+
+Args:
+    rows, count, queries: Hq * S, B * rows, S.
+    blocks_b: Stride over sequences in blocks; over pages from page to page.
+    ring, sinks: Without pages.
+    key_t, value_t, width: Over pages strides of new tokens in units of 8 elements, and W.
+    scaling_log2: Scaling times log2(e).
+"""
+
+
+@triton.jit
 def latents_split(
     rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
@@ -220,20 +213,14 @@ def latents_split(
     kv_rows,  # [B, 1, ring + sinks, DK + DV] in the model's dtype; over pages [pages, 1, ROWS, DK + DV]
     num_residual,  # [] int32; over pages None, like the next
     num_sinks,  # [] int32
-    mask,  # [B, 1, S or 1, T] uint8, 0 or 1
-    new_keys,  # [T, 1, DK], strides in units of 8 elements, like the next; this and the next four over pages, or None
+    mask: Mask,
+    new_keys,  # [T, 1, DK]; this and the next four over pages, or None
     new_values,  # [T, 1, DV]
     block_table,  # [B, W] int32
     cu_seqlens_q, cu_seqlens_k,  # [B + 1] int32
     lse,  # [slots, B * rows] float32, base 2
     partial,  # [slots, B * rows, DK] float32, normalised
-    rows, count, queries,  # Hq * S, B * rows, S
-    blocks_b,  # stride over sequences in blocks; over pages from page to page
-    ring, sinks,  # over pages None
-    mask_b, mask_s, mask_t,
-    new_key_t, new_value_t,  # over pages
-    width,  # W
-    scaling_log2,  # scaling * log2(e)
+    n: LatentNumbers,
     SHAPE: tl.constexpr,  # a `LatentShape`
 ):  # fmt: skip
     """Attend to every program's share: writes `partial` and `lse`. Grid: (row tiles, B, splits).
@@ -248,26 +235,25 @@ def latents_split(
         blocks, residual_count, sink_count = tl.load(num_blocks), tl.load(num_residual), tl.load(num_sinks)
         tokens = sink_count + residual_count
     else:
-        _, _, _, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
+        _, _, _, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, n.queries)
     first_tile, last_tile, first, last = _share(blocks, tokens, split, splits, C.TILE, STEPS)
     r = tl.program_id(0) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
-    inside = r < rows
-    row = tl.program_id(1) * rows + r
-    gain = tl.load(scale + row, mask=inside, other=1.0) * scaling_log2  # [BR]
-    query = r % queries
-    mask_at = mask + batch * mask_b
-    if C.MASK == 2:
-        mask_at = mask_at + query.to(tl.int64) * mask_s
+    inside = r < n.rows
+    row = tl.program_id(1) * n.rows + r
+    gain = tl.load(scale + row, mask=inside, other=1.0) * n.scaling_log2  # [BR]
+    seen = PrefixMask(None, None, None)
+    if C.MASK:
+        seen = PrefixMask(mask.start + batch * mask.b, (r % n.queries).to(tl.int64) * mask.s, mask.t)
 
-    packed = _load_rows(rotated, row, inside, mask_at, mask_t, C)
+    packed = _load_rows(rotated, row, inside, C)
     state = _empty(C)
     if block_table is not None:  # a page is read a step ahead
-        pages = block_table + batch * width + first_block_column(C.SINKS, C.RING, C.ROWS)
+        pages = block_table + batch * n.width + first_block_column(C.SINKS, C.RING, C.ROWS)
         page = tl.load(pages + first // STEPS, mask=first < last, other=0)
     for step in tl.range(first, last, num_stages=C.STAGES):
         block = tl.cast(step, tl.int32) // STEPS
         part = (tl.cast(step, tl.int32) - block * STEPS) * PART
-        at = batch * blocks_b + block if block_table is None else page.to(tl.int64) * blocks_b
+        at = batch * n.blocks_b + block if block_table is None else page.to(tl.int64) * n.blocks_b
         latents, rotary = _packed_tile(packed_blocks + at * C.BLOCK_WORDS, part + tl.arange(0, PART), C)
         maximum, total, decay = state.maximum, state.total, tl.zeros([C.BLOCK_R], tl.float32)
         p = tl.zeros([C.BLOCK_R, C.TILE], tl.float16)
@@ -278,49 +264,53 @@ def latents_split(
             if C.MASK:
                 i = tl.arange(0, C.TILE)
                 t = sink_count + block * TOKENS + i // PART * 32 + part + i % PART
-                x = _masked(x, packed, t, t >= 0, C)
+                x = masked(x, seen, t, t >= 0, C.MASK)
             maximum, total, decay, p = _weights(state, x, gain, C.MASK > 0)
         state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
         if block_table is not None:
             page = tl.load(pages + (step + 1) // STEPS, mask=step + 1 < last, other=0)
     # Rows again: their addresses would take registers through the loop.
     r = opaque(tl.program_id(0) * C.BLOCK_R, C.ASM) + tl.arange(0, C.BLOCK_R)
-    inside = r < rows
-    row = tl.program_id(1) * rows + r
-    _store(state, gain, lse + split.to(tl.int64) * count, partial + split.to(tl.int64) * count * C.DK, row, inside, C)
+    inside = r < n.rows
+    row = tl.program_id(1) * n.rows + r
+    _store(
+        state, gain, lse + split.to(tl.int64) * n.count, partial + split.to(tl.int64) * n.count * C.DK, row, inside, C
+    )
 
-    query = r % queries
-    if C.MASK == 2:
-        mask_at = mask + batch * mask_b + query.to(tl.int64) * mask_s
+    query = r % n.queries
+    if C.MASK:
+        seen = PrefixMask(mask.start + batch * mask.b, query.to(tl.int64) * mask.s, mask.t)
     if block_table is None:
-        new, own_rows = queries, kv_rows + batch * (ring + sinks) * (C.DK + C.DV)
-        dense = DenseTokens(own_rows, None, None, None, sinks, ring, (blocks * TOKENS) % ring, tokens, None, tokens)
-    else:  # read again: it would take registers through the loop
-        first_new, new, past, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, queries)
-        first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, C.TILE, STEPS)
-        new_keys += first_new.to(tl.int64) * (new_key_t * 8)
-        new_values += first_new.to(tl.int64) * (new_value_t * 8)
+        new, own_rows = n.queries, kv_rows + batch * (n.ring + n.sinks) * (C.DK + C.DV)
         dense = DenseTokens(
-            kv_rows, block_table + batch * width, blocks_b, 0, C.SINKS, C.RING, (blocks * TOKENS) % C.RING,
-            tokens - new, NewTokens(new_keys, new_values, new_key_t * 8, new_value_t * 8), tokens,
+            own_rows, None, None, None, n.sinks, n.ring, (blocks * TOKENS) % n.ring, tokens, None, tokens
+        )
+    else:  # read again: it would take registers through the loop
+        first_new, new, past, blocks, tokens = _sequence(num_blocks, cu_seqlens_q, cu_seqlens_k, n.queries)
+        first_tile, last_tile, _, _ = _share(blocks, tokens, split, splits, C.TILE, STEPS)
+        new_keys += first_new.to(tl.int64) * (n.key_t * 8)
+        new_values += first_new.to(tl.int64) * (n.value_t * 8)
+        dense = DenseTokens(
+            kv_rows, block_table + batch * n.width, n.blocks_b, 0, C.SINKS, C.RING, (blocks * TOKENS) % C.RING,
+            tokens - new, NewTokens(new_keys, new_values, n.key_t * 8, n.value_t * 8), tokens,
         )  # fmt: skip
     for tile in tl.range(first_tile, last_tile, num_stages=1):
         t = tile * C.TILE + tl.arange(0, C.TILE)
         exists = t < tokens
-        newest = _load_rows(plain, row, inside, mask_at, mask_t, C)
+        newest = _load_rows(plain, row, inside, C)
         key_at, value_at = dense_rows(dense, t, C)
         latents = _load_chunks(key_at, exists, C.CHUNKS, C.DK, C.KEY_BITS)
         x = _products(newest, latents, tl.trans(_load_chunks(value_at, exists, 1, C.DV, 8)[0]), C)
-        seen = exists[None, :]
+        allowed = exists[None, :]
         if C.CAUSAL:
-            seen = seen & (t[None, :] <= (tokens - new + query)[:, None])
-        x = tl.where(seen, x, -float("inf"))
+            allowed = allowed & (t[None, :] <= (tokens - new + query)[:, None])
+        x = tl.where(allowed, x, -float("inf"))
         if C.MASK:
-            x = _masked(x, newest, tl.where(t < sinks, t, t + blocks * TOKENS), exists, C)
+            x = masked(x, seen, tl.where(t < n.sinks, t, t + blocks * TOKENS), exists, C.MASK)
         state = _empty(C)
         maximum, total, decay, p = _weights(state, x, gain, True)
         state = SoftmaxState(maximum, total, _outputs(state, decay, p, latents, C))
-        at = (splits + tile).to(tl.int64) * count
+        at = (splits + tile).to(tl.int64) * n.count
         _store(state, gain, lse + at, partial + at * C.DK, row, inside, C)
 
 
@@ -331,7 +321,7 @@ def _rotated(x, rotation, factor, ROWS: tl.constexpr, DIM: tl.constexpr):
     return hadamard(x * (sign / factor)[None, :], rotation, ROWS, DIM, DIM) * (DIM**-0.5)
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "latent_h", "latent_s", "query_b", "query_h", "query_s"])
+@triton.jit(do_not_specialize=["rows", "queries"])
 def rotate_latent_queries(
     latent,  # [Hq, B * S, DK], any float dtype, last dimension contiguous; over pages [Hq, T, DK]
     query,  # [B, Hq, S, DV], likewise; over pages [1, Hq, T, DV]
@@ -342,10 +332,12 @@ def rotate_latent_queries(
     rotated, plain,  # [B * rows, DK + DV] fp16
     scale,  # [B * rows] float32
     rows, queries,  # Hq * S, S
-    latent_h, latent_s, query_b, query_h, query_s, DK: tl.constexpr, DV: tl.constexpr,
+    latent_strides, query_strides, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Normalise each row by a power of two, and rotate both its parts. Grid: (rows, B)."""
     row, batch = tl.program_id(0), tl.program_id(1)
+    latent_h, latent_s = latent_strides
+    query_b, query_h, query_s = query_strides
     at = batch * rows + row
     head, s = (row // queries).to(tl.int64), row % queries
     token, inside = batch * queries + s, True
@@ -371,7 +363,7 @@ def rotate_latent_queries(
     tl.store(rotated + values_at, _rotated(q, value_rotation, value_factor, 1, DV).to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "count", "splits", "out_h", "out_s"])
+@triton.jit(do_not_specialize=["rows", "queries", "count", "splits"])
 def merge_latents(
     lse,  # [slots, count] float32
     partial,  # [slots, count, DK] float32
@@ -384,7 +376,9 @@ def merge_latents(
     out,  # [Hq, B * S, DK], last dimension contiguous; over pages [Hq, T, DK]
     rows, queries,  # Hq * S, S
     count,  # B * rows
-    splits, out_h, out_s, SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
+    splits,
+    strides,  # of `out`
+    SHAPE: tl.constexpr,  # a `ReduceShape`, TILE_R the split's TILE
 ):  # fmt: skip
     """Merge the slots of `latents_split`. Grid: (rows, B)."""
     C: tl.constexpr = constants_of(SHAPE)
@@ -405,5 +399,5 @@ def merge_latents(
         Partials(lse, partial, count), merged, (0, splits), (splits, dense), rotation,
         signs(rotation, d, C.DV), factor, None, C,
     )  # fmt: skip
-    at = (row // queries).to(tl.int64) * out_h + token.to(tl.int64) * out_s
+    at = (row // queries).to(tl.int64) * strides[0] + token.to(tl.int64) * strides[1]
     tl.store(out + at + d, result.to(out.dtype.element_ty))

@@ -17,7 +17,7 @@ from ..format import code_of
 from ..layout import BlockLayout
 from ..prefix.launch import mask_layout, prefix_splits
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
-from .attention import LatentShape, latents_split, merge_latents, rotate_latent_queries
+from .attention import LatentNumbers, LatentShape, latents_split, merge_latents, rotate_latent_queries
 
 ROTATE, SPLIT, MERGE = Kernel(rotate_latent_queries), Kernel(latents_split), Kernel(merge_latents)
 
@@ -130,7 +130,7 @@ def attend_latents(
     key_dim, value_dim, on, index = latent.shape[2], rotary.shape[3], target(latent.device), latent.device.index
     query_heads = rotary.shape[1]
     tables: tuple[torch.Tensor | None, ...]
-    kind, strides = mask_layout(mask)
+    kind, masked = mask_layout(mask)
     if isinstance(counts, Sequences):
         pages, new = held
         assert isinstance(pages, Pages)
@@ -139,8 +139,7 @@ def attend_latents(
         room = (table.shape[1] - pages.first_block_column, pages.ring_rows + pages.sinks + queries - 1)
         packed, place, dense = pages.blocks, pages.place, pages.rows
         tables, of_counts = (*new, table, *counts[:2]), (counts.packed, None, None)
-        numbers = (pages.page_blocks, None, None, *strides, new[0].stride(0) // 8, new[1].stride(0) // 8)
-        numbers += (table.shape[1],)
+        numbers = (pages.page_blocks, None, None, new[0].stride(0) // 8, new[1].stride(0) // 8, table.shape[1])
         out = torch.zeros_like(latent, memory_format=torch.contiguous_format)
     else:
         blocks, dense, sinks = held
@@ -149,7 +148,7 @@ def attend_latents(
         room = (blocks.capacity, dense.shape[2])
         packed, place = blocks.data, NO_PLACE
         tables, of_counts = (None,) * 5, counts.tensors
-        numbers = (blocks.block_strides[0], dense.shape[2] - sinks, sinks, *strides, None, None, None)
+        numbers = (blocks.block_strides[0], dense.shape[2] - sinks, sinks, None, None, None)
         out = torch.empty_like(latent, memory_format=torch.contiguous_format)
     rows = query_heads * queries
     config = fitted(config or latent_config(rows, on), layout)
@@ -167,7 +166,7 @@ def attend_latents(
     ROTATE(
         (rows, batch, 1),
         (latent, rotary, *rotations, *factors, tables[3], rotated, plain, scale),
-        (rows, queries, *latent.stride()[:2], *rotary.stride()[:3]),
+        (rows, queries, latent.stride()[:2], rotary.stride()[:3]),
         dims,
         (dims, latent.dtype, rotary.dtype, tables[3] is None, index),
         num_warps=1,
@@ -176,13 +175,10 @@ def attend_latents(
     constants = latent_constants(layout, causal, kind, config, on, place)
     SPLIT(
         (row_tiles, batch, splits),
-        (
-            *(rotated, plain, scale, packed, of_counts[0], dense, *of_counts[1:]),
-            *(scale if mask is None else mask.view(torch.uint8), *tables, lse, partial),
-        ),
-        (rows, count, queries, *numbers, options.log2_factors[0]),
+        (*(rotated, plain, scale, packed, of_counts[0], dense, *of_counts[1:]), *(masked, *tables, lse, partial)),
+        (LatentNumbers(rows, count, queries, *numbers, options.log2_factors[0]),),
         constants,
-        (constants, config, dense.dtype, mask is None, index),
+        (constants, config, dense.dtype, index),
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -192,7 +188,7 @@ def attend_latents(
     MERGE(
         (rows, batch, 1),
         (lse, partial, *of_counts[1:], *of_pages, rotations[0], factors[0], out),
-        (rows, queries, count, splits, *out.stride()[:2]),
+        (rows, queries, count, splits, out.stride()[:2]),
         (shape,),
         (shape, out.dtype, tables[3] is None, index),
         num_warps=8,

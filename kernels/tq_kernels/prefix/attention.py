@@ -27,8 +27,18 @@ import triton.language as tl
 
 from ..codec.loud import LOUD_TILE, coded_divisors, loud_channels_of
 from ..common.device import constants_of
-from ..common.launcher import kernel
-from ..common.schedule import DenseTokens, NewTokens, dense_rows, first_block_column, lengths, packed_of, parts_of
+from ..common.launcher import States
+from ..common.schedule import (
+    DenseTokens,
+    Mask,
+    NewTokens,
+    StreamBlocks,
+    dense_rows,
+    first_block_column,
+    lengths,
+    packed_of,
+    parts_of,
+)
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, rescaled, update, weights
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
@@ -51,21 +61,35 @@ from .tiles import (
 TILE = tl.constexpr(64)
 
 
-PrefixBlocks = namedtuple(
-    "PrefixBlocks",
-    "packed key_rotation value_rotation key_channel_scales value_channel_scales block_table batch kv_head stride_b "
-    "stride_h",
-)
-"""Packed blocks of a KV head, with the rotations and channel scales of queries and outputs.
+Packed = namedtuple("Packed", "blocks key_rotation value_rotation key_channel_scales value_channel_scales")
+"""Packed blocks, with the rotations and channel scales of queries and outputs.
 
 Args:
-    block_table: Pages of the sequence's blocks, or None.
-    stride_b: Number of blocks from a sequence to the next, or from a page to the next.
+    blocks: [B, Hkv, N, BLOCK_WORDS] int32; with a block table [pages, Hkv, BLOCK_WORDS].
+    key_rotation, value_rotation: [DKP, DKP] and [DVP, DVP] fp16, sqrt(DKP) R and sqrt(DVP) R.
+    key_channel_scales, value_channel_scales: f [B, Hkv, DK] and f' [B, Hkv, DV] fp16.
 """
 
 
-PrefixScratch = namedtuple("PrefixScratch", "lse operand_rows rows tile_count")
-"""Scratch of a program. `rows` is the number of rows of a KV head over all sequences."""
+PrefixTables = namedtuple("PrefixTables", "cu_seqlens_q cu_seqlens_k block_table packed_blocks")
+"""Sequences over pages: [B + 1], [B + 1], [B, W] and [B] int32."""
+
+
+PrefixNumbers = namedtuple(
+    "PrefixNumbers",
+    "blocks_b blocks_h rows groups kv_heads blocks sink_count residual_count ring sinks new_count queries scaling_log2 "
+    "cap_log2 tile_count count width lse_h",
+)
+"""Numbers of `prefix_attention`.
+
+Args:
+    blocks_b, blocks_h: Strides in blocks.
+    rows, groups, queries: G * S, G, S.
+    scaling_log2, cap_log2: Scaling and softcap, times log2(e).
+    tile_count: Tiles of rows.
+    count, width: With a block table B and W.
+    lse_h: Stride of `new_lse` over heads.
+"""
 
 
 PrefixShape = namedtuple(
@@ -80,76 +104,74 @@ those from SINKS to BLOCK_B are `Pages.place` and the padded number of sequences
 
 
 @triton.jit
-def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
+def _key_matrix(packed: Packed, channel, exists, C: tl.constexpr):
     """Load the rotation of query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16; rows of
     loud channels are 0."""
     dk = tl.arange(0, C.BLOCK_DK)
     matrix = tl.load(
-        blocks.key_rotation + channel[None, :] * C.DKP + dk[:, None],
+        packed.key_rotation + channel[None, :] * C.DKP + dk[:, None],
         mask=exists[None, :] & (dk < C.DKP)[:, None],
         other=0.0,
     )
-    factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0)
+    factor = tl.load(packed.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0)
     inverse = 1.0 / coded_divisors(factor, C.LOUD)
     return (matrix.to(tl.float32) * inverse[:, None]).to(tl.float16)
 
 
 @triton.jit
-def _loud_rows(rows, row_mask, largest, blocks: PrefixBlocks, C: tl.constexpr):
+def _loud_rows(rows, row_mask, largest, packed: Packed, C: tl.constexpr):
     """Load the loud channels of query rows at pointers `rows` [BR], divided by `largest` [BR] and by the sizes of their
     channel scales: [BR, LOUD_TILE] float32."""
-    index, size = loud_channels_of(blocks.key_channel_scales + tl.program_id(1) * C.DK, C.DK, C.BLOCK_DK, LOUD_TILE)
+    index, size = loud_channels_of(packed.key_channel_scales + tl.program_id(1) * C.DK, C.DK, C.BLOCK_DK, LOUD_TILE)
     q = tl.load(rows[:, None] + index[None, :], mask=row_mask[:, None] & (size > 0)[None, :], other=0.0)
     return q.to(tl.float32) / (largest[:, None] * tl.where(size > 0, size, 1.0)[None, :])
 
 
 @triton.jit
-def _rotated_back(acc, blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
+def _rotated_back(acc, packed: Packed, channel, exists, C: tl.constexpr):
     """Compute R^T acc / f' [BR, BDV]. Rows are normalised: fp16 then holds any output to 11 bits."""
     dv = tl.arange(0, C.BLOCK_DV)
     peak = tl.max(tl.abs(tl.where(exists[None, :], acc, 0.0)), 1)
     peak = tl.where(peak > 0, peak, 1.0)
     matrix = tl.load(
-        blocks.value_rotation + channel[:, None] * C.DVP + dv[None, :],
+        packed.value_rotation + channel[:, None] * C.DVP + dv[None, :],
         mask=exists[:, None] & (dv < C.DVP)[None, :],
         other=0.0,
     )  # [BDV column, BDV out]
     operand = tl.where(exists[None, :], acc / peak[:, None], 0.0).to(tl.float16)
-    factor = tl.load(blocks.value_channel_scales + tl.program_id(1) * C.DV + dv, mask=dv < C.DV, other=1.0).to(
+    factor = tl.load(packed.value_channel_scales + tl.program_id(1) * C.DV + dv, mask=dv < C.DV, other=1.0).to(
         tl.float32
     )
     return tl.dot(operand, matrix) * (peak * (C.DVP**-0.5))[:, None] / factor[None, :]
 
 
 @triton.jit
-def _row_of(scratch: PrefixScratch, r):
+def _row_of(n: PrefixNumbers, r):
     """Offsets of rows `r` [BR] of the program's sequence and KV head in its part of `lse`."""
-    return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * scratch.rows + r
+    return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * n.rows + r
 
 
 @triton.jit
 def _add_blocks(
-    state, plain, query_at, row_mask, largest, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks,
-    first, last, sinks, scratch: PrefixScratch, C: tl.constexpr,
+    state, plain, query_at, row_mask, largest, first_row, rows, scale: Scale, mask: PrefixMask, packed: Packed,
+    blocks: StreamBlocks, first, last, sinks, lse, operand_rows, n: PrefixNumbers, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to packed blocks `first` to `last`, and rotate the accumulator back."""
     KEY: tl.constexpr = C.DKP * C.KEY_BITS
     VALUE: tl.constexpr = C.DVP * C.VALUE_BITS
     loud_rows = None
     if C.LOUD > 0:
-        loud_rows = _loud_rows(query_at, row_mask, largest, blocks, C)
+        loud_rows = _loud_rows(query_at, row_mask, largest, packed, C)
     r = first_row + tl.arange(0, C.BLOCK_R)
     dk = tl.arange(0, C.BLOCK_DK)
     key_channel, key_exists = channel_of(dk, C.DKP, C.BLOCK_DK, C.KEY_BITS)
     value_channel, value_exists = channel_of(tl.arange(0, C.BLOCK_DV), C.DVP, C.BLOCK_DV, C.VALUE_BITS)
-    matrix = _key_matrix(blocks, key_channel, key_exists, C)
-    head = blocks.packed + blocks.kv_head * blocks.stride_h * C.BLOCK_WORDS
+    matrix = _key_matrix(packed, key_channel, key_exists, C)
     if blocks.block_table is None:
-        head += blocks.batch * blocks.stride_b * C.BLOCK_WORDS
-        first_parts = parts_of(head + first * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
+        first_parts = parts_of(blocks.head + first * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
     else:
         page = tl.load(blocks.block_table + first).to(tl.int64)
-        first_parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
+        first_parts = parts_of(blocks.head + page * blocks.page_blocks * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
     rotated = tl.dot(plain, matrix) * (C.DKP**-0.5)
     scale0, _ = unpack_scales(tl.load(first_parts.scales))
     reference = reference_key(first_parts.means + key_channel, scale0, dk, key_exists)  # [BDK]
@@ -159,19 +181,19 @@ def _add_blocks(
         j = tl.arange(0, LOUD_TILE)[None, :]
         loud_reference = tl.load(first_parts.means + C.DKP + 2 * j, mask=j < C.LOUD, other=0.0)
         common += tl.sum(loud_rows * loud_reference, 1)
-        loud_rows = spill(loud_rows.to(tl.float16), scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
+        loud_rows = spill(loud_rows.to(tl.float16), operand_rows, n.tile_count, C.BLOCK_R, C.BLOCK_DK)
     if not C.BOUNDS:
         # Kept in memory: for sm_80 there are no registers left.
-        tl.store(scratch.lse + _row_of(scratch, r), common, mask=r < rows)
-    reference = spill(reference[None, :], scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
+        tl.store(lse + _row_of(n, r), common, mask=r < rows)
+    reference = spill(reference[None, :], operand_rows, n.tile_count, C.BLOCK_R, C.BLOCK_DK)
     reference = tl.reshape(reference, [C.BLOCK_DK])
-    rotated = spill(rotated.to(tl.float16), scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
+    rotated = spill(rotated.to(tl.float16), operand_rows, n.tile_count, C.BLOCK_R, C.BLOCK_DK)
     # A second block ahead would take registers that the products need: 13 % slower (H200, 4 bits).
     for block in tl.range(first, last, num_stages=1):
         if blocks.block_table is None:
-            parts = parts_of(head + block * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
+            parts = parts_of(blocks.head + block * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
         else:
-            parts = parts_of(head + page * blocks.stride_b * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
+            parts = parts_of(blocks.head + page * blocks.page_blocks * C.BLOCK_WORDS, KEY, VALUE, C.LOUD)
             page = tl.load(blocks.block_table + block + 1, mask=block + 1 < last, other=0).to(tl.int64)
         scales_at = parts.scales + tl.arange(0, 32)
         key_scales, value_scales = (), ()
@@ -206,11 +228,11 @@ def _add_blocks(
     maximum = state.maximum
     if not C.BOUNDS:
         r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
-        row = _row_of(scratch, r)
+        row = _row_of(n, r)
         tl.debug_barrier()
-        maximum += tl.load(scratch.lse + row, mask=r < rows, other=0.0)
+        maximum += tl.load(lse + row, mask=r < rows, other=0.0)
         tl.debug_barrier()
-    return SoftmaxState(maximum, state.total, _rotated_back(state.output, blocks, value_channel, value_exists, C))
+    return SoftmaxState(maximum, state.total, _rotated_back(state.output, packed, value_channel, value_exists, C))
 
 
 @triton.jit
@@ -240,26 +262,15 @@ def _add_dense(
     return state
 
 
-PrefixRows = namedtuple("PrefixRows", "query head_q stride_h stride_s count groups")
-"""Query rows of a program's sequence and KV head.
-
-Args:
-    query: Pointer to those of the sequence.
-    head_q: First query head.
-    stride_h, stride_s: Strides of queries over heads and tokens.
-    count: Number of rows.
-    groups: G.
-"""
-
-
 @triton.jit
-def _load_rows(rows: PrefixRows, first_row, C: tl.constexpr):
-    """Load BLOCK_R rows: pointers [BR], their tokens [BR], which of them exist [BR], and `normalised_rows`."""
+def _load_rows(query: States, head_q, rows, groups, first_row, C: tl.constexpr):
+    """Load BLOCK_R of a sequence's `rows` rows from head `head_q` on: pointers [BR], their tokens [BR], which of them
+    exist [BR], and `normalised_rows`."""
     dk = tl.arange(0, C.BLOCK_DK)
     r = first_row + tl.arange(0, C.BLOCK_R)
-    s = r // rows.groups
-    at = rows.query + (rows.head_q + r % rows.groups) * rows.stride_h + s.to(tl.int64) * rows.stride_s
-    exists = r < rows.count
+    s = r // groups
+    at = query.start + (head_q + r % groups) * query.strides.head + s.to(tl.int64) * query.strides.token
+    exists = r < rows
     plain, largest = normalised_rows(at[:, None] + dk[None, :], exists[:, None] & (dk < C.DK)[None, :])
     return at, s, exists, plain, largest
 
@@ -287,22 +298,22 @@ def _share(first_row, rows, groups, queries, blocks, dense_count, new_count, C: 
 
 @triton.jit
 def _store(
-    state, scale: Scale, first_row, rows: PrefixRows, scratch: PrefixScratch, partial, out, out_s, out_h, s_aux,
-    new_lse, lse_h, merges, C: tl.constexpr,
+    state, scale: Scale, first_row, first_head, rows, lse, partial, out: States, s_aux, new_lse, merges,
+    n: PrefixNumbers, C: tl.constexpr,
 ):  # fmt: skip
     """Store what rows have of a share of the tokens, or the output. With MERGE the attention to new tokens, in `out`
     and `new_lse`, is added if it `merges`; both point to the sequence's first query."""
     dv = tl.arange(0, C.BLOCK_DV)
     r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
-    row_mask = r < rows.count
-    s = r // rows.groups
-    head_q = rows.head_q + r % rows.groups
+    row_mask = r < rows
+    s = r // n.groups
+    head_q = first_head + r % n.groups
     maximum, total, acc = finite(state.maximum) * scale.gain, state.total, state.output
     inside = row_mask[:, None] & (dv < C.DV)[None, :]
-    at = out + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+    at = out.start + s.to(tl.int64) * out.strides.token + head_q * out.strides.head  # [BR]
     if C.MERGE:
         if merges:
-            new_at = new_lse + head_q.to(tl.int64) * lse_h + s
+            new_at = new_lse + head_q.to(tl.int64) * n.lse_h + s
             new_top = tl.load(new_at, mask=row_mask, other=0.0) * LOG2E
             top = tl.maximum(tl.where(total > 0, maximum, new_top), new_top)
             weight, decay = tl.exp2(new_top - top), tl.where(total > 0, tl.exp2(maximum - top), 0.0)
@@ -311,46 +322,31 @@ def _store(
             maximum, total = top, total * decay + weight
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     if C.SPLIT:
-        row = _row_of(scratch, r)
-        tl.store(scratch.lse + row, log2_sum(maximum, total), mask=row_mask)
+        row = _row_of(n, r)
+        tl.store(lse + row, log2_sum(maximum, total), mask=row_mask)
         tl.store(partial + row[:, None] * C.DV + dv[None, :], acc * inverse[:, None], mask=inside)
     else:
         if C.HAS_AUX:
             aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
             inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - maximum))
-        tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.start.dtype.element_ty), mask=inside)
 
 
-@kernel("blocks_b:blocks_h rows:lse_h")
+@triton.jit
 def prefix_attention(
-    query,  # [B, Hq, S, DK], last dimension contiguous
-    packed,  # [B, Hkv, N, BLOCK_WORDS] int32; with a block table [pages, Hkv, BLOCK_WORDS]
-    key_rotation, value_rotation,  # [DKP, DKP] and [DVP, DVP] fp16, sqrt(DKP) R and sqrt(DVP) R
-    key_channel_scales, value_channel_scales,  # f [B, Hkv, DK] and f' [B, Hkv, DV] fp16
+    query: States,  # [B, Hq, S, DK], last dimension contiguous
+    packed: Packed,
     kv_rows,  # [B, Hkv, ring + sinks, DK + DV] in the model's dtype; with a block table [pages, Hkv, ROWS, DK + DV]
-    new_keys, new_values,  # [B, Hkv, new_count, DK] and [B, Hkv, new_count, DV]
-    mask,  # [B, 1, S or 1, T] bool
+    new_keys: States, new_values: States,  # [B, Hkv, new_count, DK] and [B, Hkv, new_count, DV]
+    mask: Mask,
     s_aux,  # [Hq], any float dtype
-    out,  # [B, S, Hq, DV], last dimension contiguous; with splits unused
+    out: States,  # [B, Hq, S, DV], last dimension contiguous; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2; holds rows . reference key until the last block
     operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
-    cu_seqlens_q, cu_seqlens_k,  # with a block table: [B + 1] int32
-    block_table,  # [B, W] int32, or None
-    packed_blocks,  # [B] int32
+    tables: PrefixTables,  # or `None`
     new_lse,  # [Hq, T] float32, base e, with MERGE
-    query_b, query_h, query_s,
-    blocks_b, blocks_h,  # strides in blocks
-    new_b,  # strides of new tokens in elements: keys, then values
-    new_h, new_t, new_vb, new_vh, new_vt, out_b, out_s, out_h,
-    rows, groups,  # G * S, G
-    kv_heads, blocks, sink_count, residual_count, ring, sinks, new_count,
-    queries,  # S
-    mask_b, mask_s, mask_t,
-    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
-    tile_count,  # tiles of rows
-    count, width,  # with a block table: B, W
-    lse_h,  # stride of `new_lse` over heads
+    n: PrefixNumbers,
     SHAPE: tl.constexpr,  # a `PrefixShape`
 ):  # fmt: skip
     """Attend to everything with many queries. Grid: (row tiles, B * Hkv, splits).
@@ -360,84 +356,77 @@ def prefix_attention(
     tile end at once. With MERGE, only cached tokens are attended to, and rows without any stay as they are.
     """
     C: tl.constexpr = constants_of(SHAPE)
-    batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
-    scratch = PrefixScratch(lse, operand_rows, rows, tile_count)
+    batch, kv_head = (tl.program_id(1) // n.kv_heads).to(tl.int64), (tl.program_id(1) % n.kv_heads).to(tl.int64)
+    groups, rows, queries, new_count = n.groups, n.rows, n.queries, n.new_count
+    blocks, sink_count, residual_count = n.blocks, n.sink_count, n.residual_count
+    queries_at, keys_at, values_at, out_at = query.start, new_keys.start, new_values.start, out.start
+    head_blocks = packed.blocks + kv_head * n.blocks_h * C.BLOCK_WORDS
     # Start the last rows first: they see the most tokens.
-    pages = None
-    if block_table is None:
-        first_row = (tile_count - 1 - tl.program_id(0)) * C.BLOCK_R
+    if tables is None:
+        first_row = (n.tile_count - 1 - tl.program_id(0)) * C.BLOCK_R
+        history = StreamBlocks(head_blocks + batch * n.blocks_b * C.BLOCK_WORDS, None, None)
     else:
         exists, sequence, first_row = row_tile(
-            cu_seqlens_q, cu_seqlens_k, count, groups, tl.program_id(0), C.BLOCK_R, C.BLOCK_B
+            tables.cu_seqlens_q, tables.cu_seqlens_k, n.count, groups, tl.program_id(0), C.BLOCK_R, C.BLOCK_B
         )
         if not exists:
             return
-        token, queries, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        token, queries, past = lengths(tables.cu_seqlens_q, tables.cu_seqlens_k, sequence, n.count)
         if C.MERGE and not C.SPLIT:
             if past == 0:
                 return
         new_count, rows = queries, queries * groups
-        blocks, sink_count = packed_of(packed_blocks, sequence, count), tl.minimum(past, C.SINKS)
+        blocks, sink_count = packed_of(tables.packed_blocks, sequence, n.count), tl.minimum(past, C.SINKS)
         residual_count = past - sink_count - blocks * TOKENS
-        pages = block_table + sequence.to(tl.int64) * width
-        block_table = pages + first_block_column(C.SINKS, C.RING, C.ROWS)
-        query += token.to(tl.int64) * query_s
-        out += token.to(tl.int64) * out_s
-        new_keys += token.to(tl.int64) * new_t
-        new_values += token.to(tl.int64) * new_vt
+        pages = tables.block_table + sequence.to(tl.int64) * n.width
+        history = StreamBlocks(head_blocks, pages + first_block_column(C.SINKS, C.RING, C.ROWS), n.blocks_b)
+        queries_at += token.to(tl.int64) * query.strides.token
+        out_at += token.to(tl.int64) * out.strides.token
+        keys_at += token.to(tl.int64) * new_keys.strides.token
+        values_at += token.to(tl.int64) * new_values.strides.token
         partial += token.to(tl.int64) * (groups * C.DV)
-        scratch = PrefixScratch(lse + token * groups, operand_rows, scratch.rows, tile_count)
+        lse += token * groups
         if C.MERGE:
             new_lse += token
     # The program's share.
     first, last, units, dense_count = _share(
         first_row, rows, groups, queries, blocks, sink_count + residual_count, new_count, C
     )
-    own = PrefixRows(query + batch * query_b, kv_head * groups, query_h, query_s, rows, groups)
-    query_at, s, row_mask, plain, largest = _load_rows(own, first_row, C)
-    factor = largest * scaling_log2
-    scale = Scale(factor, tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor, cap_log2)
+    own, head_q = States(queries_at + batch * query.strides.batch, query.strides), kv_head * groups
+    query_at, s, row_mask, plain, largest = _load_rows(own, head_q, rows, groups, first_row, C)
+    factor = largest * n.scaling_log2
+    scale = Scale(factor, tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor, n.cap_log2)
     state = empty_state(C.BLOCK_R, C.BLOCK_DV)
-    if C.MASK > 0:
-        mask += batch * mask_b
+    mask_at = mask.start + batch * mask.b if C.MASK > 0 else None
 
     # Packed blocks, with rotated rows.
     if first < tl.minimum(last, blocks):
-        allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
-        history = PrefixBlocks(
-            packed, key_rotation, value_rotation, key_channel_scales, value_channel_scales, block_table, batch, kv_head,
-            blocks_b, blocks_h,
-        )  # fmt: skip
+        allowed = PrefixMask(mask_at, tl.minimum(s, queries - 1) * mask.s if C.MASK > 0 else None, mask.t)
         state = _add_blocks(
-            state, plain, query_at, row_mask, largest, first_row, rows, scale, allowed, history, first,
-            tl.minimum(last, blocks), sink_count, scratch, C,
+            state, plain, query_at, row_mask, largest, first_row, rows, scale, allowed, packed, history, first,
+            tl.minimum(last, blocks), sink_count, lse, operand_rows, n, C,
         )  # fmt: skip
 
     # Dense tokens, with the rows as they are.
     if last > blocks:
         first_row = opaque(first_row, C.ASM)
-        _, s, _, plain, _ = _load_rows(own, first_row, C)
-        plain = spill(plain, operand_rows, tile_count, C.BLOCK_R, C.BLOCK_DK)
-        allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
+        _, s, _, plain, _ = _load_rows(own, head_q, rows, groups, first_row, C)
+        plain = spill(plain, operand_rows, n.tile_count, C.BLOCK_R, C.BLOCK_DK)
+        allowed = PrefixMask(mask_at, tl.minimum(s, queries - 1) * mask.s if C.MASK > 0 else None, mask.t)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
-        new = NewTokens(
-            new_keys + (batch * new_b + kv_head * new_h),
-            new_values + (batch * new_vb + kv_head * new_vh),
-            new_t,
-            new_vt,
-        )
+        keys_at += batch * new_keys.strides.batch + kv_head * new_keys.strides.head
+        values_at += batch * new_values.strides.batch + kv_head * new_values.strides.head
+        new = NewTokens(keys_at, values_at, new_keys.strides.token, new_values.strides.token)
         cached = sink_count + residual_count
-        if pages is None:
-            own_rows = kv_rows + (batch * kv_heads + kv_head) * (ring + sinks) * (C.DK + C.DV)
-            start = (blocks * TOKENS) % ring
-            dense = DenseTokens(own_rows, None, None, None, sinks, ring, start, cached, new, high)
+        if tables is None:
+            own_rows = kv_rows + (batch * n.kv_heads + kv_head) * (n.ring + n.sinks) * (C.DK + C.DV)
+            start = (blocks * TOKENS) % n.ring
+            dense = DenseTokens(own_rows, None, None, None, n.sinks, n.ring, start, cached, new, high)
         else:
             start = (blocks * TOKENS) % C.RING
-            dense = DenseTokens(kv_rows, pages, blocks_b, kv_head, C.SINKS, C.RING, start, cached, new, high)
+            dense = DenseTokens(kv_rows, pages, n.blocks_b, kv_head, C.SINKS, C.RING, start, cached, new, high)
         newest = cached + new_count - queries + s  # [BR], the last dense token a row sees
         state = _add_dense(state, plain, newest, scale, allowed, dense, low, blocks, C)
-    _store(
-        state, scale, first_row, own, scratch, partial, out + batch * out_b, out_s, out_h, s_aux, new_lse, lse_h,
-        last == units, C,
-    )  # fmt: skip
+    to = States(out_at + batch * out.strides.batch, out.strides)
+    _store(state, scale, first_row, head_q, rows, lse, partial, to, s_aux, new_lse, last == units, n, C)

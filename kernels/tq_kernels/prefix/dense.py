@@ -17,26 +17,23 @@ import triton
 import triton.language as tl
 
 from ..common.device import AMPERE, Target, constants_of, matrix_type, target
-from ..common.launcher import Kernel, kernel, on_its_device, specialised
+from ..common.launcher import Kernel, States, on_its_device, states_of
+from ..common.schedule import Mask
 from ..common.softmax import SoftmaxState, bounded, empty_state, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
 from .tiles import PrefixMask, store_rows
 
 
-@triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
-def mask_spans(
-    mask,  # [B, 1, S, tokens] bool
-    spans,  # [B, S, 2] int32
-    tokens, mask_b, mask_s, mask_t, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Find each query's first token and the one after its last. Grid: (S, B)."""
-    mask += tl.program_id(1).to(tl.int64) * mask_b + tl.program_id(0).to(tl.int64) * mask_s
+@triton.jit(do_not_specialize=["tokens"])
+def mask_spans(mask: Mask, spans, tokens, BLOCK: tl.constexpr):
+    """Find each query's first token and the one after its last: `spans` [B, S, 2] int32. Grid: (S, B)."""
+    row = mask.start + (tl.program_id(1).to(tl.int64) * mask.b + tl.program_id(0).to(tl.int64) * mask.s)
     first = tl.full([BLOCK], 2**30, tl.int32)
     end = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, tokens, BLOCK):
         t = start + tl.arange(0, BLOCK)
-        seen = tl.load(mask + t.to(tl.int64) * mask_t, mask=t < tokens, other=0) != 0
+        seen = tl.load(row + t.to(tl.int64) * mask.t, mask=t < tokens, other=0) != 0
         first = tl.minimum(first, tl.where(seen, t, 2**30))
         end = tl.maximum(end, tl.where(seen, t + 1, 0))
     at = spans + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 2
@@ -44,8 +41,8 @@ def mask_spans(
     tl.store(at + 1, tl.max(end, 0))
 
 
-DenseStates = namedtuple("DenseStates", "key value key_t value_t")
-"""Keys and values of a KV head, and strides over tokens. (A tuple of Triton has a field `values` already.)"""
+DenseNumbers = namedtuple("DenseNumbers", "rows groups kv_heads queries tokens scaling_log2 cap_log2 tile_count")
+"""Numbers of `dense_attention`: G * S, G, Hkv, S, T; scaling and softcap, times log2(e); tiles of rows."""
 
 
 DenseShape = namedtuple(
@@ -58,33 +55,32 @@ DenseShape = namedtuple(
 def _add_tokens(
     state,
     rows,  # [BR, BDK]
-    states: DenseStates,
+    keys: States, values: States,  # of the KV head
     mask: PrefixMask,  # at the program's first query
     newest,  # [BR] last token a row sees
-    low, high, scaling_log2, cap_log2,
-    EDGE: tl.constexpr, C: tl.constexpr,
+    low, high, n: DenseNumbers, EDGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Attend to tokens `low` to `high`; without EDGE these are whole tiles that all rows see."""
     dk = tl.arange(0, C.BLOCK_DK)
     dv = tl.arange(0, C.BLOCK_DV)
     # Keep offsets in a tile, in 32 bits: pointers would take registers that the products need.
     of_tile = tl.arange(0, C.BLOCK_T)
-    key_offsets = of_tile[:, None] * states.key_t + dk[None, :]
-    value_offsets = of_tile[:, None] * states.value_t + dv[None, :]
+    key_offsets = of_tile[:, None] * keys.strides.token + dk[None, :]
+    value_offsets = of_tile[:, None] * values.strides.token + dv[None, :]
     # Machine code depends on the order in which the loop carries these.
     output, total, maximum = state.output, state.total, state.maximum
     for start in tl.range(low, high, C.BLOCK_T, num_stages=C.STAGES):
         t = start + of_tile
-        key_at = states.key + tl.cast(start, tl.int64) * states.key_t + key_offsets
-        value_at = states.value + tl.cast(start, tl.int64) * states.value_t + value_offsets
+        key_at = keys.start + tl.cast(start, tl.int64) * keys.strides.token + key_offsets
+        value_at = values.start + tl.cast(start, tl.int64) * values.strides.token + value_offsets
         if EDGE:
             k = tl.load(key_at, mask=(t < high)[:, None] & (dk < C.DK)[None, :], other=0.0)
             v = tl.load(value_at, mask=(t < high)[:, None] & (dv < C.DV)[None, :], other=0.0)
         else:
             k = tl.load(key_at) if C.BLOCK_DK == C.DK else tl.load(key_at, mask=(dk < C.DK)[None, :], other=0.0)
             v = tl.load(value_at) if C.BLOCK_DV == C.DV else tl.load(value_at, mask=(dv < C.DV)[None, :], other=0.0)
-        x = tl.dot(rows, tl.trans(k.to(C.MATRIX))) * scaling_log2  # [BR, BT]
-        x = bounded(x, cap_log2, C.BOUNDS)
+        x = tl.dot(rows, tl.trans(k.to(C.MATRIX))) * n.scaling_log2  # [BR, BT]
+        x = bounded(x, n.cap_log2, C.BOUNDS)
         if EDGE:
             seen = (t < high)[None, :]
             if C.CAUSAL:
@@ -99,22 +95,17 @@ def _add_tokens(
     return SoftmaxState(maximum, total, output)
 
 
-@kernel("mask_b:tile_count")
+@triton.jit
 def dense_attention(
-    query,  # [B, Hq, S, DK], last dimension of these contiguous
-    keys, values,  # [B, Hkv, T, DK] and [B, Hkv, T, DV]
-    mask,  # [B, 1, S or 1, T] bool
+    query: States,  # [B, Hq, S, DK], last dimension of these contiguous
+    keys: States, values: States,  # [B, Hkv, T, DK] and [B, Hkv, T, DV]
+    mask: Mask,
     spans,  # [B, S, 2] int32, for a mask row by row: see `mask_spans`
     s_aux,  # [Hq], any float dtype
-    out,  # [B, S, Hq, DV]; with splits unused
+    out: States,  # [B, Hq, S, DV]; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2; likewise
-    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_s, out_h, mask_b, mask_s,
-    mask_t,
-    rows, groups,  # G * S, G
-    kv_heads, queries, tokens,  # Hkv, S, T
-    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
-    tile_count,  # tiles of rows
+    n: DenseNumbers,
     SHAPE: tl.constexpr,  # a `DenseShape`
 ):  # fmt: skip
     """Attend to dense states. Grid: (row tiles, B * Hkv, splits).
@@ -123,27 +114,30 @@ def dense_attention(
     """
     C: tl.constexpr = constants_of(SHAPE)
     head = tl.program_id(1)
-    batch = (head // kv_heads).to(tl.int64)
-    kv_head = (head % kv_heads).to(tl.int64)
+    batch = (head // n.kv_heads).to(tl.int64)
+    kv_head = (head % n.kv_heads).to(tl.int64)
     # Start the last rows first: they see the most tokens.
-    r = (tile_count - 1 - tl.program_id(0)) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
-    valid = r < rows
-    s = r // groups
-    head_q = kv_head * groups + r % groups  # [BR]
+    r = (n.tile_count - 1 - tl.program_id(0)) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
+    valid = r < n.rows
+    s = r // n.groups
+    head_q = kv_head * n.groups + r % n.groups  # [BR]
     dk = tl.arange(0, C.BLOCK_DK)
-    query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
+    of_query, of_keys, of_values = query.strides, keys.strides, values.strides
+    query_at = query.start + batch * of_query.batch + head_q * of_query.head + s.to(tl.int64) * of_query.token  # [BR]
     inside = valid[:, None] & (dk < C.DK)[None, :]
     plain = tl.load(query_at[:, None] + dk[None, :], mask=inside, other=0.0).to(C.MATRIX)
-    keys += batch * key_b + kv_head * key_h
-    values += batch * value_b + kv_head * value_h
-    newest = tl.where(valid, tokens - queries + s if C.CAUSAL else tokens - 1, -1)  # [BR]
-    first_query = (tile_count - 1 - tl.program_id(0)) * C.BLOCK_R // groups
-    mask += batch * mask_b + first_query.to(tl.int64) * mask_s
-    mask_rows = (s - first_query) * mask_s
+    own_keys = States(keys.start + (batch * of_keys.batch + kv_head * of_keys.head), of_keys)
+    own_values = States(values.start + (batch * of_values.batch + kv_head * of_values.head), of_values)
+    newest = tl.where(valid, n.tokens - n.queries + s if C.CAUSAL else n.tokens - 1, -1)  # [BR]
+    first_query = (n.tile_count - 1 - tl.program_id(0)) * C.BLOCK_R // n.groups
+    allowed = PrefixMask(None, None, None)
+    if C.MASK > 0:
+        mask_at = mask.start + (batch * mask.b + first_query.to(tl.int64) * mask.s)
+        allowed = PrefixMask(mask_at, (s - first_query) * mask.s, mask.t)
     low = 0
     high = tl.max(newest, 0) + 1
     if C.MASK == 2:
-        span = spans + (batch * queries + s) * 2
+        span = spans + (batch * n.queries + s) * 2
         low = tl.minimum(tl.min(tl.load(span, mask=valid, other=2**30), 0), high) // C.BLOCK_T * C.BLOCK_T
         high = tl.minimum(high, tl.max(tl.load(span + 1, mask=valid, other=0), 0))
     if C.SPLIT:
@@ -153,17 +147,14 @@ def dense_attention(
         high = tl.minimum(high, low + share)
     # Attend to tiles that all rows see whole, then to the others.
     edge = low
-    if C.MASK == 0:
-        oldest = tl.min(tl.where(valid, newest, tokens), 0)
-        edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // C.BLOCK_T * C.BLOCK_T
     state = empty_state(C.BLOCK_R, C.BLOCK_DV)
-    states = DenseStates(keys, values, key_t, value_t)
-    allowed = PrefixMask(mask, mask_rows, mask_t)
     if C.MASK == 0:
-        state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
-    state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)
-    row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
-    at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+        oldest = tl.min(tl.where(valid, newest, n.tokens), 0)
+        edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // C.BLOCK_T * C.BLOCK_T
+        state = _add_tokens(state, plain, own_keys, own_values, allowed, newest, low, edge, n, False, C)
+    state = _add_tokens(state, plain, own_keys, own_values, allowed, newest, edge, high, n, True, C)
+    row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * n.rows + r
+    at = out.start + batch * out.strides.batch + s.to(tl.int64) * out.strides.token + head_q * out.strides.head  # [BR]
     store_rows(state, s_aux, head_q, at, lse, partial, row, valid, C.DV, C.HAS_AUX, C.SPLIT)
 
 
@@ -261,7 +252,7 @@ def attend_dense(
     groups, on = query_heads // kv_heads, target(device)
     rows, heads = groups * queries, batch * kv_heads
     block_dk, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    kind, mask_strides = mask_layout(mask)
+    kind, masked = mask_layout(mask)
     config = dense_config(max(block_dk, block_dv), rows, kind, on)
     if out is None:
         out = query.new_empty(batch, queries, query_heads, value_dim)
@@ -284,31 +275,23 @@ def attend_dense(
     sizes = [sums * value_dim, sums, 2 * batch * queries if kind == 2 else 0]
     partial, lse, spans = allocate(max(1, sum(sizes)))[: sum(sizes)].split(sizes)
     spans = spans.view(torch.int32)
-    seen = query if mask is None else mask.view(torch.uint8)
     if kind == 2:
-        SPANS(
-            (queries, batch, 1),
-            (seen, spans),
-            (tokens, *mask_strides),
-            (1024,),
-            (specialised(mask_strides), device.index),
-            num_warps=4,
-        )
-    aux = query if options.s_aux is None else options.s_aux
+        SPANS((queries, batch, 1), (masked, spans, tokens), (), (1024,), (device.index,), num_warps=4)
+    aux = options.s_aux
     flags = (options.causal and mask is None, kind, *options.flags, splits > 1)
     tiles = (config.block_rows, config.block_tokens, config.stages)
     dims, matrix = (key_dim, value_dim, block_dk, block_dv), matrix_type(query.dtype, query.device)
     constants = (DenseShape(*dims, *flags, matrix, *tiles),)
-    strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3])
-    counts = (rows, groups, kv_heads, queries, tokens)
+    n = DenseNumbers(rows, groups, kv_heads, queries, tokens, *options.log2_factors, row_tiles)
+    states = map(states_of, (query, keys, values))
     ATTEND(
         (row_tiles, heads, splits),
-        (query, keys, values, seen, spans, aux, out, partial, lse),
-        (*strides, *mask_strides, *counts, *options.log2_factors, row_tiles),
+        (*states, masked, spans, aux, states_of(out.transpose(1, 2)), partial, lse, n),
+        (),
         constants,
-        (constants, specialised((*strides, *mask_strides)), query.dtype, seen.dtype, aux.dtype, device.index),
+        (constants, query.dtype, aux is not None and aux.dtype, device.index),
         num_warps=config.warps,
     )
     if splits > 1:
-        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=options.s_aux is not None)
+        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits)
     return out

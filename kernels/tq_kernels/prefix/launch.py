@@ -15,14 +15,15 @@ import torch
 import triton
 
 from ..common.device import AMPERE, Target, target
-from ..common.launcher import Kernel, on_its_device, specialised
+from ..common.launcher import Kernel, on_its_device, specialised, states_of
+from ..common.schedule import Mask
 from ..format import BLOCK_TOKENS, padded_dim
 from ..layout import BlockLayout
 from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences
-from .attention import PrefixShape, prefix_attention
-from .tiles import merge_splits
+from .attention import Packed, PrefixNumbers, PrefixShape, PrefixTables, prefix_attention
+from .tiles import join_attention, merge_splits
 
-ATTEND, MERGE = Kernel(prefix_attention), Kernel(merge_splits)
+ATTEND, MERGE, JOIN = Kernel(prefix_attention), Kernel(merge_splits), Kernel(join_attention)
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,13 @@ def prefix_splits(tiles: int, units: int, resident: int) -> int:
     return min(range(1, most + 1), key=lambda n: (-(-tiles * n // resident)) * (units / n + 2 * (n > 1)))
 
 
-def mask_layout(mask: torch.Tensor | None) -> tuple[int, tuple[int, int, int]]:
-    """Layout of a mask `[B or 1, 1, S or 1, >= T]` for kernels of many queries.
-
-    Returns:
-        The kind: 0 no mask, 1 for all queries alike, 2 row by row; and strides over sequences, queries and tokens, 0
-        where the mask does not change.
-    """
+def mask_layout(mask: torch.Tensor | None) -> tuple[int, Mask]:
+    """Layout of a mask `[B or 1, 1, S or 1, >= T]` for kernels of many queries: the kind, 0 no mask, 1 for all queries
+    alike, 2 row by row; and the argument, with strides of 0 where the mask does not change."""
     if mask is None:
-        return 0, (0, 0, 0)
-    kind = 1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2
-    return kind, (mask.stride(0) * (mask.shape[0] > 1), mask.stride(2) * (kind == 2), mask.stride(3))
+        return 0, Mask()
+    kind, seen = 1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2, mask.view(torch.uint8)
+    return kind, Mask(seen, mask.stride(0) * (mask.shape[0] > 1), mask.stride(2) * (kind == 2), mask.stride(3))
 
 
 def prefix_constants(
@@ -154,7 +151,7 @@ def attend_prefix(
         `out`. Rows that attend to nothing are 0.
     """
     result, on, written = out, target(query.device), None
-    tables: tuple[torch.Tensor | None, ...] = (None,) * 4
+    tables = None
     if isinstance(counts, Sequences):
         assert isinstance(held, Pages) and new is not None
         # One row of a batch has the new tokens of all sequences.
@@ -162,7 +159,7 @@ def attend_prefix(
         out, (count, units), block_strides = out[None], counts.block_table.shape, (held.page_blocks, 1)
         layout, blocks, dense, *scales = held[:5]
         place = (*held.place, triton.next_power_of_2(max(count, counts.least_padding)), new_lse is not None)
-        tables, numbers, width = counts[:4], (0,) * 6, units
+        tables, numbers, width = PrefixTables(*counts[:4]), (0,) * 6, units
         written = counts.cu_seqlens_q[count:]
     else:
         assert not isinstance(held, Pages)
@@ -185,60 +182,72 @@ def attend_prefix(
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     if splits > 1 and written is not None:
         lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
-    mask_kind, mask_strides = mask_layout(mask)
+    mask_kind, masked = mask_layout(mask)
     flags = (options.causal and mask is None, mask_kind, *options.flags, splits > 1)
     constants = prefix_constants(layout, *flags, config, on, place)
-    seen, aux = query if mask is None else mask, query if options.s_aux is None else options.s_aux
-    query_strides, out_strides = query.stride()[:3], out.stride()[:3]
-    fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
-    strides = specialised((*query_strides, *fresh_strides, *out_strides, *mask_strides))
-    dtypes = (query.dtype, dense.dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
+    aux = options.s_aux
+    dtypes = (query.dtype, dense.dtype, fresh[0].dtype, aux is not None and aux.dtype, out.dtype)
+    n = PrefixNumbers(
+        *block_strides, rows, groups, kv_heads, *numbers, queries, *options.log2_factors, row_tiles, count, width,
+        0 if new_lse is None else new_lse.stride(0),
+    )  # fmt: skip
     ATTEND(
         (row_tiles, heads, splits),
-        (
-            *(query, blocks, *rotations, *scales, dense, *fresh, seen, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *tables, new_lse),
-        ),
-        (
-            *(*query_strides, *block_strides, *fresh_strides, *out_strides, rows, groups, kv_heads, *numbers),
-            *(queries, *mask_strides, *options.log2_factors, row_tiles, count, width),
-            0 if new_lse is None else new_lse.stride(0),
-        ),
+        (states_of(query), Packed(blocks, *rotations, *scales), dense, *map(states_of, fresh), masked, aux,
+         states_of(out.transpose(1, 2)), partial, lse, operand_rows.view(torch.float16), tables, new_lse, n),
+        (),
         constants,
-        (constants, config, strides, dtypes, query.device.index),
+        (constants, config, dtypes, query.device.index),
         num_warps=config.warps,
-    )
+    )  # fmt: skip
     if splits > 1:
-        has_aux = options.s_aux is not None
-        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=has_aux, tokens=written)
+        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, written)
     return result
 
 
 def merge(
     partial: torch.Tensor,
     lse: torch.Tensor,
-    aux: torch.Tensor,
+    aux: torch.Tensor | None,
     out: torch.Tensor,
     rows: int,
     groups: int,
     kv_heads: int,
     count: int,
     splits: int,
-    *,
-    has_aux: bool,
     tokens: torch.Tensor | None = None,
 ) -> None:
-    """Launch `merge_splits`; arguments are the kernel's. Without `has_aux`, `aux` is any tensor."""
+    """Launch `merge_splits`; arguments are the kernel's."""
     value_dim = out.shape[3]
     block_dv = max(16, triton.next_power_of_2(value_dim))
     block_rows = max(1, 2048 // block_dv)
-    constants = (value_dim, block_dv, block_rows, has_aux)
+    constants = (value_dim, block_dv, block_rows, aux is not None)
     MERGE(
         (-(-count // block_rows), 1, 1),
         (partial, lse, aux, out, tokens),
-        (rows, groups, kv_heads, count, splits, *out.stride()[:3]),
+        (rows, groups, kv_heads, count, splits, out.stride()[:3]),
         constants,
-        (constants, specialised(out.stride()[:3]), aux.dtype, out.dtype, out.device.index),
+        (constants, aux is not None and aux.dtype, out.dtype, out.device.index),
+        num_warps=4,
+    )
+
+
+@on_its_device
+def join(
+    mean: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Launch `join_attention`; arguments are the kernel's."""
+    count, heads, dim = mean.shape
+    strides = (*mean.stride()[:2], *found.stride()[:2], *out.stride()[:2])
+    block = triton.next_power_of_2(dim)
+    constants = (dim, block, max(1, 4096 // block))
+    dtypes = (mean.dtype, found.dtype, out.dtype)
+    JOIN(
+        (-(-count // constants[2]), heads, 1),
+        (mean, lse, found, found_lse, out),
+        (*strides, count, lse.stride(0), found_lse.stride(0)),
+        constants,
+        (constants, specialised(strides), dtypes, mean.device.index),
         num_warps=4,
     )
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..codec.loud import load_loud
 from ..common.device import AMPERE
+from ..common.launcher import kernel
 from ..common.schedule import lengths, located
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, merge, normalize, power_of_two
 from ..common.unpack import load_levels, scaled
@@ -195,9 +196,9 @@ def masked(x, mask: PrefixMask, t, valid, MASK: tl.constexpr):
     """Set x [BR, TILE] to -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
     at = t.to(tl.int64) * mask.stride_t
     if MASK == 1:
-        allowed = tl.load(mask.pointer + at, mask=valid, other=False)[None, :]
+        allowed = (tl.load(mask.pointer + at, mask=valid, other=0) != 0)[None, :]
     else:
-        allowed = tl.load(mask.pointer + mask.rows[:, None] + at[None, :], mask=valid[None, :], other=False)
+        allowed = tl.load(mask.pointer + mask.rows[:, None] + at[None, :], mask=valid[None, :], other=0) != 0
     return tl.where(allowed, x, -float("inf"))
 
 
@@ -229,7 +230,7 @@ def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.const
     return tile >= 0, sequence, (tile - before) * BLOCK_R
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits", "out_b", "out_s", "out_h"])
+@triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits"])
 def merge_splits(
     partial,  # [splits, count, DV] float32, normalised
     lse,  # [splits, count] float32, base 2
@@ -239,7 +240,8 @@ def merge_splits(
     rows, groups,  # G * S, G
     kv_heads,
     count,  # B * Hkv * rows
-    splits, out_b, out_s, out_h,
+    splits,
+    strides,  # of `out`
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, HAS_AUX: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of each row, weighted by their share of the softmax. Grid: (count / BLOCK_R,)."""
@@ -266,5 +268,31 @@ def merge_splits(
         state = merge(state, log, part)
         at += count
     acc = normalize(state)
+    out_b, out_s, out_h = strides
     at = out + (head // kv_heads).to(tl.int64) * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
     tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel("count:found_lse_h")
+def join_attention(
+    mean, lse,  # [S, Hq, DIM] and [Hq, S] float32, base e; `lse` becomes that of all tokens
+    found, found_lse,  # likewise, of other tokens
+    out,  # [S, Hq, DIM]: one of the two, or another tensor
+    mean_s, mean_h, found_s, found_h, out_s, out_h,
+    count,  # S
+    lse_h, found_lse_h,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Join attention to some tokens with that to others. Grid: (S / BLOCK_S, Hq). Last dimensions are contiguous."""
+    s, head = (tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64), tl.program_id(1).to(tl.int64)
+    d, exists = tl.arange(0, BLOCK_D)[None, :], s < count
+    inside = exists[:, None] & (d < DIM)
+    old = tl.load(lse + head * lse_h + s, mask=exists, other=0.0)
+    new = tl.load(found_lse + head * found_lse_h + s, mask=exists, other=0.0)
+    top = tl.maximum(old, new)
+    total = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
+    first = tl.load(mean + (s * mean_s + head * mean_h)[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(found + (s * found_s + head * found_h)[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    joined = first + tl.exp(new - total)[:, None] * (second - first)
+    tl.store(lse + head * lse_h + s, total, mask=exists)
+    tl.store(out + (s * out_s + head * out_h)[:, None] + d, joined.to(out.dtype.element_ty), mask=inside)

@@ -8,24 +8,35 @@ for another.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from ..common.device import matrix_type, target
-from ..common.launcher import Kernel, kernel
+from ..common.device import constants_of, matrix_type, target
+from ..common.launcher import Kernel
 from ..common.softmax import bounded, empty_state, update
 from ..types import AttentionOptions
 from .dense import SPLIT_TOKENS, dense_config
 from .launch import merge, prefix_splits
 from .tiles import store_rows
 
+WindowNumbers = namedtuple(
+    "WindowNumbers",
+    "count kv_heads groups query_t query_h key_t key_h value_t value_h width page_size window row_tiles scaling_log2 "
+    "cap_log2",
+)
+"""Numbers of `window_attention`: N, Hkv, G; strides, and the size of a page, in units of 8 elements; W; tokens of a
+window; tiles of query rows; scaling and softcap, times log2(e)."""
+WindowShape = namedtuple("WindowShape", "DIM BLOCK_D ROWS BOUNDS HAS_AUX SPLIT MATRIX BLOCK_R BLOCK_T STAGES")
+"""Constants of `window_attention`."""
 
-@kernel("count:cap_log2")
+
+@triton.jit
 def window_attention(
-    query,  # [N, Hq, DIM], strides in units of 8 elements, like key and value
+    query,  # [N, Hq, DIM]
     key, value,  # [N, Hkv, DIM]
     rows,  # [pages, 2, ROWS, Hkv, DIM] in the dtype of key and value
     block_table,  # [N, W] int32
@@ -34,64 +45,59 @@ def window_attention(
     out,  # [N, Hq, DIM], contiguous; with splits unused
     partial,  # [splits, Hkv, N, G, DIM] float32, normalised; unused without splits
     lse,  # [splits, Hkv, N, G] float32, base 2; likewise
-    count, kv_heads, groups,  # N, Hkv, G
-    query_t, query_h, key_t, key_h, value_t, value_h,
-    width,  # W
-    page_size,  # in units of 8 elements
-    window, row_tiles,
-    scaling_log2, cap_log2,  # scaling and softcap, times log2(e)
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr,
-    SPLIT: tl.constexpr, MATRIX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    n: WindowNumbers,
+    SHAPE: tl.constexpr,  # a `WindowShape`
 ):  # fmt: skip
     """Grid: (N, Hkv * tiles of query rows, splits)."""
+    C: tl.constexpr = constants_of(SHAPE)
     request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1) // row_tiles
-    g = tl.program_id(1) % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    kv_head = tl.program_id(1) // n.row_tiles
+    g = tl.program_id(1) % n.row_tiles * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
     split = tl.program_id(2)
-    head_q = kv_head * groups + g  # [BR]
-    valid = g < groups
-    d = tl.arange(0, BLOCK_D)
+    head_q = kv_head * n.groups + g  # [BR]
+    valid = g < n.groups
+    d = tl.arange(0, C.BLOCK_D)
     before = tl.load(past + request)
-    held = tl.minimum(before + 1, window)
-    newest = tl.maximum(before, 0) % window
-    pages = block_table + request * width
-    row_size = kv_heads * DIM
-    rows += kv_head * DIM
-    new_key = key + request * (key_t * 8) + kv_head * (key_h * 8)
-    new_value = value + request * (value_t * 8) + kv_head * (value_h * 8)
+    held = tl.minimum(before + 1, n.window)
+    newest = tl.maximum(before, 0) % n.window
+    pages = block_table + request * n.width
+    row_size = n.kv_heads * C.DIM
+    rows += kv_head * C.DIM
+    new_key = key + request * (n.key_t * 8) + kv_head * (n.key_h * 8)
+    new_value = value + request * (n.value_t * 8) + kv_head * (n.value_h * 8)
 
-    if (tl.program_id(1) % row_tiles == 0) & (split == 0) & (before >= 0):
-        page = tl.load(pages + newest // ROWS).to(tl.int64)
-        to = rows + page * (page_size * 8) + newest % ROWS * row_size + d
-        tl.store(to, tl.load(new_key + d, mask=d < DIM), mask=d < DIM)
-        tl.store(to + ROWS * row_size, tl.load(new_value + d, mask=d < DIM), mask=d < DIM)
+    if (tl.program_id(1) % n.row_tiles == 0) & (split == 0) & (before >= 0):
+        page = tl.load(pages + newest // C.ROWS).to(tl.int64)
+        to = rows + page * (n.page_size * 8) + newest % C.ROWS * row_size + d
+        tl.store(to, tl.load(new_key + d, mask=d < C.DIM), mask=d < C.DIM)
+        tl.store(to + C.ROWS * row_size, tl.load(new_value + d, mask=d < C.DIM), mask=d < C.DIM)
 
-    query_at = query + request * (query_t * 8) + head_q * (query_h * 8)  # [BR]
-    q = tl.load(query_at[:, None] + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0).to(MATRIX)
-    tiles = (held + BLOCK_T - 1) // BLOCK_T
-    low = tiles * split // tl.num_programs(2) * BLOCK_T
-    high = tl.minimum(tiles * (split + 1) // tl.num_programs(2) * BLOCK_T, held)
-    state = empty_state(BLOCK_R, BLOCK_D)
-    for start in tl.range(low, high, BLOCK_T, num_stages=STAGES):
-        row = start + tl.arange(0, BLOCK_T)
+    query_at = query + request * (n.query_t * 8) + head_q * (n.query_h * 8)  # [BR]
+    q = tl.load(query_at[:, None] + d[None, :], mask=valid[:, None] & (d < C.DIM)[None, :], other=0.0).to(C.MATRIX)
+    tiles = (held + C.BLOCK_T - 1) // C.BLOCK_T
+    low = tiles * split // tl.num_programs(2) * C.BLOCK_T
+    high = tl.minimum(tiles * (split + 1) // tl.num_programs(2) * C.BLOCK_T, held)
+    state = empty_state(C.BLOCK_R, C.BLOCK_D)
+    for start in tl.range(low, high, C.BLOCK_T, num_stages=C.STAGES):
+        row = start + tl.arange(0, C.BLOCK_T)
         inside = row < high
-        page = tl.load(pages + row // ROWS, mask=inside, other=0).to(tl.int64)
-        at = rows + page * (page_size * 8) + row % ROWS * row_size  # [BT]
+        page = tl.load(pages + row // C.ROWS, mask=inside, other=0).to(tl.int64)
+        at = rows + page * (n.page_size * 8) + row % C.ROWS * row_size  # [BT]
         fresh = row == newest
         k_row = tl.where(fresh, new_key, at)
-        v_row = tl.where(fresh, new_value, at + ROWS * row_size)
-        read = inside[:, None] & (d < DIM)[None, :]
-        k = tl.load(k_row[:, None] + d[None, :], mask=read, other=0.0).to(MATRIX)
-        v = tl.load(v_row[:, None] + d[None, :], mask=read, other=0.0).to(MATRIX)
-        x = tl.dot(q, tl.trans(k)) * scaling_log2  # [BR, BT]
-        x = bounded(x, cap_log2, BOUNDS)
+        v_row = tl.where(fresh, new_value, at + C.ROWS * row_size)
+        read = inside[:, None] & (d < C.DIM)[None, :]
+        k = tl.load(k_row[:, None] + d[None, :], mask=read, other=0.0).to(C.MATRIX)
+        v = tl.load(v_row[:, None] + d[None, :], mask=read, other=0.0).to(C.MATRIX)
+        x = tl.dot(q, tl.trans(k)) * n.scaling_log2  # [BR, BT]
+        x = bounded(x, n.cap_log2, C.BOUNDS)
         x = tl.where(inside[None, :], x, -float("inf"))
         # The maximum is finite, because every tile has a token.
         state = update(state, x, v, None, False)
 
-    row = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
-    at = out + (request * (kv_heads * groups) + head_q) * DIM
-    store_rows(state, s_aux, head_q, at, lse, partial, row, valid, DIM, HAS_AUX, SPLIT)
+    row = ((split * n.kv_heads + kv_head).to(tl.int64) * n.count + request) * n.groups + g  # [BR]
+    at = out + (request * (n.kv_heads * n.groups) + head_q) * C.DIM
+    store_rows(state, s_aux, head_q, at, lse, partial, row, valid, C.DIM, C.HAS_AUX, C.SPLIT)
 
 
 ATTEND = Kernel(window_attention)
@@ -149,21 +155,22 @@ def attend_windows(
         return out
     sums = splits * count * query_heads if splits > 1 else 0
     partial, lse = allocate(max(1, sums * (dim + 1)))[: sums * (dim + 1)].split([sums * dim, sums])
-    aux = query if options.s_aux is None else options.s_aux
-    strides = tuple(stride // 8 for x in tokens for stride in x.stride()[:2])
-    place = (block_table.shape[1], rows.stride(0) // 8, window)
-    flags = (*options.flags, splits > 1)
-    tiles = (config.block_rows, config.block_tokens, STAGES)
-    constants = (dim, block_d, rows.shape[2], *flags, matrix_type(query.dtype, query.device), *tiles)
+    aux = options.s_aux
+    n = WindowNumbers(
+        *(count, kv_heads, groups, *[stride // 8 for x in tokens for stride in x.stride()[:2]], block_table.shape[1]),
+        *(rows.stride(0) // 8, window, row_tiles, *options.log2_factors),
+    )
+    tiles = (matrix_type(query.dtype, query.device), config.block_rows, config.block_tokens, STAGES)
+    shape = WindowShape(dim, block_d, rows.shape[2], *options.flags, splits > 1, *tiles)
     ATTEND(
         (count, kv_heads * row_tiles, splits),
         (query, key, value, rows, block_table, past, aux, out, partial, lse),
-        (count, kv_heads, groups, *strides, *place, row_tiles, *options.log2_factors),
-        constants,
-        (constants, query.dtype, aux.dtype, device.index),
+        (n,),
+        (shape,),
+        (shape, query.dtype, aux is not None and aux.dtype, device.index),
         num_warps=config.warps,
     )
     if splits > 1:
-        each, has_aux = count * groups, options.s_aux is not None
-        merge(partial, lse, aux, out[None], each, groups, kv_heads, kv_heads * each, splits, has_aux=has_aux)
+        each = count * groups
+        merge(partial, lse, aux, out[None], each, groups, kv_heads, kv_heads * each, splits)
     return out

@@ -190,10 +190,17 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
 @torch.compiler.disable
-def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
-    """Attention of the newest S tokens `[B, Hq, S, Dk]` over all tokens of `view`; arguments as for `attend_dense`."""
-    heads = view.tensors.row.keys[1]
-    return _over_tiles(query, partial(_view_tiles, view), heads, view.length, mask, options)
+def attend(
+    query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions, latents: bool = False
+) -> torch.Tensor:
+    """Attention of the newest S tokens `[B, Hq, S, Dk]` over all tokens of `view`; arguments as for `attend_dense`.
+
+    `latents`: the definition of the kernels of latents. Keys of the view are latents, values rotary keys, of one head.
+    Queries `[B, Hq, S, R + Dr]` are those times the up-projection of keys, then their rotary parts. Returns means of
+    latents `[B, S, Hq, R]`.
+    """
+    heads, tiles = view.tensors.row.keys[1], partial(_view_tiles, view, latents=latents)
+    return _over_tiles(query, tiles, heads, view.length, mask, options, tiles_at_once=not latents)
 
 
 @dataclass
@@ -219,27 +226,6 @@ class PackedLatents(PackedTile):
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         total = rotate_back(weights @ self.key_rows, self.config.seed)[..., : self.blocks.layout.key_dim]
         return total / self.blocks.channel_scales.keys.abs().float()
-
-
-@torch.compiler.disable
-def attend_latents(
-    latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
-) -> torch.Tensor:
-    """Attention of the newest S tokens over latents and rotary keys: the definition of the kernels.
-
-    Args:
-        latent: `[B, Hq, S, R]`: queries times the up-projection of keys.
-        rotary: `[B, Hq, S, Dr]`: rotary parts of the queries.
-        view: Latents as keys, rotary keys as values, of one KV head.
-        mask, options: As in `attend_dense`.
-
-    Returns:
-        Means of latents `[B, S, Hq, R]` in the dtype of `latent`. Rows that may attend to nothing are 0.
-    """
-    query = torch.cat([latent, rotary], -1)
-    return _over_tiles(
-        query, lambda q: _view_tiles(view, q, latents=True), 1, view.length, mask, options, tiles_at_once=False
-    )
 
 
 def attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> torch.Tensor:

@@ -8,6 +8,7 @@ from functools import lru_cache, partial, wraps
 from typing import TypeVar
 
 import torch
+from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, Mask, PackedBlocks
 
@@ -27,8 +28,7 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import AMPERE, current_device, interpreted, target
     from tq_kernels.common.launcher import compile_in_threads
-    from tq_kernels.decode.append import AppendLaunch
-    from tq_kernels.decode.launch import DecodeLaunch, held_counts
+    from tq_kernels.decode.launch import DecodeLaunch, Preallocated, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
     from tq_kernels.latents.launch import attend_latents as attend_packed_latents
     from tq_kernels.latents.launch import takes_latents
@@ -205,39 +205,47 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         dequantize_blocks(blocks, 0, blocks.capacity, keys, values, rotation)
 
 
-@once_per_layer
-def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
-    """The decode kernels on these tensors, made once."""
-    rotation = rotations(tensors.config, tensors.layout, tensors.row.device, torch.float16)
-    return DecodeLaunch((tensors.blocks, tensors.rows, tensors.config.sink_tokens), rotation)
+def decode_launch(tensors: LayerTensors, counts: DeviceCounts | None = None, max_cache_len: int = 0) -> DecodeLaunch:
+    """The decode kernels on these tensors, made once: those that append by `counts`, if given."""
+    launch: DecodeLaunch | None = tensors.launches.get("decode")
+    if launch is None or (counts is not None and launch.counts is not counts):
+        of, config = (tensors.config, tensors.layout, tensors.row.device), tensors.config
+        encoder, preallocated = None, None
+        if counts is not None:
+            encoder = rotations(*of, torch.float32)
+            preallocated = Preallocated(counts, config.residual_length, max_cache_len)
+        held, rotation = (tensors.blocks, tensors.rows, config.sink_tokens), rotations(*of, torch.float16)
+        launch = tensors.launches["decode"] = DecodeLaunch(held, rotation, encoder, preallocated)
+    return launch
 
 
 def attend(query: torch.Tensor, view: View, mask: Mask, options: AttentionOptions) -> torch.Tensor:
-    """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend`, and `dispatch.attend_token`. Also
-    writes the view's pending token, or appends it where the device counts.
+    """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend`, and decode steps with counts on
+    the device. Also writes the view's pending token, or appends it where the device counts.
 
     A captured or compiled step allocates its scratch per call: in a captured graph it comes from the graph's own
     memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
     tensors, counts, pending, device = view.tensors, view.counts, view.pending, query.device
     states = None if pending is None else pending.states
-    launch, append, alone = decode_launch(tensors), None, False
     try:
         if isinstance(counts, DeviceCounts):
-            append, alone = _append_launch(tensors, counts, view.length), view.past_length is None or is_capturing()
-            held = append.held
+            launch, slot = decode_launch(tensors, counts, view.length), 0
+            held, alone = launch.held, view.past_length is None or is_capturing()
         else:
             assert counts is not None
-            held = held_counts(counts.blocks, counts.residual, counts.sinks, device)
+            (sinks, blocks, rows, _), launch, alone = counts, decode_launch(tensors), False
+            held = held_counts(blocks, rows, sinks, device)
+            slot = (blocks * BLOCK_TOKENS + rows - 1) % tensors.ring_rows
         out = launch(
             query,
             held,
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
             allocator(None if alone else current_workspace(device), "decode attention", device),
-            states=states,
-            slot=0 if pending is None else pending.slot,
-            append=None if states is None else append,
+            None,
+            states,
+            slot,
         )
     except Exception as error:
         better = backend.explained(error, device)
@@ -282,12 +290,12 @@ def supports_attend_latents(query: torch.Tensor, view: View, mask: Mask, options
 def attend_latents(
     latent: torch.Tensor, rotary: torch.Tensor, view: View, mask: Mask, options: AttentionOptions
 ) -> torch.Tensor:
-    """`tq_hf.ops.cpu.attention.attend_latents` on the GPU, for calls that `supports_attend_latents`. `latent` and the
-    result are `[Hq, B * S, R]`. With counts on the host, also writes the view's pending token."""
+    """`tq_hf.ops.cpu.attention.attend` over latents on the GPU, for calls that `supports_attend_latents`. `latent` and
+    the result are `[Hq, B * S, R]`. With counts on the host, also writes the view's pending token."""
     tensors, counts = view.tensors, view.counts
     device, batch = latent.device, rotary.shape[0]
     if isinstance(counts, DeviceCounts):
-        held = _append_launch(tensors, counts, view.length).held
+        held = decode_launch(tensors, counts, view.length).held
         workspace = None if view.past_length is None or is_capturing() else current_workspace(device)
     else:
         assert counts is not None
@@ -321,18 +329,6 @@ def supports_reorder(tensors: LayerTensors) -> bool:
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors of `supports_reorder`."""
     _reorder_launch(tensors)(sources.contiguous())
-
-
-def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int) -> AppendLaunch:
-    """The append kernel on these tensors and counts, made once."""
-    launch: AppendLaunch | None = tensors.launches.get("append")
-    if launch is None or launch.counts is not counts:
-        config = tensors.config
-        rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
-        launch = tensors.launches["append"] = AppendLaunch(
-            tensors.blocks, tensors.rows, config.sink_tokens, config.residual_length, rotation, counts, max_cache_len
-        )
-    return launch
 
 
 def supports_attend_dense(query: torch.Tensor, states: KeyValue, mask: Mask, options: AttentionOptions) -> bool:
@@ -370,11 +366,9 @@ def attend_dense(
 
 
 @explains_failures
-def append_token(
-    tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
-) -> None:
+def append_token(tensors: LayerTensors, counts: DeviceCounts, states: KeyValue, max_cache_len: int) -> None:
     """`tq_hf.ops.dispatch.append_token` on the GPU."""
-    _append_launch(tensors, counts, max_cache_len)(_rows(keys), _rows(values))
+    decode_launch(tensors, counts, max_cache_len).append(*map(_rows, states))
 
 
 @explains_failures

@@ -36,8 +36,7 @@ if HAS_TRITON:
     from tq_kernels.decode.append import append_new_rows
     from tq_kernels.decode.launch import DecodeLaunch, paged_scratch_bytes
     from tq_kernels.latents.launch import attend_latents, latent_scratch_bytes
-    from tq_kernels.prefix.join import join
-    from tq_kernels.prefix.launch import attend_prefix, many_scratch_bytes, prefix_takes
+    from tq_kernels.prefix.launch import attend_prefix, join, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
 
