@@ -13,7 +13,6 @@ from contextvars import ContextVar, copy_context
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce, wraps
-from inspect import signature
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -104,20 +103,6 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
             return launch(states, *arguments, **options)
 
     return launch_there
-
-
-def kernel(unspecialised: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
-    """Decorate a kernel. Numbers among its arguments decide nothing about what is compiled if they are in one of the
-    spans `first:last` of `unspecialised`."""
-
-    def decorate(function: Callable[..., None]) -> Any:
-        names, numbers = list(signature(function).parameters), []
-        for span in unspecialised.split():
-            first, last = map(names.index, span.split(":"))
-            numbers += names[first : last + 1]
-        return triton.jit(function, do_not_specialize=numbers, **options)
-
-    return decorate
 
 
 class Launcher(NamedTuple):

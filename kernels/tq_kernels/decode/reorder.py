@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import target
-from ..common.launcher import Kernel, kernel, on_its_device
+from ..common.launcher import Kernel, on_its_device
 
 TENSORS = 4
 """Most tensors of a launch."""
@@ -35,7 +35,8 @@ def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
     return tl.where(which == INDEX, words, at), tl.where(which == INDEX, units.to(tl.int64) * 4, size)
 
 
-@kernel("units0:count", debug=True)  # without `debug` the assertion would not be compiled
+# Without `debug` the assertion would not be compiled.
+@triton.jit(do_not_specialize="units0 units1 units2 units3 count".split(), debug=True)
 def reorder_sequences(
     sources,  # [B] int32 or int64: sequence b gets the states of sequence `sources[b]`
     tensor0,  # [B, ..] contiguous, aligned
