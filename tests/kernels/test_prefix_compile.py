@@ -8,9 +8,8 @@ import re
 from typing import Any
 
 import pytest
-from tq_kernels.prefix.join import join_attention
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits
-from tq_kernels.prefix.tiles import merge_splits
+from tq_kernels.prefix.tiles import join_attention, merge_splits
 
 from examples.measure.compile.builds import build_dense, build_prefix, build_prompts, build_windows
 from examples.measure.compile.sass import SHARED, build, disassemble, loops, resources, target_of

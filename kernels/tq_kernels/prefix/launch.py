@@ -20,9 +20,9 @@ from ..format import BLOCK_TOKENS, padded_dim
 from ..layout import BlockLayout
 from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences
 from .attention import PrefixShape, prefix_attention
-from .tiles import merge_splits
+from .tiles import join_attention, merge_splits
 
-ATTEND, MERGE = Kernel(prefix_attention), Kernel(merge_splits)
+ATTEND, MERGE, JOIN = Kernel(prefix_attention), Kernel(merge_splits), Kernel(join_attention)
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,26 @@ def merge(
         (rows, groups, kv_heads, count, splits, *out.stride()[:3]),
         constants,
         (constants, specialised(out.stride()[:3]), aux.dtype, out.dtype, out.device.index),
+        num_warps=4,
+    )
+
+
+@on_its_device
+def join(
+    mean: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Launch `join_attention`; arguments are the kernel's."""
+    count, heads, dim = mean.shape
+    strides = (*mean.stride()[:2], *found.stride()[:2], *out.stride()[:2])
+    block = triton.next_power_of_2(dim)
+    constants = (dim, block, max(1, 4096 // block))
+    dtypes = (mean.dtype, found.dtype, out.dtype)
+    JOIN(
+        (-(-count // constants[2]), heads, 1),
+        (mean, lse, found, found_lse, out),
+        (*strides, count, lse.stride(0), found_lse.stride(0)),
+        constants,
+        (constants, specialised(strides), dtypes, mean.device.index),
         num_warps=4,
     )
 

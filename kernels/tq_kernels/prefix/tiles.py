@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..codec.loud import load_loud
 from ..common.device import AMPERE
+from ..common.launcher import kernel
 from ..common.schedule import lengths, located
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, merge, normalize, power_of_two
 from ..common.unpack import load_levels, scaled
@@ -268,3 +269,28 @@ def merge_splits(
     acc = normalize(state)
     at = out + (head // kv_heads).to(tl.int64) * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
     tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel("count:found_lse_h")
+def join_attention(
+    mean, lse,  # [S, Hq, DIM] and [Hq, S] float32, base e; `lse` becomes that of all tokens
+    found, found_lse,  # likewise, of other tokens
+    out,  # [S, Hq, DIM]: one of the two, or another tensor
+    mean_s, mean_h, found_s, found_h, out_s, out_h,
+    count,  # S
+    lse_h, found_lse_h,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Join attention to some tokens with that to others. Grid: (S / BLOCK_S, Hq). Last dimensions are contiguous."""
+    s, head = (tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64), tl.program_id(1).to(tl.int64)
+    d, exists = tl.arange(0, BLOCK_D)[None, :], s < count
+    inside = exists[:, None] & (d < DIM)
+    old = tl.load(lse + head * lse_h + s, mask=exists, other=0.0)
+    new = tl.load(found_lse + head * found_lse_h + s, mask=exists, other=0.0)
+    top = tl.maximum(old, new)
+    total = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
+    first = tl.load(mean + (s * mean_s + head * mean_h)[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(found + (s * found_s + head * found_h)[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    joined = first + tl.exp(new - total)[:, None] * (second - first)
+    tl.store(lse + head * lse_h + s, total, mask=exists)
+    tl.store(out + (s * out_s + head * out_h)[:, None] + d, joined.to(out.dtype.element_ty), mask=inside)
