@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching import model_runner
 
 from tests.support.batching_cases import NEAR_TIE, Oracle, Session, greedy, model_of, options, outputs_of, prompts
 from tq_hf import TurboQuantBatching
-from tq_hf.batching import runner
+from tq_hf.batching import cache, runner
 from tq_hf.batching.manager import TurboQuantBatchingManager
 from tq_hf.batching.requests import AnswerRouter
 from tq_hf.batching.runner import TurboQuantModelRunner, copied
@@ -238,6 +238,27 @@ def test_steps_are_not_compiled_before_one_of_each_kind_has_run(requests: int, m
         if requests == 1:
             ask(manager, both)
             assert compiler.begun.wait(60)
+
+
+def test_long_prompts_are_planned_for_after_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cuDNN attends from them, as on no CPU."""
+    (prompt,), left, planned, warm_up = prompts([40]), [], threading.Event(), TurboQuantModelRunner._run_warm_up
+
+    def noted(self: Any, model: Any, requests: int, pair: int | None, *rest: Any) -> None:
+        warm_up(self, model, requests, pair, *rest)
+        if not requests and pair is not None:
+            left.append([each for each in self.missing if each != (0, 0)])
+            planned.set()
+
+    monkeypatch.setattr(cache, "plans_prompts", lambda *_: True)
+    monkeypatch.setattr(TurboQuantModelRunner, "_run_warm_up", noted)
+    compiler = Compiler()
+    compiler.begin.set()
+    with started(compiler) as manager:
+        assert planned.wait(60) and left == [[]]
+        found = ask(manager, [prompt])
+        manager.stop(block=True)  # the model has its own attention again
+        assert found == [Oracle(manager.model).generate(prompt, NEW)]
 
 
 def test_steps_that_are_never_compiled_are_not_waited_for() -> None:

@@ -154,7 +154,7 @@ def flash_in_torch(new: Tokens, ends: torch.Tensor, most: int, scaling: float) -
 def cudnn_in_torch(states: list[torch.Tensor], causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cudnn_attention`, which sees few shapes."""
     query, key, value = (x[0].transpose(0, 1) for x in states)
-    assert len(query) % triton_pages.DIVISOR[causal] == 0
+    assert len(query) % triton_pages.DIVISOR == 0
     assert len(key) == len(query) if causal else len(key) // 128 in (2, 4)
     out, lse = causal_in_torch(query, key, value, scaling, causal)
     return out.transpose(0, 1)[None], lse[None, ..., None]
@@ -168,8 +168,8 @@ def use_libraries(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
         "flash_varlen": flash_in_torch,
         "cudnn_attention": cudnn_in_torch,
         "long_attention": triton_pages.CudnnAttention(),
-        "LEAST_PAIRS": {True: least, False: least},
-        "DIVISOR": {True: 4, False: 8},
+        "LEAST_PAIRS": least,
+        "DIVISOR": 8,
         "PIECES": (4, 2),
     }.items():
         monkeypatch.setattr(triton_pages, name, value)
@@ -177,7 +177,7 @@ def use_libraries(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
 
 if INTERPRETED:
 
-    @pytest.mark.parametrize("least", [1 << 21, 600])
+    @pytest.mark.parametrize("least", [1 << 24, 600])
     @pytest.mark.parametrize("step", [x for x in PREFILLING if not x.s_aux and x.D <= 256] + HISTORIES, ids=str)
     def test_cached_tokens_join_what_libraries_attend_to(
         step: Step, least: int, monkeypatch: pytest.MonkeyPatch
@@ -263,8 +263,8 @@ def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
 def test_long_prompts_on_a_gpu(dim: int, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From Hopper on cuDNN attends to most of the tokens."""
     seen, attend = [], triton_pages.cudnn_attention
-    monkeypatch.setattr(triton_pages, "LEAST_PAIRS", {True: 1 << 19, False: 1 << 19})
-    monkeypatch.setattr(triton_pages, "DIVISOR", {True: 1024, False: 1024})
+    monkeypatch.setattr(triton_pages, "LEAST_PAIRS", 1 << 19)
+    monkeypatch.setattr(triton_pages, "DIVISOR", 256)
     monkeypatch.setattr(triton_pages, "PIECES", (8,))
     monkeypatch.setattr(triton_pages, "cudnn_attention", lambda *x: (seen.append(x[1]), attend(*x))[1])
     prompts = Step(past=(1200, 0, 700, 130), new=(1030, 1024, 90, 1), Hq=4, Hkv=1, D=dim, preset=preset, nobody=5)

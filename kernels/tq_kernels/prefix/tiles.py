@@ -12,7 +12,6 @@ import triton.language as tl
 
 from ..codec.loud import load_loud
 from ..common.device import AMPERE
-from ..common.launcher import kernel
 from ..common.schedule import lengths, located
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, merge, normalize, power_of_two
 from ..common.unpack import load_levels, scaled
@@ -273,7 +272,7 @@ def merge_splits(
     tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@kernel("count:found_lse_h")
+@triton.jit(do_not_specialize=["count", "lse_h", "found_lse_h"])
 def join_attention(
     mean, lse,  # [S, Hq, DIM] and [Hq, S] float32, base e; `lse` becomes that of all tokens
     found, found_lse,  # likewise, of other tokens

@@ -43,11 +43,10 @@ if HAS_TRITON:
 
 SCRATCH = "attention over pages"
 """The name of a step's scratch in a workspace."""
-LEAST_PAIRS = {True: 1 << 21, False: 1 << 24}
-"""Least number of pairs of queries and keys that cuDNN attends to at once: new tokens to one another (True; 2,048 of
-them), or to history. From Hopper on it is twice as fast as FlashAttention 2 and as `prefix_attention` (H200, 8k tokens:
-550 to 670 TFLOP/s)."""
-DIVISOR = {True: 1024, False: 4096}
+LEAST_PAIRS = 1 << 24
+"""Least number of pairs of queries and keys that cuDNN attends to at once. From Hopper on it is twice as fast as
+FlashAttention 2 and as `prefix_attention` (H200, 8k tokens: 550 to 670 TFLOP/s)."""
+DIVISOR = 4096
 """Divisor of cuDNN's numbers of queries, so that it sees few shapes."""
 PIECES = (64, 62, 32)
 """Most blocks of history that are dequantized at once for cuDNN: whole rings. Where chunks have 8,192 tokens, 62 are
@@ -148,14 +147,9 @@ def flash_takes(query: torch.Tensor, options: AttentionOptions) -> bool:
 @lru_cache
 def cudnn_takes(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether cuDNN attends from long prompts with heads of `dim` channels, where `flash_takes` them."""
-    like = torch.empty(1, 1, DIVISOR[True], dim, dtype=dtype, device=device)
+    like = torch.empty(1, 1, DIVISOR, dim, dtype=dtype, device=device)
     able = can_use_cudnn_attention(SDPAParams(like, like, like, None, 0.0, True, False))
     return able and target(device).dependent_launch
-
-
-def _padded(count: int, causal: bool) -> int:
-    """Number of queries that cuDNN sees for `count`."""
-    return -(-count // DIVISOR[causal]) * DIVISOR[causal]
 
 
 class CudnnAttention:
@@ -184,9 +178,8 @@ class CudnnAttention:
 
     def takes(self, query: torch.Tensor, count: int, keys: int | None = None) -> bool:
         """Whether to attend from `count` tokens of `query` `[T, Hq, D]` to `keys` others, by default to one another."""
-        causal, size = keys is None, _padded(count, keys is None)
-        pairs, padded = (n * (n // 2 if keys is None else keys) for n in (count, size))
-        if pairs < LEAST_PAIRS[causal] or 2 * padded > 3 * pairs:
+        size = -(-count // DIVISOR) * DIVISOR
+        if count * (count // 2 if keys is None else keys) < LEAST_PAIRS or 2 * size > 3 * count:
             return False
         if not cudnn_takes(query.shape[2], query.dtype, query.device):
             return False
@@ -196,8 +189,7 @@ class CudnnAttention:
 
     def plans(self, query: torch.Tensor, keys: int | None = None) -> Iterator[int]:
         """Numbers of tokens of up to as many queries, in a warm-up, that are not planned for. The caller attends."""
-        unit = DIVISOR[keys is None]
-        for count in range(len(query) // unit * unit, 0, -unit):
+        for count in range(len(query) // DIVISOR * DIVISOR, 0, -DIVISOR):
             shape = query.shape[1:], query.dtype, query.device, count, keys
             if self.plans_all and self.calls[shape] < self.CALLS and self.takes(query, count, keys):
                 yield count
@@ -205,7 +197,7 @@ class CudnnAttention:
     def __call__(self, new: Tokens, causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention `[S, Hq, D]` of S queries, and logarithms `[Hq, S]`; `causal` to keys and values of the same
         tokens. Tokens of zeros come last, up to a multiple of `DIVISOR`: no other query sees their keys."""
-        count, added = len(new.query), _padded(len(new.query), causal) - len(new.query)
+        count, added = len(new.query), -len(new.query) % DIVISOR
         if only_compiles():
             return torch.empty_like(new.query), new.query.new_empty(new.query.shape[1::-1], dtype=torch.float32)
         # Also contiguous where nothing is added: other strides would be another shape.
