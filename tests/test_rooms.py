@@ -102,13 +102,13 @@ BUDGETS = {
         "memory": 89,
         "balance": 116,  # kernels of a probe are compiled together
         "config": 241,  # which layers hold latents, and their bits
-        "prepared": 171,  # one product for projections of the same states
+        "prepared": 175,  # one product for projections of the same states
         "compat": 600,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
         "__init__": 71,  # public names on first use
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_767, 35_401
+PRODUCT, TESTS = 28_771, 35_401
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; loud channels 600; prompts at the speed of their
 products 400, most of which are not paid for yet: plans of cuDNN, compiled prompts."""
