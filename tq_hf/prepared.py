@@ -13,13 +13,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import CompileConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
+
+if TYPE_CHECKING:
+    from transformers import CompileConfig
 
 logger = logging.get_logger(__name__)
 
@@ -126,6 +127,9 @@ class CompiledLayers:
     as they are."""
 
     def __init__(self, model: Any, config: CompileConfig) -> None:
+        # Not at the top: importing this package loads no models of transformers.
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         layers = (each for each in model.get_decoder().modules() if isinstance(each, GradientCheckpointingLayer))
         self.layers = [each for each in layers if "forward" not in vars(each)]
         every = chain(*(each.modules() for each in self.layers))

@@ -276,7 +276,8 @@ class Loop:
         history = self.prompt.new_zeros(self.prompt.shape[0], self.width)
         history[:, : self.length] = self.prompt
         at, shift = (history.new_full((1,), number) for number in (self.length, self.length - self.cached))
-        return kind(key=(), history=history, unfinished=history[:, 0] == history[:, 0], at=at, shift=shift, **own)
+        unfinished = history.new_ones(len(history), dtype=torch.bool)
+        return kind(key=(), history=history, unfinished=unfinished, at=at, shift=shift, **own)
 
     @outside_inference_mode
     def _step(self, inputs: dict[str, Any], first: Any, key: tuple[Any, ...] = ()) -> Any:

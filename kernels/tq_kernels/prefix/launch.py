@@ -233,21 +233,18 @@ def merge(
 
 
 @on_its_device
-def join(
-    mean: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor, out: torch.Tensor
-) -> None:
+def join(mean: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> None:
     """Launch `join_attention`; arguments are the kernel's."""
     count, heads, dim = mean.shape
-    strides = (*mean.stride()[:2], *found.stride()[:2], *out.stride()[:2])
+    strides = (*mean.stride()[:2], *found.stride()[:2])
     block = triton.next_power_of_2(dim)
     constants = (dim, block, max(1, 4096 // block))
-    dtypes = (mean.dtype, found.dtype, out.dtype)
     JOIN(
         (-(-count // constants[2]), heads, 1),
-        (mean, lse, found, found_lse, out),
+        (mean, lse, found, found_lse),
         (*strides, count, lse.stride(0), found_lse.stride(0)),
         constants,
-        (constants, specialised(strides), dtypes, mean.device.index),
+        (constants, specialised(strides), mean.dtype, found.dtype, mean.device.index),
         num_warps=4,
     )
 

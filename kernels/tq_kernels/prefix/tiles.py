@@ -274,10 +274,9 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=["count", "lse_h", "found_lse_h"])
 def join_attention(
-    mean, lse,  # [S, Hq, DIM] and [Hq, S] float32, base e; `lse` becomes that of all tokens
+    mean, lse,  # [S, Hq, DIM] and [Hq, S] float32, base e: both become those of all tokens
     found, found_lse,  # likewise, of other tokens
-    out,  # [S, Hq, DIM]: one of the two, or another tensor
-    mean_s, mean_h, found_s, found_h, out_s, out_h,
+    mean_s, mean_h, found_s, found_h,
     count,  # S
     lse_h, found_lse_h,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -290,8 +289,9 @@ def join_attention(
     new = tl.load(found_lse + head * found_lse_h + s, mask=exists, other=0.0)
     top = tl.maximum(old, new)
     total = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
-    first = tl.load(mean + (s * mean_s + head * mean_h)[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    at = mean + (s * mean_s + head * mean_h)[:, None] + d
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(found + (s * found_s + head * found_h)[:, None] + d, mask=inside, other=0.0).to(tl.float32)
     joined = first + tl.exp(new - total)[:, None] * (second - first)
     tl.store(lse + head * lse_h + s, total, mask=exists)
-    tl.store(out + (s * out_s + head * out_h)[:, None] + d, joined.to(out.dtype.element_ty), mask=inside)
+    tl.store(at, joined.to(mean.dtype.element_ty), mask=inside)

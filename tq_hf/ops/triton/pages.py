@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -176,22 +176,25 @@ class CudnnAttention:
         finally:
             self.plans_all = False
 
+    @staticmethod
+    def _shape(query: torch.Tensor, count: int, keys: int | None) -> tuple[Any, ...]:
+        """Shape of a plan: padded number of queries, keys, heads, dtype and device."""
+        return -(-count // DIVISOR) * DIVISOR, keys, query.shape[1:], query.dtype, query.device
+
     def takes(self, query: torch.Tensor, count: int, keys: int | None = None) -> bool:
         """Whether to attend from `count` tokens of `query` `[T, Hq, D]` to `keys` others, by default to one another."""
-        size = -(-count // DIVISOR) * DIVISOR
-        if count * (count // 2 if keys is None else keys) < LEAST_PAIRS or 2 * size > 3 * count:
+        shape = self._shape(query, count, keys)
+        if count * (count // 2 if keys is None else keys) < LEAST_PAIRS or 2 * shape[0] > 3 * count:
             return False
         if not cudnn_takes(query.shape[2], query.dtype, query.device):
             return False
-        shape = query.shape[1:], query.dtype, query.device, size, keys
         self.calls[shape] += self.CALLS if self.plans_all and not only_compiles() else 1
         return self.plans_all or self.calls[shape] > self.CALLS
 
     def plans(self, query: torch.Tensor, keys: int | None = None) -> Iterator[int]:
         """Numbers of tokens of up to as many queries, in a warm-up, that are not planned for. The caller attends."""
-        for count in range(len(query) // DIVISOR * DIVISOR, 0, -DIVISOR):
-            shape = query.shape[1:], query.dtype, query.device, count, keys
-            if self.plans_all and self.calls[shape] < self.CALLS and self.takes(query, count, keys):
+        for count in range(len(query) // DIVISOR * DIVISOR, 0, -DIVISOR) if self.plans_all else ():
+            if self.calls[self._shape(query, count, keys)] < self.CALLS and self.takes(query, count, keys):
                 yield count
 
     def __call__(self, new: Tokens, causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,11 +217,7 @@ class CudnnAttention:
 
 long_attention = CudnnAttention()
 """The one of this process."""
-
-
-def planning() -> AbstractContextManager[None]:
-    """Context of a warm-up, in which cuDNN plans for each shape that it sees."""
-    return long_attention.planning()
+planning = long_attention.planning
 
 
 def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +232,7 @@ def flash_attention(new: Tokens, sequences: Sequences, options: AttentionOptions
     if not long:
         # For a maximum of 1 the operator expects another shape.
         out, lse = flash_varlen(new, cu_seqlens[: len(lengths) + 1], max(2, *lengths), options.scaling)
-        out[sum(lengths) :].zero_()
+        out[ends[-1] :].zero_()
         return out, lse
     if ends == [0, len(query)]:
         out, lse = long_attention(new, True, options.scaling)
@@ -256,8 +255,8 @@ def _attend_piece(
     query: torch.Tensor, pages: LayerPages, places: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention `[S, Hq, D]` of queries in fp16 to the blocks in pages `places` `[N]`, and logarithms `[Hq, S]`."""
-    shapes = ((1, pages.kv_heads, len(places) * BLOCK_TOKENS, pages.layout.key_dim) for _ in range(2))
-    keys, values = map(query.new_empty, shapes)
+    dims, tokens = (pages.layout.key_dim, pages.layout.value_dim), len(places) * BLOCK_TOKENS
+    keys, values = (query.new_empty(1, pages.kv_heads, tokens, dim) for dim in dims)
     blocks.dequantize(pages.config, pages.packed(places.long()), keys, values)
     return long_attention(Tokens(query, keys[0].transpose(0, 1), values[0].transpose(0, 1)), False, scaling)
 
@@ -274,7 +273,7 @@ def _plan_pieces(new: Tokens, pages: LayerPages, table: torch.Tensor, out: torch
         for count in long_attention.plans(new.query, size * BLOCK_TOKENS):
             found = _attend_piece(new.query[:count].half(), pages, table[0, :1].expand(size), 1.0)
             for states in (found, (out[:count].clone(), lse[:, :count].clone())):
-                join(*states, *found, states[0])
+                join(*states, *found)
 
 
 def attend_history(
@@ -310,8 +309,8 @@ def attend_history(
         parts = (_attend_piece(query, pages, table[i, slice(*each)], options.scaling) for each in ranges)
         found = next(parts)
         for part in parts:
-            join(*found, *part, found[0])
-        join(out[own], lse[:, own], *found, out[own])
+            join(*found, *part)
+        join(out[own], lse[:, own], *found)
         left_out[i] = sum(pieces)
         rest = table.clone() if rest is table else rest
         rest[i, column : table.shape[1] - left_out[i]] = table[i, column + left_out[i] :]
