@@ -122,7 +122,7 @@ def attend_dense_latents(query: torch.Tensor, states: torch.Tensor, config: tupl
         query, states, lse, partial, heads, tokens, options.log2_factors[0], LATENT, ROTARY, block_rows, tile, stages,
         bool(branch), target(query.device).asm, num_warps=warps,
     )  # fmt: skip
-    merge(partial, lse, query, out, heads, heads, 1, batch * heads, splits, has_aux=False)
+    merge(partial, lse, None, out, heads, heads, 1, batch * heads, splits)
     return out
 
 
