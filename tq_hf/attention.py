@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -113,10 +114,21 @@ def turboquant_attention(
 
 
 class Prompt(threading.local):
-    """The first prompt that this thread reads: the cache to fill, and attention modules by their place in `LAYER`."""
+    """The first prompt that this thread reads, by layers that run compiled or captured."""
 
-    cache: Any = None
+    fill: Any = None
+    """Takes the module, and queries, keys and values of a layer. Returns keys and values to attend to."""
     modules: Sequence[Module] = ()
+    """Attention modules by their place in `LAYER`."""
+
+    @contextmanager
+    def reading(self, fill: Callable[..., KeyValue], modules: Sequence[Module]) -> Iterator[None]:
+        """Context of a prompt."""
+        self.fill, self.modules = fill, modules
+        try:
+            yield
+        finally:
+            self.fill, self.modules = None, ()
 
 
 prompt = Prompt()
@@ -135,7 +147,10 @@ def _attend_prompt(
     if dropout or any(each is not None for each in (mask, is_causal, *unknown)):
         _refuse_prompt(module)
     options = AttentionOptions.of_call(states[0].shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
-    return attend_prompt([*states, module.__dict__[LAYER]], options.s_aux, options.scaling, options.softcap), None
+    own = options.s_aux, options.scaling, options.softcap
+    if torch.compiler.is_compiling():
+        return attend_prompt([*states, module.__dict__[LAYER]], *own), None
+    return _fill_and_attend(module, states, *own), None
 
 
 @torch.compiler.disable
@@ -147,12 +162,21 @@ def _refuse_prompt(module: Module) -> None:
 def attend_prompt(
     tensors: list[torch.Tensor], s_aux: torch.Tensor | None, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """Update the cache of the running `prompt`, and attend. `tensors` are queries, keys, values and `LAYER`."""
-    query, key, value, layer = tensors
-    index, place = layer.tolist()
-    key, value = prompt.cache.update(key, value, index)
+    """`_fill_and_attend` of queries, keys and values, and the module that `LAYER` names, the last of `tensors`."""
+    *states, layer = tensors
+    return _fill_and_attend(prompt.modules[int(layer[1])], states, s_aux, scaling, softcap).contiguous()
+
+
+def _fill_and_attend(
+    module: Module, states: Sequence[torch.Tensor], s_aux: torch.Tensor | None, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Give the states of a layer to the running `prompt`, and attend."""
+    heads = getattr(getattr(module, "config", None), "num_key_value_heads", None)
+    if heads is not None and states[1].shape[1] > heads:  # JetMoe repeats the heads that it caches
+        raise NotCompiled(f"{type(module).__name__} attends to {states[1].shape[1]} heads and caches {heads}.")
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-    return turboquant_attention(prompt.modules[place], query, key, value, None, **options)[0].contiguous()
+    key, value = prompt.fill(module, *states)
+    return turboquant_attention(module, states[0], key, value, None, **options)[0]
 
 
 @attend_prompt.register_fake

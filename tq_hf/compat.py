@@ -256,15 +256,15 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
                 gc.enable()
 
 
-def capture_failure(model: Any, error: RuntimeError) -> str:
-    """Describe a decode step that no CUDA graph holds, by the first line of the error that ended the capture. torch
+def capture_failure(model: Any, error: Exception, what: str = "A decode step") -> str:
+    """Describe a step that no CUDA graph holds, by the first line of the error that ended the capture. torch
     raises a second error when the capture cannot be ended; that one is skipped. Grouped products of experts read their
     sizes on the host, except in bfloat16 on compute capability 9.0 and 10.0 (torch 2.11)."""
     before = error.__context__ if "previous error during capture" in str(error) else None
     reason = str(before or error).partition("\n")[0].rstrip(".")
     if "grouped_mm" in model.get_experts_implementation().values():
         reason += '; of grouped experts, call `model.set_experts_implementation("batched_mm")` first'
-    return f"A decode step of {type(model).__name__} cannot be captured as a CUDA graph ({reason})."
+    return f"{what} of {type(model).__name__} cannot be captured as a CUDA graph ({reason})."
 
 
 @lru_cache
@@ -555,15 +555,15 @@ def takes_positions(model: Any) -> bool:
     return "position_ids" in signature(model.forward).parameters
 
 
-def prefill(model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:
-    """Run the prompt as `generate()` does, in chunks if the config says so (transformers 5.17 to 5.24).
+def prefill(model: Any, ids: torch.Tensor, config: Any, inputs: dict[str, Any], read: Any = None) -> tuple[Any, Any]:
+    """Run the prompt as `generate()` does, in chunks if the config says so, or by `read` (transformers 5.17 to 5.24).
 
     Returns:
         Outputs of the model, and inputs of the first step, with positions if the model takes them.
     """
     if inputs.get("position_ids") is None and takes_positions(model):
         inputs = {**inputs, "position_ids": model._prepare_position_ids_for_generation(ids, inputs)}
-    outputs = model._prefill(ids, config, inputs)
+    outputs = model._prefill(ids, config, inputs) if read is None else read()
     return outputs, model._update_model_kwargs_for_generation(outputs, inputs, model.config.is_encoder_decoder)
 
 

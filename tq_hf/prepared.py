@@ -123,10 +123,10 @@ LAYER = "tq_hf_layer"
 
 
 class CompiledLayers:
-    """Decoder layers of a model, compiled by `torch.compile`. Layers whose `forward` something else has replaced stay
-    as they are."""
+    """Decoder layers of a model, compiled by `torch.compile` with a `config`. Layers whose `forward` something else has
+    replaced stay as they are."""
 
-    def __init__(self, model: Any, config: CompileConfig) -> None:
+    def __init__(self, model: Any, config: CompileConfig | None) -> None:
         # Not at the top: importing this package loads no models of transformers.
         from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -136,13 +136,16 @@ class CompiledLayers:
         self.modules = [each for each in every if isinstance(getattr(each, "layer_idx", None), int)]
         for place, module in enumerate(self.modules):
             vars(module)[LAYER] = torch.tensor([module.layer_idx, place])
-        if not self.layers:
+        self.are_compiled = config is not None
+        if config is not None and not self.layers:
             logger.warning_once(
                 f"{type(model).__name__} has no layers that can be compiled one by one: steps stay as they are."
             )
-        self.takes_prompts = config.dynamic is not False  # else each length would be compiled
+        self.takes_prompts = config is None or config.dynamic is not False  # else each length would be compiled
         kinds: set[Any] = {type(each) for each in self.layers}
-        self.forward = {kind: torch.compile(kind.forward, **config.to_dict()) for kind in kinds}
+        self.forward = {kind: kind.forward for kind in kinds}
+        if config is not None:
+            self.forward = {kind: torch.compile(call, **config.to_dict()) for kind, call in self.forward.items()}
 
     @contextmanager
     def called(self, call: Callable[..., Any] | None = None) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """`custom_generate=graph_decoding` gives the tokens of `generate()`'s own loop, and leaves the cache as that does."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -15,12 +16,13 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from tests.support.recorded_graph import record_graphs
+from tests.support.recorded_graph import RecordedGraph, record_graphs
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, attention, graph_decoding
-from tq_hf.compat import CACHE_NAME, as_input
-from tq_hf.graph_decoding import entry as graph_entry
+from tq_hf.compat import CACHE_NAME, as_input, prefill
 from tq_hf.graph_decoding import loop as graph_loop
+from tq_hf.graph_decoding import prompts as graph_prompts
+from tq_hf.graph_decoding.prompts import PromptReader
 
 # Of a tiny model compiled by transformers alone.
 pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -309,7 +311,7 @@ def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypa
 
 def test_a_step_that_is_compiled_otherwise_is_another(model, monkeypatch) -> None:
     monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__)
-    monkeypatch.setattr(graph_entry, "_layers", lambda *_: None)
+    monkeypatch.setattr(PromptReader, "read", lambda self, *call: prefill(*call))
     calls = [dict(do_sample=False, compile_config=CompileConfig(options={"tuning": on})) for on in (True, False, True)]
     for call in calls:
         call["compile_config"]._compile_all_devices = True
@@ -331,7 +333,6 @@ def test_how_to_compile_is_heeded_but_for_graphs_of_the_compiler(model, mode, ta
     given._compile_all_devices = True
     compiled = []
     monkeypatch.setattr(model, "get_compiled_call", lambda config: compiled.append(config) or model.__call__)
-    monkeypatch.setattr(graph_entry, "_layers", lambda model, config: compiled.append(config))
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=given)
     model.generate(**prompt(model), **GREEDY, **options)
@@ -340,41 +341,121 @@ def test_how_to_compile_is_heeded_but_for_graphs_of_the_compiler(model, mode, ta
     assert "triton.cudagraphs" in given.options, "the caller's own"
 
 
-def read(model, inputs, how: CompileConfig | None, room: int = 512):
+def read(model, inputs, reader: PromptReader | None, room: int = 1024):
     """Logits of a prompt as `graph_decoding` reads it, and the cache."""
     cache, config = TurboQuantCache(model.config, residual_length=32, max_cache_len=room), model.generation_config
     with torch.no_grad():
         options = {"attention_mask": inputs["attention_mask"], **as_input(cache)}
-        outputs, _ = graph_entry.read_prompt(model, cache, inputs["input_ids"], config, how, options)
+        call = model, inputs["input_ids"], config, options
+        outputs, steps = prefill(*call) if reader is None else reader.read(*call)
+    assert steps[CACHE_NAME] is cache and steps["attention_mask"].shape[1] == inputs["input_ids"].shape[1] + 1
     return outputs.logits[:, -1], cache
+
+
+def compare(model, inputs, reader: PromptReader) -> None:
+    """A prompt is read as without a reader."""
+    (expected, plain), (found, cache) = read(model, inputs, None), read(model, inputs, reader)
+    assert torch.allclose(found, expected, atol=rounding(found.device, 1e-5)) and same_caches(cache, plain)
 
 
 @pytest.mark.parametrize("padded", [0, 9])
 def test_compiled_layers_read_prompts_of_any_length(model, padded, monkeypatch) -> None:
-    calls, call = [], graph_entry._call
-    monkeypatch.setattr(graph_entry, "_call", lambda *x, **named: (calls.append(x), call(*x, **named))[1])
-    how = CompileConfig(backend="eager", mode=None)
+    calls, call = [], graph_prompts._call
+    monkeypatch.setattr(graph_prompts, "_call", lambda *x, **named: (calls.append(x), call(*x, **named))[1])
+    reader = PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True))
     for tokens in (150, 40, 300):
-        inputs = prompt(model, 2, tokens, padded)
-        (expected, plain), (found, cache) = read(model, inputs, None), read(model, inputs, how)
-        assert torch.allclose(found, expected, atol=rounding(found.device, 1e-5)) and same_caches(cache, plain)
+        compare(model, prompt(model, 2, tokens, padded), reader)
     assert len(calls) == (0 if padded else 3 * len(model.model.layers))
     assert not [name for name in vars(model.model.layers[0]) if name == "forward"]
 
 
 def test_prompts_are_compiled_where_asked_or_after_many_tokens(model) -> None:
     asked, unasked = GenerationConfig(compile_config=CompileConfig()), GenerationConfig()
-    half = graph_entry.MANY_TOKENS // 2
-    found = [graph_entry._is_worth_compiling(model, config, half) for config in (unasked, asked, unasked)]
-    assert found == [False, True, True]
+    half = graph_prompts.MANY_TOKENS // 2
+    found = [PromptReader.of(model, config, half) for config in (unasked, asked, unasked, asked)]
+    assert [reader.layers.are_compiled for reader in found] == [False, True, True, True]
+    assert found[1] is found[2] is found[3]
+
+
+@pytest.fixture
+def captured(model, monkeypatch) -> PromptReader:
+    """A reader that captures the first prompt of each size, on a CPU, too."""
+    if model.device.type == "cpu":
+        record_graphs(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: RecordedGraph(replays=1))  # inputs come after the capture
+        monkeypatch.setattr(graph_prompts, "ending_failed_capture", lambda *_: nullcontext())
+    monkeypatch.setattr(graph_prompts, "CALLS", 1)
+    return PromptReader(model, None)
+
+
+def test_short_prompts_are_graphs_of_few_sizes(model, captured) -> None:
+    for batch, tokens in ((1, 40), (1, 64), (2, 70), (2, 3), (1, 50), (2, 128), (1, 300)):
+        compare(model, prompt(model, batch, tokens), captured)
+    graphs = {(1, 64), (2, 128), (2, 64), (1, 512)}
+    assert set(captured.graphs) == graphs
+    for inputs in (prompt(model, 1, 513), prompt(model, 2, 257), prompt(model, 2, 40, padded=9)):
+        compare(model, inputs, captured)
+    assert set(captured.graphs) == graphs
+    shared = {x.untyped_storage().data_ptr() for each in captured.graphs.values() for *_, s in each.found for x in s}
+    assert len(shared) == 3 * len(model.model.layers)
+
+
+def test_a_short_prompt_is_captured_once_it_has_come_often(model, captured, monkeypatch) -> None:
+    monkeypatch.setattr(graph_prompts, "CALLS", 3)
+    for expected in (0, 0, 1, 1):
+        compare(model, prompt(model, 1, 40), captured)
+        assert len(captured.graphs) == expected
+
+
+def test_a_graph_of_prompts_follows_weights(model, captured) -> None:
+    first = prompt(model, 1, 40)
+    before, _ = read(model, first, captured)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)  # in place
+        compare(model, first, captured)
+        graph = captured.graphs[1, 64]
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight / 3)
+        compare(model, first, captured)
+    assert captured.graphs[1, 64] is not graph and not torch.allclose(before, read(model, first, captured)[0])
+
+
+def test_inputs_that_a_graph_does_not_know_are_applied(model, captured) -> None:
+    inputs, positions = prompt(model, 1, 40), torch.arange(7, 47, device=model.device)[None]
+    found = []
+    for reader in (PromptReader(model, None), captured):
+        cache = TurboQuantCache(model.config, residual_length=32, max_cache_len=64)
+        options = {"attention_mask": inputs["attention_mask"], "position_ids": positions, **as_input(cache)}
+        with torch.no_grad():
+            reader.read(model, inputs["input_ids"], model.generation_config, options)
+        found.append(cache)
+    assert not captured.graphs and same_caches(*found)
+
+
+def test_prompts_that_cannot_be_captured_are_read(model, captured, monkeypatch, caplog) -> None:
+    forward = model.model.norm.forward
+    monkeypatch.setattr(model.model.norm, "forward", lambda x: (x.cpu().sum().item(), forward(x))[1])
+    if model.device.type == "cpu":  # where a recorded graph says so otherwise
+        monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("not permitted")))
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            compare(model, prompt(model, 1, 40), captured)
+    assert not captured.graphs and "not captured: A prompt of LlamaForCausalLM cannot be captured" in caplog.text
+
+
+def test_a_prompt_without_room_leaves_the_cache_as_it_was(model, captured) -> None:
+    cache, inputs = TurboQuantCache(model.config, residual_length=32, max_cache_len=16), prompt(model, 1, 40)
+    with torch.no_grad(), pytest.raises(ValueError, match="16"):
+        options = {"attention_mask": inputs["attention_mask"], **as_input(cache)}
+        captured.read(model, inputs["input_ids"], model.generation_config, options)
+    assert int(cache.get_seq_length()) == 0
 
 
 def test_layers_that_attend_otherwise_are_not_compiled(model, monkeypatch, caplog) -> None:
     monkeypatch.setattr(attention, "_attend_prompt", lambda module, *_, **__: attention._refuse_prompt(module))
-    how, inputs = CompileConfig(backend="eager", mode=None), prompt(model)
+    reader, inputs = PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True)), prompt(model)
     torch.compiler.reset()
     for _ in range(2):
-        (expected, plain), (found, cache) = read(model, inputs, None), read(model, inputs, how)
+        (expected, plain), (found, cache) = read(model, inputs, None), read(model, inputs, reader)
         assert torch.equal(found, expected) and same_caches(cache, plain)
     assert "are not compiled: LlamaAttention attends with a mask or other options." in caplog.text
 

@@ -1,48 +1,19 @@
-"""`graph_decoding`: checks of a call of `generate()`, its prompt, and its loop.
-
-On a GPU decoder layers run compiled in a first prompt. A compiled layer gets no cache: its attention is the operator
-`tq_hf::attend_prompt`, which fills the cache.
-"""
+"""`graph_decoding`: checks of a call of `generate()`, its prompt, and its loop."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
-from transformers.utils import logging
 
-from ..attention import NAME, PROMPT, NotCompiled, prompt
 from ..cache import TurboQuantCache
-from ..compat import (
-    CACHE_NAME,
-    arguments_of_generate,
-    attention_implementation,
-    autocast_dtype,
-    check_required_names,
-    compiles_steps,
-    has_forward_hooks,
-    prefill,
-    switches_rope,
-)
-from ..config import holds_latents
-from ..layers.compressed import TurboQuantLayer
-from ..prepared import CompiledLayers
+from ..compat import CACHE_NAME, arguments_of_generate, check_required_names, compiles_steps, prefill, switches_rope
 from .assisted import AssistedLoop, check_room_for_drafts, drafts_of, expect_drafts
-from .loop import Loop, check_layers, without_graphs
-
-logger = logging.get_logger(__name__)
-
-MANY_TOKENS = 4_000_000
-"""Tokens of prompts after which layers are compiled unasked."""
-tokens_read: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Tokens of prompts by model."""
-compiled_layers: WeakKeyDictionary[Any, tuple[str, CompiledLayers | None]] = WeakKeyDictionary()
-"""Compile options and compiled layers, by model; `None` where a layer attends in a way that is not compiled."""
+from .loop import Loop, check_layers
+from .prompts import PromptReader
 
 
 def graph_decoding(
@@ -118,9 +89,8 @@ def graph_decoding(
             "`model.config.original_max_position_embeddings = 10**9`."
         )
     compiles = input_ids.is_cuda and compiles_steps(model, cache, generation_config)
-    worth_it = _is_worth_compiling(model, generation_config, input_ids.numel())
-    how = without_graphs(generation_config.compile_config) if compiles and worth_it else None
-    outputs, model_kwargs = read_prompt(model, cache, input_ids, generation_config, how, model_kwargs)
+    read = PromptReader.of(model, generation_config, input_ids.numel()).read if compiles else prefill
+    outputs, model_kwargs = read(model, input_ids, generation_config, model_kwargs)
     if model_kwargs[CACHE_NAME] is not cache:
         raise ValueError(
             f"{type(model).__name__} filled a {type(model_kwargs[CACHE_NAME]).__name__} of its own, not the cache that "
@@ -167,77 +137,3 @@ def _check(
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(f"`graph_decoding` does not return `{name}`. {advice}set it to False.")
     return cache
-
-
-def _is_worth_compiling(model: Any, config: GenerationConfig, tokens: int) -> bool:
-    """Whether prompts are compiled: where the caller says how, or once compiling would have taken less time than it
-    would have saved. Counts `tokens` more of a prompt."""
-    tokens_read[model] = tokens_read.get(model, 0) + tokens
-    return config.compile_config is not None or tokens_read[model] > MANY_TOKENS
-
-
-def read_prompt(
-    model: Any,
-    cache: TurboQuantCache,
-    ids: torch.Tensor,
-    config: GenerationConfig,
-    compile_config: CompileConfig | None,
-    inputs: dict[str, Any],
-) -> tuple[Any, Any]:
-    """`tq_hf.compat.prefill`. With a `compile_config`, compiled layers read a first prompt without padding, for caches
-    of compressed layers."""
-    layers = None if compile_config is None else _layers(model, compile_config)
-    if layers is None or not _takes(model, cache, ids, config, inputs, layers):
-        return prefill(model, ids, config, inputs)
-    prompt.cache, prompt.modules = cache, layers.modules
-    try:
-        with layers.called(partial(_call, cache)):
-            found = prefill(model, ids, config, dict(inputs))
-        stores = [getattr(layer, "store", None) for layer in cache.layers]
-        if all(store is not None and store.num_tokens == ids.shape[1] for store in stores):
-            return found
-        reason = "some layers stored no tokens."
-    except NotCompiled as error:
-        reason = str(error)
-    finally:
-        prompt.cache, prompt.modules = None, ()
-    logger.warning_once(f"Prompts of {type(model).__name__} are not compiled: {reason}")
-    compiled_layers[model] = compiled_layers[model][0], None
-    cache.reset()
-    return prefill(model, ids, config, inputs)
-
-
-def _layers(model: Any, config: CompileConfig) -> CompiledLayers | None:
-    """Compiled layers of a model, made once."""
-    config = CompileConfig(**config.to_dict() | {"dynamic": True})
-    if (held := compiled_layers.get(model)) is None or held[0] != repr(config):
-        held = compiled_layers[model] = repr(config), CompiledLayers(model, config)
-    return held[1]
-
-
-def _takes(
-    model: Any, cache: TurboQuantCache, ids: torch.Tensor, config: GenerationConfig, inputs: Any, layers: CompiledLayers
-) -> bool:
-    """Whether compiled layers read this prompt."""
-    mask, tokens = inputs.get("attention_mask"), ids.shape[1]
-    plain = all(type(layer) is TurboQuantLayer for layer in cache.layers) and not holds_latents(model.config)
-    return (
-        plain
-        and len(layers.layers) == len(cache.layers)
-        and attention_implementation(model.config) == NAME
-        and tokens > 1
-        and not (model.training or torch.is_grad_enabled() or int(cache.get_seq_length()))
-        and config.prefill_chunk_size is None
-        and inputs.get("inputs_embeds") is None
-        and autocast_dtype(ids) is None
-        and not any(map(has_forward_hooks, layers.modules))
-        and (mask is None or (mask.dim() == 2 and mask.shape[1] == tokens and bool(mask.all())))
-    )
-
-
-def _call(held: TurboQuantCache, forward: Any, layer: Any, /, *arguments: Any, **options: Any) -> Any:
-    """Call a compiled layer without its cache; one without this cache, or with a mask, as it is. (Models that pass more
-    than states by position pass a mask.)"""
-    if arguments[1:] or options.get(CACHE_NAME) is not held or options.get("attention_mask") is not None:
-        return type(layer).forward(layer, *arguments, **options)
-    return forward(layer, *arguments, **options | {CACHE_NAME: None, PROMPT: True})

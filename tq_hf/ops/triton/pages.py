@@ -43,10 +43,10 @@ if HAS_TRITON:
 
 SCRATCH = "attention over pages"
 """The name of a step's scratch in a workspace."""
-LEAST_PAIRS = 1 << 24
+LEAST_PAIRS = 1 << 21
 """Least number of pairs of queries and keys that cuDNN attends to at once. From Hopper on it is twice as fast as
 FlashAttention 2 and as `prefix_attention` (H200, 8k tokens: 550 to 670 TFLOP/s)."""
-DIVISOR = 4096
+DIVISOR = 1024
 """Divisor of cuDNN's numbers of queries, so that it sees few shapes."""
 PIECES = (64, 62, 32)
 """Most blocks of history that are dequantized at once for cuDNN: whole rings. Where chunks have 8,192 tokens, 62 are

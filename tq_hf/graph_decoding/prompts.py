@@ -1,0 +1,224 @@
+"""First prompts of `graph_decoding` on a GPU: short ones are CUDA graphs, layers that are compiled read others.
+
+Such a layer gets no cache. Its attention calls `tq_hf.attention.prompt`, which fills the cache, or keeps the states
+that a graph finds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import CompileConfig, GenerationConfig, GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
+
+from ..attention import NAME, PROMPT, NotCompiled, prompt
+from ..compat import (
+    CACHE_NAME,
+    as_input,
+    attention_implementation,
+    autocast_dtype,
+    capture_failure,
+    ending_failed_capture,
+    has_forward_hooks,
+    outside_inference_mode,
+    prefill,
+)
+from ..config import holds_latents
+from ..layers.compressed import TurboQuantLayer
+from ..layers.handle import resolve
+from ..prepared import CompiledLayers, joined
+from ..saving.fingerprint import adapters
+from .loop import WARM_UP, without_graphs
+
+logger = logging.get_logger(__name__)
+
+MANY_TOKENS = 4_000_000
+"""Tokens of prompts after which layers are compiled unasked: compiling would have taken less time than it would have
+saved."""
+tokens_read: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Tokens of prompts by model."""
+LEAST_TOKENS, MOST_TOKENS = 64, 512
+"""Tokens of a sequence in the smallest graph; tokens of all sequences in the largest."""
+KNOWN = {CACHE_NAME, "attention_mask", "logits_to_keep", "use_cache"}
+"""Inputs of models whose prompts graphs read."""
+CALLS = 4
+"""Prompts of a size before its capture, which takes as long as it saves for six (8B, H200)."""
+
+
+class PromptReader:
+    """First prompts of a model, whose layers may be compiled by `config`."""
+
+    def __init__(self, model: Any, config: CompileConfig | None) -> None:
+        self.config, self.layers = repr(config), CompiledLayers(model, config)
+        self.ways = {"captured": (self._captured, logger.info), "compiled": (self._compiled, logger.warning_once)}
+        """Ways to read a prompt, without those that failed, and how to say that one did."""
+        self.calls, self.graphs = Counter[tuple[int, int]](), dict[tuple[int, int], CapturedPrompt]()
+        self.states: list[list[torch.Tensor]] = []
+        """Queries, keys and values of each layer, `[MOST_TOKENS * H * D]`, of the graph that ran last."""
+        generic = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        self.is_generic = generic and "logits_to_keep" in signature(model.forward).parameters
+        owners = (module._parameters for module in model.modules())
+        self.weights = [(owner, name) for owner in owners for name, weight in owner.items() if weight is not None]
+
+    @classmethod
+    def of(cls, model: Any, config: GenerationConfig, tokens: int) -> PromptReader:
+        """The reader of a model, made once. Counts `tokens` more. Layers are compiled where the caller says how, or
+        after `MANY_TOKENS`."""
+        tokens_read[model] = tokens_read.get(model, 0) + tokens
+        how = None
+        if config.compile_config is not None or tokens_read[model] > MANY_TOKENS:
+            how = CompileConfig(**without_graphs(config.compile_config).to_dict() | {"dynamic": True})
+        if (held := readers.get(model)) is None or held.config != repr(how):
+            held = readers[model] = cls(model, how)
+        return held
+
+    def read(self, model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        """`tq_hf.compat.prefill`: of a first prompt without padding, and a cache of compressed layers, by a graph or
+        compiled layers."""
+        call = model, ids, config, inputs
+        if self.ways and self._takes(*call):
+            for what, (way, say) in [*self.ways.items()]:
+                try:
+                    if (found := way(*call)) is not None:
+                        return found
+                except NotCompiled as error:
+                    say(f"Prompts of {type(model).__name__} are not {what}: {error}")
+                    del self.ways[what]
+                    inputs[CACHE_NAME].reset()
+        return prefill(*call)
+
+    def _takes(self, model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: Any) -> bool:
+        """Whether layers read this prompt without their cache."""
+        cache, mask, tokens = inputs[CACHE_NAME], inputs.get("attention_mask"), ids.shape[1]
+        plain = all(type(layer) is TurboQuantLayer for layer in cache.layers) and not holds_latents(model.config)
+        return (
+            plain
+            and len(self.layers.layers) == len(cache.layers)
+            and attention_implementation(model.config) == NAME
+            and tokens > 1
+            and not (model.training or torch.is_grad_enabled() or int(cache.get_seq_length()))
+            and config.prefill_chunk_size is None
+            and inputs.get("inputs_embeds") is None
+            and autocast_dtype(ids) is None
+            and not any(map(has_forward_hooks, self.layers.modules))
+            and (mask is None or (mask.dim() == 2 and mask.shape[1] == tokens and bool(mask.all())))
+        )
+
+    def _compiled(self, model: Any, ids: torch.Tensor, config: Any, inputs: Any) -> tuple[Any, Any] | None:
+        """Read a prompt by compiled layers."""
+        if not self.layers.are_compiled:
+            return None
+        cache = inputs[CACHE_NAME]
+
+        def fill(module: Any, query: torch.Tensor, *states: torch.Tensor) -> Any:
+            return cache.update(*states, module.layer_idx)
+
+        with self.layers.called(partial(_call, cache)), prompt.reading(fill, self.layers.modules):
+            found = prefill(model, ids, config, dict(inputs))
+        stores = [getattr(layer, "store", None) for layer in cache.layers]
+        if any(store is None or store.num_tokens != ids.shape[1] for store in stores):
+            raise NotCompiled("some layers stored no tokens.")
+        return found
+
+    def _captured(self, model: Any, ids: torch.Tensor, config: Any, inputs: Any) -> tuple[Any, Any] | None:
+        """Read a short prompt by a graph, from the `CALLS`th of its size on."""
+        batch, tokens = ids.shape
+        size = batch, max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+        others = {name for name, value in inputs.items() if value is not None} - KNOWN
+        if others or not self.is_generic or batch * size[1] > MOST_TOKENS:
+            return None
+        self.calls[size] += 1
+        if self.calls[size] < CALLS:
+            return None
+        graph, needs = self.graphs.get(size), self._needs(model)
+        if graph is None or graph.needs != needs:
+            self.graphs.pop(size, None)
+            graph = self.graphs[size] = CapturedPrompt(model, self.layers, self.states, size, ids)
+            graph.needs = self._needs(model)  # joining projections moves weights
+        return prefill(model, ids, config, inputs, partial(graph.read, inputs[CACHE_NAME], ids))
+
+    def _needs(self, model: Any) -> tuple[Any, ...]:
+        """What graphs depend on."""
+        return str(adapters(model)), *(owner[name].data_ptr() for owner, name in self.weights)
+
+
+class CapturedPrompt:
+    """A first prompt of `size`, sequences and tokens, as a CUDA graph. Prompts that are shorter end with any tokens,
+    which no other token attends to."""
+
+    @outside_inference_mode
+    def __init__(
+        self, model: Any, layers: CompiledLayers, states: list[list[torch.Tensor]], size: tuple[int, int], like: Any
+    ) -> None:
+        self.ids, self.last = like.new_zeros(size), like.new_zeros(1)
+        self.held, self.found = states, list[tuple[int, Any, list[torch.Tensor]]]()
+        self.needs: tuple[Any, ...] = ()
+        # A mask of no columns: models make none of their own, and layers get none.
+        mask = like.new_empty(size[0], 1, 0, 0, dtype=torch.bool)
+        self.inputs = dict(input_ids=self.ids, attention_mask=mask, use_cache=False, return_dict=True)
+        self.graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        reading = prompt.reading(self.keep, layers.modules)
+        with joined(model), layers.called(partial(_call, None)), reading:
+            try:
+                for _ in range(WARM_UP):
+                    self._run(model)
+                with ending_failed_capture(like.device, pool), torch.cuda.graph(self.graph, pool=pool):
+                    self._run(model)
+            except (RuntimeError, ValueError) as error:
+                raise NotCompiled(capture_failure(model, error, "A prompt")) from error
+        if len(self.found) != len(layers.layers):
+            raise NotCompiled("some layers attend in another way.")
+        self.done = torch.cuda.Event() if like.is_cuda else None
+
+    def _run(self, model: Any) -> None:
+        self.found.clear()
+        self.logits = model(**self.inputs, logits_to_keep=self.last).logits
+
+    def keep(self, module: Any, *states: torch.Tensor) -> Any:
+        """Keep queries, keys and values `[B, H, S, D]` of the next layer beyond this run. Returns keys and values."""
+        place = len(self.found)
+        if place == len(self.held):
+            tokens = states[0].shape[0] * states[0].shape[2]
+            self.held.append([x.new_empty(MOST_TOKENS * (x.numel() // tokens)) for x in states])
+        pairs = zip(self.held[place], states, strict=True)
+        self.found.append((module.layer_idx, module, [held[: x.numel()].view(x.shape).copy_(x) for held, x in pairs]))
+        return states[1:]
+
+    def read(self, cache: Any, ids: torch.Tensor) -> CausalLMOutputWithPast:
+        """Fill the cache with a prompt, and return the logits of its last tokens."""
+        count = ids.shape[1]
+        if self.done is not None:
+            self.done.wait()
+        self.ids[:, :count].copy_(ids)
+        self.last.fill_(count - 1)
+        self.graph.replay()
+        for index, module, states in self.found:
+            query, key, value = (x[:, :, :count] for x in states)
+            key, value = cache.update(key, value, index)
+            resolve(key, value, module, query)
+        logits = self.logits.clone()
+        if self.done is not None:
+            self.done.record()
+        named: Any = as_input(cache)
+        return CausalLMOutputWithPast(logits=logits, **named)
+
+
+readers: WeakKeyDictionary[Any, PromptReader] = WeakKeyDictionary()
+"""Readers by model."""
+
+
+def _call(held: Any, forward: Any, layer: Any, /, *arguments: Any, **options: Any) -> Any:
+    """Call a layer without its cache; one without this cache, or with a mask, as it is. (Models that pass more than
+    states by position pass a mask.)"""
+    mask = options.get("attention_mask")
+    if mask is not None and not mask.shape[-1]:
+        options["attention_mask"] = mask = None
+    if arguments[1:] or options.get(CACHE_NAME) is not held or mask is not None:
+        return type(layer).forward(layer, *arguments, **options)
+    return forward(layer, *arguments, **options | {CACHE_NAME: None, PROMPT: True})
