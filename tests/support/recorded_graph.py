@@ -31,10 +31,10 @@ def _storage(tensor: torch.Tensor) -> int:
 class RecordedGraph(TorchDispatchMode):
     """As a CUDA graph, it knows addresses and nothing of the host; and the host may not read a tensor meanwhile."""
 
-    def __init__(self, replays: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.done: list[tuple[Any, Any, Any, Any]] = []
-        self.replays = replays
+        self.replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "A captured step reads a tensor on the host."

@@ -45,8 +45,10 @@ tokens_read: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Tokens of prompts by model."""
 LEAST_TOKENS, MOST_TOKENS = 64, 512
 """Tokens of a sequence in the smallest graph; tokens of all sequences in the largest."""
-KNOWN = {CACHE_NAME, "attention_mask", "logits_to_keep", "use_cache"}
+KNOWN = {CACHE_NAME, "attention_mask", "logits_to_keep", "position_ids", "use_cache"}
 """Inputs of models whose prompts graphs read."""
+Size = tuple[int, int, int]
+"""Sequences and tokens of a graph, and rows of positions, 0 where the model makes its own."""
 CALLS = 4
 """Prompts of a size before its capture, which takes as long as it saves for six (8B, H200)."""
 
@@ -58,7 +60,7 @@ class PromptReader:
         self.config, self.layers = repr(config), CompiledLayers(model, config)
         self.ways = {"captured": (self._captured, logger.info), "compiled": (self._compiled, logger.warning_once)}
         """Ways to read a prompt, without those that failed, and how to say that one did."""
-        self.calls, self.graphs = Counter[tuple[int, int]](), dict[tuple[int, int], CapturedPrompt]()
+        self.calls, self.graphs = Counter[Size](), dict[Size, CapturedPrompt]()
         self.states: list[list[torch.Tensor]] = []
         """Queries, keys and values of each layer, `[MOST_TOKENS * H * D]`, of the graph that ran last."""
         generic = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
@@ -128,10 +130,12 @@ class PromptReader:
 
     def _captured(self, model: Any, ids: torch.Tensor, config: Any, inputs: Any) -> tuple[Any, Any] | None:
         """Read a short prompt by a graph, from the `CALLS`th of its size on."""
-        batch, tokens = ids.shape
-        size = batch, max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+        (batch, tokens), positions = ids.shape, inputs.get("position_ids")
+        size = batch, max(LEAST_TOKENS, 1 << (tokens - 1).bit_length()), 0 if positions is None else len(positions)
         others = {name for name, value in inputs.items() if value is not None} - KNOWN
         if others or not self.is_generic or batch * size[1] > MOST_TOKENS:
+            return None
+        if positions is not None and positions.shape[1:] != ids.shape[1:]:
             return None
         self.calls[size] += 1
         if self.calls[size] < CALLS:
@@ -141,7 +145,7 @@ class PromptReader:
             self.graphs.pop(size, None)
             graph = self.graphs[size] = CapturedPrompt(model, self.layers, self.states, size, ids)
             graph.needs = self._needs(model)  # joining projections moves weights
-        return prefill(model, ids, config, inputs, partial(graph.read, inputs[CACHE_NAME], ids))
+        return prefill(model, ids, config, inputs, partial(graph.read, inputs[CACHE_NAME], ids, positions))
 
     def _needs(self, model: Any) -> tuple[Any, ...]:
         """What graphs depend on."""
@@ -149,19 +153,22 @@ class PromptReader:
 
 
 class CapturedPrompt:
-    """A first prompt of `size`, sequences and tokens, as a CUDA graph. Prompts that are shorter end with any tokens,
-    which no other token attends to."""
+    """A first prompt as a CUDA graph. Prompts that are shorter end with any tokens, which no other token attends to."""
 
     @outside_inference_mode
     def __init__(
-        self, model: Any, layers: CompiledLayers, states: list[list[torch.Tensor]], size: tuple[int, int], like: Any
+        self, model: Any, layers: CompiledLayers, states: list[list[torch.Tensor]], size: Size, like: torch.Tensor
     ) -> None:
-        self.ids, self.last = like.new_zeros(size), like.new_zeros(1)
+        batch, tokens, rows = size
+        self.ids, self.last = like.new_zeros(batch, tokens), like.new_zeros(1)
+        self.positions = like.new_zeros(rows, tokens) if rows else None
         self.held, self.found = states, list[tuple[int, Any, list[torch.Tensor]]]()
         self.needs: tuple[Any, ...] = ()
         # A mask of no columns: models make none of their own, and layers get none.
-        mask = like.new_empty(size[0], 1, 0, 0, dtype=torch.bool)
-        self.inputs = dict(input_ids=self.ids, attention_mask=mask, use_cache=False, return_dict=True)
+        mask = like.new_empty(batch, 1, 0, 0, dtype=torch.bool)
+        self.inputs = {"input_ids": self.ids, "attention_mask": mask, "logits_to_keep": self.last}
+        if self.positions is not None:
+            self.inputs["position_ids"] = self.positions
         self.graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         reading = prompt.reading(self.keep, layers.modules)
         with joined(model), layers.called(partial(_call, None)), reading:
@@ -178,7 +185,7 @@ class CapturedPrompt:
 
     def _run(self, model: Any) -> None:
         self.found.clear()
-        self.logits = model(**self.inputs, logits_to_keep=self.last).logits
+        self.logits = model(**self.inputs, use_cache=False, return_dict=True).logits
 
     def keep(self, module: Any, *states: torch.Tensor) -> Any:
         """Keep queries, keys and values `[B, H, S, D]` of the next layer beyond this run. Returns keys and values."""
@@ -190,12 +197,14 @@ class CapturedPrompt:
         self.found.append((module.layer_idx, module, [held[: x.numel()].view(x.shape).copy_(x) for held, x in pairs]))
         return states[1:]
 
-    def read(self, cache: Any, ids: torch.Tensor) -> CausalLMOutputWithPast:
+    def read(self, cache: Any, ids: torch.Tensor, positions: Any) -> CausalLMOutputWithPast:
         """Fill the cache with a prompt, and return the logits of its last tokens."""
         count = ids.shape[1]
         if self.done is not None:
             self.done.wait()
         self.ids[:, :count].copy_(ids)
+        if self.positions is not None:
+            self.positions[:, :count].copy_(positions)
         self.last.fill_(count - 1)
         self.graph.replay()
         for index, module, states in self.found:
