@@ -90,7 +90,7 @@ BUDGETS = {
     "tq_hf": {
         "tools": 2859,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
         "batching": 5005,  # latents; options by request; requests that fail alone; prefixes in files; grammars
-        "graph_decoding": 1220,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
+        "graph_decoding": 1350,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 881,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1830,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
         "stores": 940,  # one way into operators; one store; blocks that keep their codes when rows are assigned or cut
@@ -98,21 +98,21 @@ BUDGETS = {
         "codec": 909,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 812,  # pending tokens; rows of latents; the order of padded rows; dense blocks of pages; cut blocks
         "cache": 526,  # bits of latent layers; padding of a call; room for a whole answer; models that drop a cache
-        "attention": 414,  # latents, dense states: functions of their own; lost gradients; a cache that gains nothing
+        "attention": 438,  # latents, dense states: functions of their own; lost gradients; a cache that gains nothing
         "memory": 89,
         "balance": 116,  # kernels of a probe are compiled together
         "config": 241,  # which layers hold latents, and their bits
-        "prepared": 175,  # one product for projections of the same states
+        "prepared": 178,  # one product for projections of the same states
         "compat": 600,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
         "__init__": 71,  # public names on first use
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_594, 35_396
+PRODUCT, TESTS = 28_751, 35_515
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; loud channels 600; prompts at the speed of their
 products 400, most of which are not paid for yet: plans of cuDNN, compiled prompts."""
-FILES = 129  # prepared.py; {codec/loud,stores/assigned,ops/latent_pages}.py; batching/{linear,prefixes,grammars}.py
+FILES = 130  # prepared.py; {codec/loud,stores/assigned,ops/latent_pages}.py; batching/{linear,prefixes,grammars}.py
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -1,7 +1,7 @@
-"""First prompts of `graph_decoding` on a GPU: short ones are CUDA graphs, layers that are compiled read others.
+"""Readers of first prompts of `graph_decoding` on a GPU: CUDA graphs of short ones, and compiled layers.
 
-Such a layer gets no cache. Its attention calls `tq_hf.attention.prompt`, which fills the cache, or keeps the states
-that a graph finds.
+Layers get no cache there. Their attention calls `tq_hf.attention.prompt`, which fills the cache, or keeps the states that
+a graph finds.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PromptReader:
         """Queries, keys and values of each layer, `[MOST_TOKENS * H * D]`, of the graph that ran last."""
         generic = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
         self.is_generic = generic and "logits_to_keep" in signature(model.forward).parameters
-        owners = (module._parameters for module in model.modules())
-        self.weights = [(owner, name) for owner in owners for name, weight in owner.items() if weight is not None]
+        modules = [*model.modules()]
+        self.weights = [(each, name) for each in modules for name, _ in each.named_parameters(recurse=False)]
 
     @classmethod
     def of(cls, model: Any, config: GenerationConfig, tokens: int) -> PromptReader:
@@ -148,8 +148,8 @@ class PromptReader:
         return prefill(model, ids, config, inputs, partial(graph.read, inputs[CACHE_NAME], ids, positions))
 
     def _needs(self, model: Any) -> tuple[Any, ...]:
-        """What graphs depend on."""
-        return str(adapters(model)), *(owner[name].data_ptr() for owner, name in self.weights)
+        """Collect what graphs depend on."""
+        return str(adapters(model)), *(getattr(each, name).data_ptr() for each, name in self.weights)
 
 
 class CapturedPrompt:

@@ -6,7 +6,7 @@
 on an 8B-shaped random Llama. Milliseconds are the slope from few prompts to many, each the fastest of three: what a run
 takes once does not count. Kernels are grouped by name. A call of `generate_batch` with one prompt of 16 tokens and one
 new token is timed with a manager that is kept, and with a new one. A first token is a call of `generate()` with a new
-cache and one new token, the median of nine.
+cache and one new token, the median of nine; `graph_decoding` has captured short prompts by then.
 """
 
 from __future__ import annotations
