@@ -1,7 +1,7 @@
 """Readers of first prompts of `graph_decoding` on a GPU: CUDA graphs of short ones, and compiled layers.
 
-Layers get no cache there. Their attention calls `tq_hf.attention.prompt`, which fills the cache, or keeps the states that
-a graph finds.
+Layers get no cache there. Their attention calls `tq_hf.attention.prompt`, which fills the cache, or keeps the states
+that a graph finds.
 """
 
 from __future__ import annotations
