@@ -108,6 +108,7 @@ def test_answers_are_those_of_generate(name: str, monkeypatch: pytest.MonkeyPatc
 
 FAMILIES = {
     **dict.fromkeys(("qwen3", "phi3", "gpt2"), "packed"),
+    "jetmoe": "repeated heads",
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe", "bamba"), "states"),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "states"),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), "states and latents"),

@@ -187,6 +187,11 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Config of a layer, by kind."""
         full = kinds[FULL_ATTENTION]
         layout = packed_layout(tq_config, self.config, specs)
+        heads, cached = full["num_key_value_heads"], getattr(self.config, "num_key_value_heads", None)
+        if cached is not None and heads > cached:  # JetMoe's attention repeats the heads that a cache holds
+            measured = {layer: each for layer, each in channel_scales.items() if each.keys.shape[1] == cached}
+            repeated = {layer: each.map(lambda x: x.repeat(1, heads // cached, 1)) for layer, each in measured.items()}
+            channel_scales = channel_scales | repeated
         allocator = TurboQuantAllocator(tq_config, channel_scales, layout, index=0, page_size=BLOCK_TOKENS, **full)
         self.allocator = allocator
         self.cache_allocators = {FULL_ATTENTION: allocator}
