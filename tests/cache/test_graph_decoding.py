@@ -1,5 +1,7 @@
 """`custom_generate=graph_decoding` gives the tokens of `generate()`'s own loop, and leaves the cache as that does."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -430,6 +432,19 @@ def test_a_graph_of_prompts_follows_weights(model, captured) -> None:
         model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight / 3)
         compare(model, first, captured)
     assert captured.graphs[1, 64, 0] is not graph and not torch.allclose(before, read(model, first, captured)[0])
+    _, cache = read(model.bfloat16(), first, captured)
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+
+
+def test_a_model_whose_prompts_are_captured_is_freed(model, captured) -> None:
+    model = build("llama", attention="turboquant").to(model.device)
+    reader = PromptReader.of(model, GenerationConfig(), 40)
+    compare(model, prompt(model, 1, 40), reader)
+    assert reader.graphs
+    found = weakref.ref(model)
+    del model, reader
+    gc.collect()
+    assert found() is None
 
 
 @pytest.mark.parametrize("own", ["position_ids", "inputs_embeds"])

@@ -65,8 +65,9 @@ class PromptReader:
         """Queries, keys and values of each layer, `[MOST_TOKENS * H * D]`, of the graph that ran last."""
         generic = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
         self.is_generic = generic and "logits_to_keep" in signature(model.forward).parameters
-        modules = [*model.modules()]
+        _, *modules = model.modules()  # not the model, which would never be freed
         self.weights = [(each, name) for each in modules for name, _ in each.named_parameters(recurse=False)]
+        self.needs: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, model: Any, config: GenerationConfig, tokens: int) -> PromptReader:
@@ -129,7 +130,7 @@ class PromptReader:
         return found
 
     def _captured(self, model: Any, ids: torch.Tensor, config: Any, inputs: Any) -> tuple[Any, Any] | None:
-        """Read a short prompt by a graph, from the `CALLS`th of its size on."""
+        """Read a short prompt by a graph, from the `CALLS`th of its size with the same weights on."""
         (batch, tokens), positions = ids.shape, inputs.get("position_ids")
         size = batch, max(LEAST_TOKENS, 1 << (tokens - 1).bit_length()), 0 if positions is None else len(positions)
         others = {name for name, value in inputs.items() if value is not None} - KNOWN
@@ -137,14 +138,16 @@ class PromptReader:
             return None
         if positions is not None and positions.shape[1:] != ids.shape[1:]:
             return None
+        if (needs := self._needs(model)) != self.needs:
+            self.needs = needs
+            for kept in (self.calls, self.graphs, self.states):
+                kept.clear()
         self.calls[size] += 1
         if self.calls[size] < CALLS:
             return None
-        graph, needs = self.graphs.get(size), self._needs(model)
-        if graph is None or graph.needs != needs:
-            self.graphs.pop(size, None)
+        if (graph := self.graphs.get(size)) is None:
             graph = self.graphs[size] = CapturedPrompt(model, self.layers, self.states, size, ids)
-            graph.needs = self._needs(model)  # joining projections moves weights
+            self.needs = self._needs(model)  # joining projections moves weights
         return prefill(model, ids, config, inputs, partial(graph.read, inputs[CACHE_NAME], ids, positions))
 
     def _needs(self, model: Any) -> tuple[Any, ...]:
@@ -163,7 +166,6 @@ class CapturedPrompt:
         self.ids, self.last = like.new_zeros(batch, tokens), like.new_zeros(1)
         self.positions = like.new_zeros(rows, tokens) if rows else None
         self.held, self.found = states, list[tuple[int, Any, list[torch.Tensor]]]()
-        self.needs: tuple[Any, ...] = ()
         # A mask of no columns: models make none of their own, and layers get none.
         mask = like.new_empty(batch, 1, 0, 0, dtype=torch.bool)
         self.inputs = {"input_ids": self.ids, "attention_mask": mask, "logits_to_keep": self.last}
