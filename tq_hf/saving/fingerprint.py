@@ -105,6 +105,9 @@ def adapters(model: Any) -> dict[str, Any] | None:
     state = hashlib.blake2b(digest_size=32)
     has_adapters = False
     for name, module in decoder.named_modules():
+        # `getattr` of what modules lack takes 1.2 ms for 32 layers; with this, .4.
+        if "active_adapters" not in vars(module) and not hasattr(type(module), "active_adapters"):
+            continue
         adapters, disabled = getattr(module, "active_adapters", None), getattr(module, "disable_adapters", None)
         # transformers' own models have methods of these names.
         if not isinstance(adapters, (list, tuple)) or not isinstance(disabled, bool):
