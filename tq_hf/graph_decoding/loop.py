@@ -79,15 +79,16 @@ def without_graphs(config: CompileConfig | None) -> CompileConfig:
 def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     """Raise a `ValueError` if the cache has layers other than full attention, sliding windows and, without `drafts`,
     linear ones: these cannot take a token back. A graph would keep states that modules replace (RecurrentGemma)."""
-    known = (FullAttentionLayer, SlidingLayer)
+    known, layers = (FullAttentionLayer, SlidingLayer), layers_with_states(cache)
     other = {
         type(layer).__name__
-        for layer in layers_with_states(cache)
+        for layer in layers
         if not isinstance(layer, known) and (drafts or type(layer) is not LinearAttentionLayer)
     }
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
-    if any("recurrent_states" in vars(module) for module in model.modules()):
+    every_is_full = all(isinstance(layer, FullAttentionLayer) for layer in layers)
+    if not every_is_full and any("recurrent_states" in vars(module) for module in model.modules()):
         other.add("recurrent states outside of it")
     if other:
         raise ValueError(
