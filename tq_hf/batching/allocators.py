@@ -29,7 +29,6 @@ from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
     FULL_ATTENTION,
-    SLIDING_ATTENTION,
     CachePool,
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
@@ -42,8 +41,6 @@ from ..ops.workspace import Workspace
 from ..tensors.pages import LayerPages, LayerWindows, WindowStep, window_page
 from .geometry import HostLengths, StateStep, TableShape, listed, sequences_of, states_of
 
-SECOND = SLIDING_ATTENTION
-"""Key of the allocator beside that of full attention, of windows or of states: the engine's inputs know two keys."""
 LINEAR = ("linear_attention", "conv")
 """Kinds of layers that transformers caches as states of a fixed size."""
 WITHOUT_CACHE = ("mlp", "moe")
@@ -116,12 +113,14 @@ class PoolAllocator(FullAttentionCacheAllocator):
     reads the pool.
 
     A kind of layers is a subclass, which the cache asks for sizes and for the plan of a step. With keys and values it
-    has a method `step`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
+    has a function `step`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
     layers may read the same pages), and returns their attention `[T, Hq, D]`.
     """
 
     shape: TableShape
     """Columns of a block table."""
+    pages: dict[int, Any]
+    """Views of the pool by layer."""
     scratch_bytes = 0
     """Bytes of scratch of a step, whatever number of tokens it has, besides those of full attention."""
 
@@ -151,6 +150,11 @@ class PoolAllocator(FullAttentionCacheAllocator):
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         self.write_trash_index = self.blocks_per_sector  # the first page of the second sector
+        self.pages = dict(zip(self.layer_indices, self._views(self._copy_view), strict=True))
+
+    def _views(self, pool: torch.Tensor) -> Iterator[Any]:
+        """View the pages `[pages, bytes]` of all layers, layer by layer."""
+        raise NotImplementedError
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
         """Write the table of a request to its row `[max_blocks_per_request]` of the step's block table."""
@@ -174,7 +178,6 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return numbers + [0] * (query_length - len(numbers))
 
     def update(self, *args: Any, **kwargs: Any) -> KeyValue:
-        """Refuse all other attention functions."""
         raise RuntimeError(
             "Only the attention `turboquant_paged` reads packed pages, and the model has another one. Leave its "
             "attention as it is while it serves requests."
@@ -191,6 +194,8 @@ class TurboQuantAllocator(PoolAllocator):
         channel_scales: Channel scales `[1, Hkv, D]` by layer. A layer that is not listed has scales of 1.
         **options: Arguments of transformers' allocator.
     """
+
+    step = staticmethod(paged_step)
 
     def __init__(
         self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], layout: BlockLayout, **options: Any
@@ -217,24 +222,14 @@ class TurboQuantAllocator(PoolAllocator):
         self.stale: set[str] = set()
         """Ids of requests that began with earlier weights."""
         self._sinks_of_match: list[int] = []
-        self.pages: dict[int, LayerPages] = {}
-        """Views of the pool by layer."""
 
-    def register_cache_tensor(self, *arguments: Any) -> None:
-        """View the bytes of the cache as packed pages of each layer."""
-        super().register_cache_tensor(*arguments)
-        layers = self._copy_view.split(self.layer_bytes, 1)
-        for layer, states in zip(self.layer_indices, layers, strict=True):
+    def _views(self, pool: torch.Tensor) -> Iterator[LayerPages]:
+        for layer, states in zip(self.layer_indices, pool.split(self.layer_bytes, 1), strict=True):
             is_packed = layer not in self.dense
             page = (states if is_packed else states[:, : self.row_bytes]).unflatten(1, (self.num_key_value_heads, -1))
             view = LayerPages.of(page, self.tq_config, self.layout, self.cache_dtype, is_packed)
             scales = self.channel_scales.get(layer) if is_packed else None
-            self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
-
-    def step(
-        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
-    ) -> torch.Tensor:
-        return paged_step(new, self.pages[layer], plan, options, scratch, store=store)
+            yield view if scales is None else view.with_channel_scales(scales)
 
     def _sink_hash(self, tokens: list[int]) -> int:
         """Hash of the sink page, made from the sink tokens. It is odd, those of blocks are even."""
@@ -260,7 +255,6 @@ class TurboQuantAllocator(PoolAllocator):
         return max(0, self.shape.width(past_length + query_length) - 1 - allocated_blocks)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        """Allocate pages for new tokens."""
         if not past_length:  # an earlier request may have had the same id
             self.prefix_blocks.pop(request_id, None)
         super().allocate_cache_to_request(request_id, past_length, query_length)
@@ -315,7 +309,6 @@ class TurboQuantAllocator(PoolAllocator):
         self.prefix_blocks[request_id] = len(block_ids)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        """Register the hashes of blocks that the last step completed. Replace blocks that exist already."""
         table = self.block_table.get(request_id)
         if table is None or request_id in self.stale:  # the request was cancelled during its step, or weights changed
             return
@@ -355,7 +348,6 @@ class TurboQuantAllocator(PoolAllocator):
             self.pool.free_blocks(self.index, [page])
 
     def _table(self, request_id: str, length: int) -> list[int]:
-        """Block table of a request of `length` tokens."""
         pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.shared_blocks
         return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
 
@@ -374,17 +366,12 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
         size, self.tokens_per_page = window_page(unit, row, self.sliding_window)  # some bytes may be unused
         self._set_block(size, self.tokens_per_page)
         self.shape = TableShape(0, 0, self.pages_of(self.sliding_window), self.tokens_per_page, has_blocks=False)
-        self.windows: dict[int, LayerWindows] = {}
-        """Views of the pool by layer."""
 
-    def register_cache_tensor(self, *arguments: Any) -> None:
-        """View the bytes of the cache as rows of each layer."""
-        super().register_cache_tensor(*arguments)
+    def _views(self, pool: torch.Tensor) -> Iterator[LayerWindows]:
         shape = (len(self.layer_indices), 2, self.tokens_per_page, self.num_key_value_heads, self.head_dim)
         size = torch.Size(shape).numel() * self.cache_dtype.itemsize
-        rows = self._copy_view[:, :size].view(self.cache_dtype).unflatten(-1, shape)
-        for i, layer in enumerate(self.layer_indices):
-            self.windows[layer] = LayerWindows(rows[:, i], self.sliding_window, self.write_trash_index)
+        for rows in pool[:, :size].view(self.cache_dtype).unflatten(-1, shape).unbind(1):
+            yield LayerWindows(rows, self.sliding_window, self.write_trash_index)
 
     def bytes_of(self, tokens: int) -> int:
         return ceil(self.bytes_per_block * tokens / self.tokens_per_page)
@@ -392,14 +379,11 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
     def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> WindowStep:
         return plan_step(super().plan(kwargs, total, lengths), total)
 
+    @staticmethod
     def step(
-        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
+        new: Tokens, pages: LayerWindows, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
     ) -> torch.Tensor:
-        return windowed_step(new, self.windows[layer], plan, options, store=store)
-
-
-BESIDE: dict[str, Any] = {SLIDING_ATTENTION: WindowAllocator}
-"""Allocators of layers with keys and values that a pool may hold beside full attention, by kind of layer."""
+        return windowed_step(new, pages, plan, options, store=store)
 
 
 def as_words(states: torch.Tensor) -> torch.Tensor:
@@ -428,8 +412,6 @@ class StateAllocator(PoolAllocator):
                 size += -(-shape.numel() * dtype.itemsize // 128) * 128
         self._set_block(-(-size // unit) * unit, 1)
         self.shape = TableShape(0, 0, 1, 1, has_blocks=False)
-        self.states: dict[int, dict[StateName, torch.Tensor]] = {}
-        """Views `[pages, ...]` of the pool by layer and name."""
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         return max(0, 1 - allocated_blocks)
@@ -437,21 +419,19 @@ class StateAllocator(PoolAllocator):
     def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> StateStep:
         return states_of(kwargs, self.shape, self.index, self.write_trash_index)
 
-    def register_cache_tensor(self, *arguments: Any) -> None:
-        """View the bytes of the cache as states of each layer."""
-        super().register_cache_tensor(*arguments)
-        for layer, shapes in self.shapes.items():
-            self.states[layer] = {
-                name: self._copy_view[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)
-                for name, (shape, dtype) in shapes.items()
+    def _views(self, pool: torch.Tensor) -> Iterator[dict[StateName, torch.Tensor]]:
+        for layer in self.layer_indices:
+            yield {
+                name: pool[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)
+                for name, (shape, dtype) in self.shapes[layer].items()
             }
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """Copy the states `[B, ...]` of a layer from the pages `[B]` of requests."""
-        held = self.states[layer].items()
+        held = self.pages[layer].items()
         return {name: as_words(x).index_select(0, pages).view(x.dtype).unflatten(1, x.shape[1:]) for name, x in held}
 
     def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
         """Copy the states `[B, ...]` of a layer to the pages `[B]` of requests."""
-        for name, into in self.states[layer].items():
+        for name, into in self.pages[layer].items():
             as_words(into).index_copy_(0, pages, as_words(states[name].to(into.dtype).contiguous()))

@@ -23,28 +23,25 @@ logger = logging.get_logger(__name__)
 
 
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
-    """transformers' batch processor, able to continue after a failed step.
-
-    `model`: the model. `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which
-    torch keeps. `prefixes`: first arguments of `PrefixStore`, or `None`.
-    """
+    """transformers' batch processor, able to continue after a failed step. `manager` has the model, the folder of
+    prefixes, and a stream by device: cuBLAS allocates a workspace for each stream, which torch keeps."""
 
     cache: TurboQuantPagedCache
     model_runner: TurboQuantModelRunner
     computing = False
     """Whether a step runs."""
 
-    def __init__(self, *args: Any, model: Any, graphs_are_requested: bool, streams: Any, **kwargs: Any) -> None:
-        prefixes = kwargs.pop("prefixes")
-        super().__init__(*args, **kwargs)
+    def __init__(self, manager: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
-        self.model_runner.take_over(model, graphs_are_requested)
+        self.model_runner.take_over(manager.model, manager.graphs_are_requested)
         if self.cache.states is not None:
             self.offloading_manager = StateOffloading.like(self.offloading_manager)
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
-        io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
-        if prefixes is not None:
-            self.cache.prefixes = PrefixStore(self.cache, io.compute_stream, *prefixes)
+        stream = manager.streams.setdefault(manager.model.device, io.compute_stream)
+        io.compute_stream = offloading._compute_stream = stream
+        if (folder := manager.prefix_cache) is not None:
+            self.cache.prefixes = PrefixStore(self.cache, stream, folder, manager.model, manager._wake_up_loop.set)
         self._wait_for_device()
 
     def reset(self) -> None:
@@ -70,14 +67,12 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
     @property
     def _inputs(self) -> ContinuousBatchingIOs:
-        """Input buffers of the next step."""
         return self.model_runner.buffers()[0]
 
     # A request to be forked with one token left is first scheduled in a step without tokens. transformers would keep
     # the indices of the previous step there, and call the model with no tokens.
 
     def prepare_next_batch(self) -> bool:
-        """Choose the requests of the next step and write its inputs."""
         self._inputs.logits_indices.zero_()
         if self.cache.prefixes is not None:
             self.cache.prefixes.pump(bool(self.scheduler.active_requests), self.scheduler.safety_margin)
@@ -92,7 +87,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         self.computing = False
 
     def update_batch(self) -> None:
-        """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
         runner = self.model_runner
         for future in self._inputs.requests_in_batch:
             # transformers forgets the blocks of an answer that ends, and of a part whose next one is scheduled.

@@ -22,7 +22,7 @@ from ..compat import CACHE_NAME, attention_of_parts, restore_attention
 from ..config import TurboQuantConfig, config_of, holds_latents, number_of_positions
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
-from .allocators import BESIDE, LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
+from .allocators import LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
 from .attention import NAME, PAGES, NoPages
 from .cache import TurboQuantPagedCache
 from .geometry import StateStep
@@ -144,7 +144,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
         advice = "Load it on one, or with tensor parallelism (`tp_plan='auto'`)."
         refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device", advice)
     kinds, linear = paged_layers(decoder), linear_layers(decoder)
-    if others := sorted(kinds.keys() - BESIDE.keys() - {FULL_ATTENTION}):
+    if others := sorted(kinds.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
         held = "full attention, sliding windows and the states of linear layers"
         refuse(model, f"has layers of the kind {', '.join(others)}, and pages hold {held} only")
     unpacked = INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory."
@@ -167,7 +167,6 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
 
 
 def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], paged: set[int], linear: set[int]) -> None:
-    """Raise `ValueError` if layers did not attend, or have heads that pages cannot hold."""
     specs, most = probe.specs, widest_paged_head(model.device)
     if probe.twice:
         refuse(model, f"attends twice in layer {probe.twice[0]}, and pages hold one set of values per layer")

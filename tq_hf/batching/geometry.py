@@ -11,8 +11,6 @@ ring of one page.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -123,14 +121,9 @@ def states_of(kwargs: dict[str, Any], shape: TableShape, index: int, trash: int)
     pages, cu_seqlens_q = sequences.block_table[:, 0].long(), sequences.cu_seqlens_q
     pages, rows = torch.where(pages < 0, trash, pages), None
     if kwargs["block_table"] is None:
-        bounds, by_length = cu_seqlens_q.tolist(), defaultdict[int, list[int]](list)
-        for request, (start, end) in enumerate(pairwise(bounds)):
-            if end > start:
-                by_length[end - start].append(request)
-        rows = []
-        for length, requests in by_length.items():
-            starts = torch.tensor([bounds[request] for request in requests], device=pages.device)
-            places = starts[:, None] + torch.arange(length, device=pages.device)
-            rows.append((torch.tensor(requests, device=pages.device), places))
+        lengths, rows = cu_seqlens_q.diff().tolist(), []
+        for length in dict.fromkeys(filter(None, lengths)):
+            requests = torch.tensor([i for i, each in enumerate(lengths) if each == length], device=pages.device)
+            rows.append((requests, cu_seqlens_q[requests, None] + torch.arange(length, device=pages.device)))
     is_new = sequences.cu_seqlens_k.diff() == cu_seqlens_q.diff()
     return StateStep(torch.where(is_new, 0, pages), pages, rows)

@@ -102,14 +102,12 @@ class LinearLayers:
         """`forward` of each instance before `switch`: accelerate's hooks replace it, too."""
 
     def switch(self) -> None:
-        """Replace `forward` of each module."""
         if self._own is None:
             self._own = [vars(module).get("forward") for _, module, _ in self.modules]
             for layer, module, parameter in self.modules:
                 module.forward = _forward_of_rows(layer, module, parameter, self._zeros(layer, 0))
 
     def restore(self) -> None:
-        """Undo `switch`."""
         for (_, module, _), own in zip(self.modules, self._own or (), strict=False):
             del module.forward
             if own is not None:

@@ -23,9 +23,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
-from ..balance import Balance
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
-from ..config import TurboQuantConfig
 from ..ops.dispatch import check_choice
 from ..prepared import join, separate
 from ..saving import fingerprint
@@ -37,7 +35,6 @@ from .checks import check_model, default_requests, engine_options
 from .geometry import TableShape
 from .grammars import Grammars
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
-from .prefixes import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
 
@@ -62,12 +59,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     (`start`, `add_request`, `get_result`, `stop`, ...). Between `start` and `stop` the model takes no other calls.
 
     Args:
-        model: A decoder of full-attention layers, alone or with sliding or linear layers.
+        batching: A `TurboQuantBatching`, with the model, encoding, channel scales, tokenizer and folder of prefixes.
         generation_config: Generation config of all answers.
         continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
             tables for decode steps are on by default, if the device supports them.
         workload_hints: Lengths and number of requests, if known.
-        config, balance, tokenizer, prefix_cache: Attributes of a `TurboQuantBatching`.
 
     Raises:
         ValueError: Packed pages do not support the model, an option or the generation config.
@@ -80,30 +76,26 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def __init__(
         self,
-        model: Any,
+        batching: Any,
         generation_config: GenerationConfig,
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: WorkloadHints | None = None,
-        *,
-        config: TurboQuantConfig,
-        balance: Balance | None = None,
-        tokenizer: Any = None,
-        prefix_cache: PrefixFolder | None = None,
     ) -> None:
+        model, config, balance, tokenizer = batching.model, batching.config, batching.balance, batching.tokenizer
         check_choice()
-        dense, self._probe = check_model(model, config)
+        dense, self.probe = check_model(model, config)
         decoder = model.config.get_text_config()
-        layout = packed_layout(config, decoder, self._probe.specs)
+        layout = packed_layout(config, decoder, self.probe.specs)
         self.model, self.vocabulary = model, decoder.vocab_size
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
         options = engine_options(model, layout, requested, dense, default.do_sample or default.has_history)
-        self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
-        self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
+        self.config, self.balance, self.prefix_cache = config, balance, batching.prefix_cache
+        self.streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
         self._keeps_pages = False
-        self._graphs_are_requested = requested.use_cuda_graph is not None
+        self.graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         # Requests of a batch are known, and none comes later that could wait for them.
@@ -113,8 +105,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._ended = threading.Event()
         self._ended.set()
         self.requests = hints if known else None
-        """Requests that limit the size of the pool; `None` if memory or the user's options set the size."""
-        self._default_requests = default_requests(model, requested)
+        self.pool_hints = self.requests or default_requests(model, requested)
+        """Requests that are known and limit the size of the pool, and those that do; `None` if memory or the user's
+        options set the size."""
         self._last_model: tuple[Any, ...] | None = None
         """Identity of the model in the last session. Pages kept from it depend on it."""
         self._is_checked = False
@@ -141,11 +134,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             longest = min(longest, (hints.max_prompt_length + hints.max_generated_length) or longest)
             resolved.max_blocks_per_request = TableShape.of(config, layout, model.dtype).width(longest)
 
-    def suits(self, options: tuple[Any, ...], config: GenerationConfig, hints: WorkloadHints | None) -> bool:
-        """Whether the manager has the same encoding and folder of prefixes (`options`) and generation config, the model
-        is unchanged, and the pool has room for `hints`. `max_new_tokens` is set per request and may differ."""
+    def suits(self, batching: Any, config: GenerationConfig, hints: WorkloadHints | None) -> bool:
+        """Whether the manager has the encoding and folder of prefixes of `batching` and this generation config, the
+        model is unchanged, and the pool has room for `hints`. `max_new_tokens` is set per request and may differ."""
         own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, config))
-        same, asked = ((self.config, self.prefix_cache), own) == (options, other), vars(hints or WorkloadHints())
+        same = (self.config, self.prefix_cache, own) == (batching.config, batching.prefix_cache, other)
+        asked = vars(hints or WorkloadHints())
         fits = self.requests is None or all(0 < x <= getattr(self.requests, name) for name, x in asked.items())
         return same and fits and self.model_is_unchanged()
 
@@ -169,11 +163,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
             own_attention[self.model] = attention_of_parts(model)
             model.set_attn_implementation(NAME)
-        self._probe.linear.switch()
+        self.probe.linear.switch()
         join(model, "cuda")
 
     def _serves_elsewhere(self) -> bool:
-        """Whether another manager serves the model."""
         other = serving.get(self.model, self)
         return other is not self and other.is_running()
 
@@ -181,7 +174,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Set the parts of the model to the attention they had before `switch_to_cb_friendly_attn`, unless another
         manager serves the model."""
         if not self._serves_elsewhere():
-            self._probe.linear.restore()
+            self.probe.linear.restore()
             separate(self.model)
             restore_attention(own_attention.pop(self.model, []))
 
@@ -225,9 +218,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         Args:
             input_ids: Token ids of the prompt, a list or a tensor `[T]`.
             request_id: Id of the request, by default a new one.
-            max_new_tokens: Maximum number of tokens of the answer.
-            streaming: Whether there is an output for every token.
-            record_timestamps: Whether outputs have the time of each token.
+            max_new_tokens, streaming, record_timestamps: Arguments of transformers' method.
             eos_token_id: Tokens that end the answer; -1 for none.
             generation_config: Options of this request, by default those of the manager.
             **options: Fields of a generation config that replace those of this request, or options of
@@ -287,7 +278,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return RuntimeError(f"The engine {why} answers no requests that come later.")
 
     def _fail_unread(self) -> None:
-        """Fail requests that came while the thread ended."""
         self._fail_all_remaining_requests(self._refusal(), None)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
@@ -405,7 +395,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     @property
     def _runner(self) -> Any:
-        """`TurboQuantModelRunner` of the steps; `None` without pages."""
         return getattr(self.batch_processor, "model_runner", None)
 
     def start(self) -> None:
@@ -449,7 +438,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 self._handle_critical_error(error, self._processor)
 
     def _end_session(self) -> None:
-        """Restore the attention of the model, and note what the model is."""
         self.restore_attention()
         if serving.get(self.model) is self:
             del serving[self.model]
@@ -502,19 +490,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
-        options, keeps = self.continuous_batching_config, getattr(self.model, "_supports_logits_to_keep", None)
-        decoder = self.model.config.get_text_config()
-        cache = TurboQuantPagedCache(
-            self.config,
-            {} if self.balance is None else self.balance.layers,
-            config=decoder,
-            continuous_batching_config=options,
-            like=torch.empty(0, dtype=self.model.dtype, device=self.model.device),
-            distributed_helper=self.distributed_helper,
-            probe=self._probe,
-            model_supports_logits_to_keep=callable(keeps) and keeps(),
-            requests=self.requests or self._default_requests,
-        )
+        options, cache = self.continuous_batching_config, TurboQuantPagedCache(self)
         if self.model.device.type == "cpu" and not options.use_async_batching and self.distributed_helper.tp_size == 1:
             cache.before_layer = self._stop_abandoned_step
         self._use_prefix_sharing, blocks = cache.use_prefix_sharing, options.num_blocks
@@ -538,8 +514,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         )
         scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.forget
         return TurboQuantBatchProcessor(
+            self,
             cache=cache,
-            config=decoder,
+            config=cache.config,
             generation_config=self.generation_config,
             continuous_batching_config=options,
             logit_processor=self.logit_processor,
@@ -551,10 +528,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             model_dtype=self.model.dtype,
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
-            model=self.model,
-            graphs_are_requested=self._graphs_are_requested,
-            streams=self._streams,
-            prefixes=self.prefix_cache and (self.prefix_cache, self.model, self._wake_up_loop.set),
         )
 
     def _generation_step(self) -> None:

@@ -20,12 +20,10 @@ class Histogram:
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count a time."""
         self.counts[bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 
     def lines(self, name: str) -> Iterator[str]:
-        """Lines of the text format."""
         total = 0
         for limit, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
             total += count

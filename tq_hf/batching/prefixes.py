@@ -387,7 +387,6 @@ class PrefixStore:
             del self.to_store[name]
 
     def _run(self, threads: ThreadPoolExecutor, work: Callable[..., bool], name: int, slot: int) -> Future[bool]:
-        """Read or write a file in a thread."""
         future = threads.submit(work, *self._content(name, slot))
         future.add_done_callback(lambda future: self.wake_up())
         return future

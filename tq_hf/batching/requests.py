@@ -200,7 +200,6 @@ class TurboQuantRequest(Substitute, RequestState):
         return True
 
     def _stops(self) -> bool:
-        """Whether the newest token completes a stop string."""
         if not (self.options and self.options.stop_strings):
             return False
         assert self.detokenizer is not None
@@ -234,7 +233,6 @@ class TurboQuantRequest(Substitute, RequestState):
         return output
 
     def create_equivalent_initial_request(self) -> RequestState:
-        """Create the request that continues after this one was preempted."""
         state = self.of(super().create_equivalent_initial_request(), self.detokenizer)
         state.top_logprobs, state.first_token_time = self.top_logprobs[:], self.first_token_time
         state.cached_tokens = self.cached_tokens
@@ -289,7 +287,6 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             return cancelled
 
         def drop_waiting(self) -> dict[str, RequestState]:
-            """Remove all waiting requests, and return them by id."""
             waiting = dict(self.waiting_requests)
             self.waiting_requests.clear()
             self.waiting_requests_order.clear()

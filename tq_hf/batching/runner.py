@@ -422,7 +422,6 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         return outputs
 
     def _capture_graph(self, forward_fn: Callable, compute_stream: torch.cuda.Stream, *args: Any) -> None:
-        """Compute a step, then capture it."""
         model, computed = args[0], False
 
         def compute(*args: Any) -> None:

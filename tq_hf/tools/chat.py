@@ -96,7 +96,6 @@ class Chat:
         return answer
 
     def save(self, path: str) -> None:
-        """Write the cache and the conversation to one file."""
         notes = {"ids": json.dumps(self.ids), "messages": json.dumps(self.messages)}
         save_cache(self.cache, path, self.model, notes)
 
@@ -126,7 +125,6 @@ class Printer(TextStreamer):
         self.console = console
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print `text` without control characters."""
         text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
         self.console.out(text, end="\n" if stream_end else "", highlight=False)
 

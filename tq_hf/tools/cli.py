@@ -216,7 +216,6 @@ def _loaded(name: str, dtype: DtypeName | None, device: str) -> tuple[Any, Any]:
 
 
 def _text(path: Path | None) -> str:
-    """Read a text, by default the filler of the checkout."""
     try:
         return (path or _shipped("filler.txt", "Pass a text: `--text FILE`.")).read_text(encoding="utf-8")
     except UnicodeDecodeError:

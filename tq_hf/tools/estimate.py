@@ -246,7 +246,6 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def print_table(report: Report, console: Console) -> None:
-    """Print a table with one row per preset, and remarks below."""
     most = max(row.footprint.total for row in report.rows)
     unit, size_of = ("GiB", 2**30) if most >= 10 * 2**30 else ("MiB", 2**20)
     sequences = "one sequence" if report.batch == 1 else f"{report.batch} sequences"

@@ -190,7 +190,6 @@ class ResponseForm:
         return self._of_part(f"{part['type']}.{kind}", **content, **({"logprobs": []} if "logprobs" in part else {}))
 
     def _begin(self, kind: str, prefix: str, **content: Any) -> dict[str, Any]:
-        """Begin an item."""
         self.output.append({"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress", **content})
         return self._of_item("output_item.added", item=self.output[-1])
 
@@ -308,7 +307,6 @@ class Routes:
         self.card = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "tq-hf"}
 
     def app(self, key: str | None, cors: bool) -> Starlette:
-        """Create the application."""
         middleware = [Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])] * cors
         return Starlette(
             routes=[
@@ -357,11 +355,9 @@ class Routes:
         return Reply(await self.engine.in_thread(len(data) > LONG, self.engine.read, kind, data))
 
     async def models(self, request: Request) -> Response:
-        """List the served model."""
         return JSONResponse({"object": "list", "data": [self.card]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the served model."""
         if (name := request.path_params["name"]) != self.engine.name:
             raise Refused(f"There is no model {name!r:.100}; this server serves {self.engine.name!r}.", 404)
         return JSONResponse(self.card)
@@ -380,7 +376,6 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
     def metrics(self, request: Request) -> Response:
-        """Say what the engine does, in the format of Prometheus."""
         return PlainTextResponse(self.engine.manager.metrics(), media_type="text/plain; version=0.0.4")
 
 

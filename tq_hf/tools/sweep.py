@@ -167,7 +167,6 @@ def spelled(chosen: Mapping[int, str], preset: str | None = None) -> tuple[Turbo
 
 
 def print_sweep(result: Sweep, console: Console) -> None:
-    """Print a row for each layer, and KL and bytes of all layers together."""
     presets = list(result.whole_kl)
     title = "KL from dense layers, in nats, of each layer packed alone and of all; MiB of a cache of"
     console.print(f"{title} {result.context:,} tokens", soft_wrap=True)
