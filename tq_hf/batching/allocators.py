@@ -28,7 +28,6 @@ from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
 from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
-    FULL_ATTENTION,
     CachePool,
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
@@ -39,7 +38,7 @@ from ..ops.dispatch import paged_step, windowed_step
 from ..ops.sliding_pages import WINDOW_BYTES, plan_step
 from ..ops.workspace import Workspace
 from ..tensors.pages import LayerPages, LayerWindows, WindowStep, window_page
-from .geometry import HostLengths, StateStep, TableShape, listed, sequences_of, states_of
+from .geometry import HostLengths, TableShape, listed, sequences_of
 
 LINEAR = ("linear_attention", "conv")
 """Kinds of layers that transformers caches as states of a fixed size."""
@@ -95,12 +94,6 @@ class LayerSpec(NamedTuple):
     dtype: torch.dtype
 
 
-def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig, specs: dict[int, LayerSpec]) -> BlockLayout:
-    """Sizes of a block in any full-attention layer of a decoder."""
-    _, _, key_dim, value_dim, _ = specs[paged_layers(decoder)[FULL_ATTENTION][0]]
-    return tq_config.of_layer(decoder).layout(key_dim, value_dim)
-
-
 def block_hash(parent: int | None, tokens: list[int]) -> int:
     """Hash of a block's tokens and of all before them: even, 128 bits, as it also names files."""
     before = b"" if parent is None else parent.to_bytes(16, "little")
@@ -113,7 +106,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
     reads the pool.
 
     A kind of layers is a subclass, which the cache asks for sizes and for the plan of a step. With keys and values it
-    has a function `step`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
+    has a method `step`, which stores the new tokens in the pages of a layer (those of prompts only if `store`: later
     layers may read the same pages), and returns their attention `[T, Hq, D]`.
     """
 
@@ -129,8 +122,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return 0
 
     def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> Any:
-        """Plan of a step of `total` tokens, the same for all layers: pages of the requests, by the arguments that the
-        engine passes to attention functions."""
+        """Plan of a step of `total` tokens for all layers, by the arguments that the engine passes to attention."""
         return sequences_of(kwargs, self.shape, self.index, lengths)
 
     def _set_block(self, size: int, tokens: int) -> None:
@@ -195,8 +187,6 @@ class TurboQuantAllocator(PoolAllocator):
         **options: Arguments of transformers' allocator.
     """
 
-    step = staticmethod(paged_step)
-
     def __init__(
         self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], layout: BlockLayout, **options: Any
     ) -> None:
@@ -230,6 +220,11 @@ class TurboQuantAllocator(PoolAllocator):
             view = LayerPages.of(page, self.tq_config, self.layout, self.cache_dtype, is_packed)
             scales = self.channel_scales.get(layer) if is_packed else None
             yield view if scales is None else view.with_channel_scales(scales)
+
+    def step(
+        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
+    ) -> torch.Tensor:
+        return paged_step(new, self.pages[layer], plan, options, scratch, store=store)
 
     def _sink_hash(self, tokens: list[int]) -> int:
         """Hash of the sink page, made from the sink tokens. It is odd, those of blocks are even."""
@@ -274,8 +269,7 @@ class TurboQuantAllocator(PoolAllocator):
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
-        """Build the table of a fork. Returns the pages to copy (the ring and pages that are not shared) and the pages
-        to copy them to."""
+        """Build the table of a fork. The ring is copied, and pages that are not shared."""
         source, ring = self.block_table[source_request_id], self.shape.ring_pages
         shared_end = ring + self.count_shareable_blocks(source_request_id, past_length)
         shared, copied = source[ring:shared_end], source[:ring] + source[shared_end:]
@@ -297,10 +291,8 @@ class TurboQuantAllocator(PoolAllocator):
         return pages[self.shape.sink_pages :]
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
-        """Start a table from a new ring, the sink page that `match_prefix_blocks` found last, and the matching blocks.
-
-        The pool must have free pages for the ring.
-        """
+        """Start a table from a new ring, for which the pool has pages, the sink page that `match_prefix_blocks` found
+        last, and the matching blocks."""
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
         for page in self._sinks_of_match:
             self.ledger.acquire(page)
@@ -379,11 +371,10 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
     def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> WindowStep:
         return plan_step(super().plan(kwargs, total, lengths), total)
 
-    @staticmethod
     def step(
-        new: Tokens, pages: LayerWindows, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
+        self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
     ) -> torch.Tensor:
-        return windowed_step(new, pages, plan, options, store=store)
+        return windowed_step(new, self.pages[layer], plan, options, store=store)
 
 
 def as_words(states: torch.Tensor) -> torch.Tensor:
@@ -391,6 +382,16 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
     copy rows by index take an element a thread."""
     flat = states.flatten(1)
     return flat if flat.shape[1] * flat.itemsize % 16 else flat.view(torch.complex128)
+
+
+class StateStep(NamedTuple):
+    """Pages `[B]` int64 that the requests of a step read their states from (page 0, which is zero, for a new request)
+    and write them to. `rows` are requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]`
+    in the row of the step; `None` if every request has one new token."""
+
+    sources: torch.Tensor
+    targets: torch.Tensor
+    rows: list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 class StateAllocator(PoolAllocator):
@@ -417,7 +418,17 @@ class StateAllocator(PoolAllocator):
         return max(0, 1 - allocated_blocks)
 
     def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> StateStep:
-        return states_of(kwargs, self.shape, self.index, self.write_trash_index)
+        # With a block table, no value is read on the host, so graphs can replay this.
+        sequences = super().plan(kwargs, total, None)
+        pages, cu_seqlens_q = sequences.block_table[:, 0].long(), sequences.cu_seqlens_q
+        pages, rows = torch.where(pages < 0, self.write_trash_index, pages), None  # rows that pad the batch
+        if kwargs["block_table"] is None:
+            counts, rows = cu_seqlens_q.diff().tolist(), []
+            for count in dict.fromkeys(filter(None, counts)):
+                requests = torch.tensor([i for i, each in enumerate(counts) if each == count], device=pages.device)
+                rows.append((requests, cu_seqlens_q[requests, None] + torch.arange(count, device=pages.device)))
+        is_new = sequences.cu_seqlens_k.diff() == cu_seqlens_q.diff()
+        return StateStep(torch.where(is_new, 0, pages), pages, rows)
 
     def _views(self, pool: torch.Tensor) -> Iterator[dict[StateName, torch.Tensor]]:
         for layer in self.layer_indices:

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.utils import drain_queue
 from transformers.utils import logging
 
 from .cache import TurboQuantPagedCache
-from .linear import StateOffloading
+from .layers import StateOffloading
 from .prefixes import PrefixStore
 from .requests import named, one_line
 from .runner import TurboQuantModelRunner
@@ -58,10 +58,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         return self.model_runner.work_ahead(model)
 
     def _wait_for_device(self) -> None:
-        """Wait for the current stream, which resets inputs and zeroes the pool.
-
-        The streams of the engine do not wait for it: a step could start before the reset and lose its inputs.
-        """
+        """Wait for the current stream, which resets inputs and zeroes the pool. Streams of the engine do not: a step
+        could start before the reset and lose its inputs."""
         if self.cache.cache_tensor.is_cuda:
             torch.cuda.synchronize(self.cache.cache_tensor.device)
 
@@ -134,17 +132,16 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         super()._handle_request_error(error, state)
 
     def fail_step(self, error: Exception) -> None:
-        """Fail the requests of a step that raised `error`, and reset its inputs.
-
-        All active requests fail if the error came from outside of the step, or if another step is running; and if there
-        are none, those that wait.
-        """
+        """Fail the requests of a step that raised `error`, and reset its inputs. All active requests fail if the error
+        came from outside of the step, or if another step is running; and if there are none, those that wait."""
         scheduler, io = cast(Any, self.scheduler), self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if self.computing and isinstance(io, ContinuousBatchingIOs):
             failed = {name: state for name, state in failed.items() if name in self.computed}
         elif not failed:  # the error came while waiting requests were scheduled, and would come again
-            failed = scheduler.drop_waiting()
+            failed = dict(scheduler.waiting_requests)
+            scheduler.waiting_requests.clear()
+            scheduler.waiting_requests_order.clear()
         # Log the long traceback at debug level only: each later step may fail in the same way.
         logger.debug("Where a step of continuous batching failed:", exc_info=error)
         logger.error(f"A step of continuous batching failed, and with the step {named(failed)}: {one_line(error)}")

@@ -31,13 +31,13 @@ from .allocators import (
     LayerSpec,
     PoolAllocator,
     StateAllocator,
+    StateStep,
     TurboQuantAllocator,
     WindowAllocator,
-    packed_layout,
     page_owners,
     paged_layers,
 )
-from .geometry import HostLengths, StateStep
+from .geometry import HostLengths
 from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
@@ -165,16 +165,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.kind_configs = {kind: each["config"] for kind, each in kinds.items()}
         """Config of a layer, by kind."""
         full = kinds[FULL_ATTENTION]
-        layout = packed_layout(manager.config, self.config, specs)
         scales: dict[int, ChannelScales] = {} if manager.balance is None else manager.balance.layers
-        allocator = TurboQuantAllocator(manager.config, scales, layout, index=0, page_size=BLOCK_TOKENS, **full)
+        allocator = TurboQuantAllocator(manager.config, scales, manager.layout, index=0, page_size=BLOCK_TOKENS, **full)
         self.allocator = allocator
         self.cache_allocators = {FULL_ATTENTION: allocator}
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         self.bytes_per_block = allocator.bytes_per_block
         """Bytes of `BLOCK_TOKENS` tokens in all layers."""
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
-        self.states: StateAllocator | None = None
+        self.states: Any = None
         self.second: PoolAllocator | None = None
         """Allocator beside that of full attention: of windows or of states."""
         if shapes := manager.probe.linear.shapes:
@@ -330,10 +329,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeyValue:
         """Return the new keys and values of a layer unchanged: `layer_step` stores them. Latents and rotary keys, which
-        the model expands next, are kept for `take_latents`.
-
-        Models call this method from transformers 5.24 on, models with latents in all versions.
-        """
+        the model expands next, are kept for `take_latents`. Models call this method from transformers 5.24 on, models
+        with latents in all versions."""
         if self.holds_latents:
             self._latents = key_states, value_states
         return key_states, value_states
@@ -346,10 +343,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return latents
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
-        """Return the pages of states in a step, by the arguments that the engine passes to attention functions. Each
-        linear layer asks for them before it reads."""
+        """Return the pages of states in a step. Each linear layer asks for them before it reads."""
         self.before_layer()
-        assert self.states is not None
         return self._planned(layer_idx, self.states, kwargs)
 
     def _planned(self, layer_idx: int, own: PoolAllocator, kwargs: dict[str, Any], total: int = 0) -> Any:
@@ -385,5 +380,4 @@ class TurboQuantPagedCache(PagedAttentionCache):
             pages = own.pages[owner]
             return latent_pages.latent_step(query, expanded, (*new,), weight, pages, plan, options, self.scratch)
         rows = Tokens(*(x[0].transpose(0, 1) for x in states))
-        store = layer_idx == self.last_readers[owner]
-        return own.step(rows, own.pages[owner], plan, options, self.scratch, store=store)[None]
+        return own.step(owner, rows, plan, options, self.scratch, store=layer_idx == self.last_readers[owner])[None]

@@ -102,28 +102,3 @@ def sequences_of(
     # The number of shared blocks is -1 in a table that does not list it.
     packed = torch.maximum(packed, table[:, shape.shared_blocks])
     return Sequences(cu_seqlens_q, cu_seqlens_k, table, packed, max_q, *(lengths or ()))
-
-
-class StateStep(NamedTuple):
-    """Pages `[B]` int64 that the requests of a step read their states from (page 0, which is zero, for a new request)
-    and write them to. `rows` are requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]`
-    in the row of the step; `None` if every request has one new token."""
-
-    sources: torch.Tensor
-    targets: torch.Tensor
-    rows: list[tuple[torch.Tensor, torch.Tensor]] | None
-
-
-def states_of(kwargs: dict[str, Any], shape: TableShape, index: int, trash: int) -> StateStep:
-    """Build the step of linear layers, which are kind `index` of the layers. Rows that pad the batch have the page
-    `trash`. With a block table, no value is read on the host, so graphs can replay this."""
-    sequences = sequences_of(kwargs, shape, index)
-    pages, cu_seqlens_q = sequences.block_table[:, 0].long(), sequences.cu_seqlens_q
-    pages, rows = torch.where(pages < 0, trash, pages), None
-    if kwargs["block_table"] is None:
-        lengths, rows = cu_seqlens_q.diff().tolist(), []
-        for length in dict.fromkeys(filter(None, lengths)):
-            requests = torch.tensor([i for i, each in enumerate(lengths) if each == length], device=pages.device)
-            rows.append((requests, cu_seqlens_q[requests, None] + torch.arange(length, device=pages.device)))
-    is_new = sequences.cu_seqlens_k.diff() == cu_seqlens_q.diff()
-    return StateStep(torch.where(is_new, 0, pages), pages, rows)

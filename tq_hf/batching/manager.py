@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import (
     resolve_compile_configs,
@@ -27,13 +28,13 @@ from ..compat import attention_of_parts, layer_types_known, outside_inference_mo
 from ..ops.dispatch import check_choice
 from ..prepared import join, separate
 from ..saving import fingerprint
-from .allocators import layer_kinds, packed_layout
-from .attention import NAME
+from .allocators import layer_kinds, paged_layers
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
 from .checks import check_model, default_requests, engine_options
 from .geometry import TableShape
 from .grammars import Grammars
+from .layers import NAME
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
@@ -71,7 +72,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     output_router: AnswerRouter
     _wake_up_loop: WakeUp
-    _processor: TurboQuantBatchProcessor | None = None
+    _processor: Any = None
     """Processor of the steps of the thread. `stop` may let go of `batch_processor` before the thread ends."""
 
     def __init__(
@@ -85,7 +86,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         check_choice()
         dense, self.probe = check_model(model, config)
         decoder = model.config.get_text_config()
-        layout = packed_layout(config, decoder, self.probe.specs)
+        _, _, key_dim, value_dim, _ = self.probe.specs[paged_layers(decoder)[FULL_ATTENTION][0]]
+        self.layout = layout = config.of_layer(decoder).layout(key_dim, value_dim)
+        """Sizes of a block in any full-attention layer."""
         self.model, self.vocabulary = model, decoder.vocab_size
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         default = self.options_of(generation_config, {}, 0)
@@ -171,8 +174,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return other is not self and other.is_running()
 
     def restore_attention(self) -> None:
-        """Set the parts of the model to the attention they had before `switch_to_cb_friendly_attn`, unless another
-        manager serves the model."""
+        """Undo `switch_to_cb_friendly_attn`, unless another manager serves the model."""
         if not self._serves_elsewhere():
             self.probe.linear.restore()
             separate(self.model)
@@ -273,7 +275,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return one_line(fatal) if (fatal := self.background_thread_status.fatal_error) is not None else None
 
     def _refusal(self) -> RuntimeError:
-        """Why an engine that stops, or has failed, takes no requests."""
         why = "stops, and" if self.error is None else f"has ended with an error ({self.error}), and"
         return RuntimeError(f"The engine {why} answers no requests that come later.")
 
@@ -295,24 +296,17 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         super().register_result_handler(request_id, guarded)
 
     def fitting_requests(self, tokens: int) -> int:
-        """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once.
-
-        Raises:
-            ValueError: `tokens` is not a whole number above 0, or there is no pool before `warmup` or `start`.
-        """
+        """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once. Raise `ValueError`
+        if `tokens` is not a whole number above 0, or there is no pool before `warmup` or `start`."""
         if self.batch_processor is None:
             raise ValueError("There is no pool yet. Call `warmup()` first.")
         cache: Any = self.batch_processor.cache
         return cache.num_sectors // cache._sectors_of(number("tokens", tokens, 1))
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel an answer that is not given yet. On a CPU, a step without other requests ends at once.
-
-        The id of a request with several answers is that of the first one. Until its prompt is read, it cancels all.
-
-        Raises:
-            ValueError: `request_id` is not a text.
-        """
+        """Cancel an answer that is not given yet. On a CPU, a step without other requests ends at once. The id of a
+        request with several answers is that of the first one: until its prompt is read, it cancels all. Raise
+        `ValueError` if `request_id` is not a text."""
         if not isinstance(request_id, str):
             raise ValueError(f"`request_id` is {shown(request_id)}; it must be a text, as `add_request` returns it.")
         if self.output_router.is_open(request_id):  # otherwise a later request of this id would be cancelled
@@ -398,12 +392,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return getattr(self.batch_processor, "model_runner", None)
 
     def start(self) -> None:
-        """Start the background thread.
-
-        Raises:
-            ValueError: The model has changed since the last session, and the manager still has pages of it. Another
-                manager serves the model.
-        """
+        """Start the background thread. Raise `ValueError` if the model has changed since the last session, and the
+        manager still has pages of it, or if another manager serves the model."""
         if not self.model_is_unchanged():
             self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
@@ -490,28 +480,22 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
-        options, cache = self.continuous_batching_config, TurboQuantPagedCache(self)
+        options: Any = self.continuous_batching_config
+        cache = TurboQuantPagedCache(self)
         if self.model.device.type == "cpu" and not options.use_async_batching and self.distributed_helper.tp_size == 1:
             cache.before_layer = self._stop_abandoned_step
         self._use_prefix_sharing, blocks = cache.use_prefix_sharing, options.num_blocks
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
-        assert options.max_requests_per_batch is not None
         if cache.states is not None:
             options.num_blocks = blocks  # states are not counted; the next pool adds theirs again
             # A captured step has room for this many requests, and each of them has a sector.
             options.max_requests_per_batch = min(options.max_requests_per_batch, cache.num_sectors)
-        self.logit_processor = BatchOptions(
-            self.default_options,
-            options.max_requests_per_batch,
-            self.vocabulary,
-            self.model.device,
-            compiled=options.decode_compile_config is not None and self.model.device.type == "cuda",
-        )
-        scheduler: Any = self._scheduler(
-            cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
-        )
+        most, device = options.max_requests_per_batch, self.model.device
+        compiled = options.decode_compile_config is not None and device.type == "cuda"
+        self.logit_processor = BatchOptions(self.default_options, most, self.vocabulary, device, compiled)
+        scheduler: Any = self._scheduler(cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=most)
         scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.forget
         return TurboQuantBatchProcessor(
             self,
@@ -531,7 +515,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         )
 
     def _generation_step(self) -> None:
-        assert self._processor is not None
         self._processor._generation_step(self.model)
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:

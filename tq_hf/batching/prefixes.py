@@ -241,7 +241,6 @@ class PrefixStore:
             self.wake_up()
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a request waits for pages."""
         return request_id in self.loading and any(self.loading[request_id][:2])
 
     def end(self, request_id: str, table: list[int]) -> None:

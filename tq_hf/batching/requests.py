@@ -163,7 +163,7 @@ class Detokenizer:
 class TurboQuantRequest(Substitute, RequestState):
     """transformers' state of a request, with the stop strings and log-probabilities that its options ask for."""
 
-    detokenizer: Detokenizer | None = None
+    detokenizer: Any = None
     first_token_time: float | None = None
     matching: Matching | None = None
     cached_tokens = 0
@@ -202,7 +202,6 @@ class TurboQuantRequest(Substitute, RequestState):
     def _stops(self) -> bool:
         if not (self.options and self.options.stop_strings):
             return False
-        assert self.detokenizer is not None
         last = self.initial_tokens[-LONGEST_STOP - 1 :] + self.generated_tokens[-LONGEST_STOP - 1 :]
         return self.detokenizer.completes(last, self.options.stop_strings)
 
@@ -285,12 +284,6 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
                 if number and request in states and states[request].num_children:
                     self.set_request_cancellation(name)
             return cancelled
-
-        def drop_waiting(self) -> dict[str, RequestState]:
-            waiting = dict(self.waiting_requests)
-            self.waiting_requests.clear()
-            self.waiting_requests_order.clear()
-            return waiting
 
         def schedule_batch(self, *budgets: int) -> Any:
             order = [] if self.block_new_requests else [each.request_id for each in self._get_waiting_candidates()]

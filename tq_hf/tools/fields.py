@@ -148,11 +148,9 @@ class Body(BaseModel):
         return self
 
     def options(self) -> dict[str, Any]:
-        """Options of the engine: those of `generation_config`, replaced by those of the fields. Raise `ValueError` if
-        fields contradict each other.
-
-        A temperature above 0, top_p or a seed turn sampling on, even if the model's generation config is greedy.
-        """
+        """Options of the engine: those of `generation_config`, replaced by those of the fields. A temperature above 0,
+        top_p or a seed turn sampling on, even if the model's generation config is greedy. Raise `ValueError` if fields
+        contradict each other."""
         config = _object("generation_config", self.generation_config or {})
         options = {name: value for name, value in config.items() if value is not None and name not in NEUTRAL}
         asked, top = getattr(self, "logprobs", None), getattr(self, "top_logprobs", None)
@@ -209,10 +207,6 @@ class ToolBody(Body):
     )
     parallel_tool_calls: bool | None = _field("false: an answer has one call")
 
-    def chat(self) -> list[Message]:
-        """Return the messages for the chat template."""
-        raise NotImplementedError
-
     def forced(self) -> list[dict[str, Any]]:
         """Functions to choose a call from; none if the answer needs no call."""
         functions: Any = [tool.get("function", tool) for tool in self.tools or ()]
@@ -259,6 +253,7 @@ class ChatBody(GeneratingBody, ToolBody):
     )
 
     def chat(self) -> list[Message]:
+        """Return the messages for the chat template."""
         return self.messages
 
     def template_options(self) -> dict[str, Any]:

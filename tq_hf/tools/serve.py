@@ -307,13 +307,11 @@ class Routes:
         self.card = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "tq-hf"}
 
     def app(self, key: str | None, cors: bool) -> Starlette:
+        posts = [Route(f"/v1/{x}", partial(self.answer, kind=body), methods=["POST"]) for x, body in BODIES.items()]
         middleware = [Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])] * cors
         return Starlette(
             routes=[
-                *(
-                    Route(f"/v1/{name}", partial(self.answer, kind=body), methods=["POST"])
-                    for name, body in BODIES.items()
-                ),
+                *posts,
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/load_model", self.load_model, methods=["POST"]),
@@ -438,11 +436,9 @@ def serve(
     """Serve a model until the server is told to stop. Graphs are captured, and steps compiled, while it answers.
 
     Args:
-        name: Name of the model for clients.
         address: Host and port to listen at.
         say: Function that prints a sentence before the first request is accepted.
         access: Key that clients must send (`None` for none), and whether web pages of other origins may send requests.
-        most_bytes: Maximum size of a body.
 
     Raises:
         ValueError: Packed pages cannot hold the model, or the options do not fit into memory.

@@ -79,10 +79,8 @@ class Reader:
         return sum(sums) / (self.ids.shape[1] - FIRST)
 
     def warm_up(self, config: TurboQuantConfig) -> None:
-        """Read the text with dense layers, and its beginning with packed layers.
-
-        On a GPU this compiles kernels. All later readings then take the same time.
-        """
+        """Read the text with dense layers, and its beginning with packed layers. On a GPU this compiles kernels, so
+        that all later readings take the same time."""
         next(zip(self._exact, self._log_probs(TurboQuantCache(self.model.config, config)), strict=True))
 
 
@@ -155,10 +153,8 @@ def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
 
 
 def spelled(chosen: Mapping[int, str], preset: str | None = None) -> tuple[TurboQuantConfig, str]:
-    """Return the configuration of presets by layer, and the line of code that creates it.
-
-    The line names a preset, by default the most common one, and the layers that differ.
-    """
+    """Return the configuration of presets by layer, and the line of code that creates it. The line names a preset, by
+    default the most common one, and the layers that differ."""
     packed = Counter(name for name in chosen.values() if name != DENSE)
     base = preset or (packed.most_common(1)[0][0] if packed else "4bit_nc")
     others = {layer: None if name == DENSE else name for layer, name in chosen.items() if name != base}
