@@ -17,17 +17,10 @@ from transformers.generation.continuous_batching.utils import find_head_dim
 
 from ..compat import layer_config, memory_per_gpu
 from ..config import holds_latents
-from ..ops import latent_pages
-from ..ops.dispatch import (
-    SCRATCH,
-    decode_scratch_bytes,
-    latent_scratch,
-    plans_prompts,
-    prompt_buffer_bytes,
-    step_scratch_bytes,
-)
+from ..ops import dispatch, latent_pages
 from ..ops.workspace import Workspace
 from .allocators import (
+    HostLengths,
     LayerSpec,
     PoolAllocator,
     StateAllocator,
@@ -37,7 +30,6 @@ from .allocators import (
     page_owners,
     paged_layers,
 )
-from .geometry import HostLengths
 from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
@@ -130,7 +122,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             )
         self.scratch = Workspace(model.device)
         """Scratch of steps that are not captured. The engine runs all of them on one stream."""
-        self.scratch.take(SCRATCH, (reserved,), torch.uint8)
+        self.scratch.take(dispatch.SCRATCH, (reserved,), torch.uint8)
         self.scratch.lock()
         data_bytes = self.num_sectors * self.bytes_per_sector
         # The first two sectors are never allocated: padding tokens of a batch point there.
@@ -212,7 +204,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         recipe: Any = (allocator.tq_config, allocator.layout, like)
         pages: Any = ((query_heads, allocator.num_key_value_heads), *recipe)
-        self.plans_prompts = plans_prompts(like, allocator.layout)
+        self.plans_prompts = dispatch.plans_prompts(like, allocator.layout)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
         blocks = options.num_blocks
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
@@ -220,7 +212,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         longest = min(filter(None, lengths), default=0)
         self.memory.token_bytes, self.memory.request_bytes = probe.linear.peaks
         if self.holds_latents:
-            reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
+            reserved = dispatch.latent_scratch(min(most, tokens), query_heads, 1, *recipe)
             states = like.new_empty(0, allocator.layout.key_dim), like.new_empty(0, allocator.layout.value_dim)
             # A graph's scratch is its own.
             self.memory.scratch_bytes = latent_pages.scratch_bytes(longest, states) + 2 * reserved
@@ -228,8 +220,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             widths = 3 * (of_full.qk_nope_head_dim + of_full.qk_rope_head_dim) + 2 * of_full.v_head_dim
             self.memory.token_bytes += self.dtype.itemsize * query_heads * widths
         else:
-            reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
-            fixed = decode_scratch_bytes(most, *pages) + prompt_buffer_bytes(longest, *pages)
+            reserved = dispatch.step_scratch_bytes(tokens, min(most, tokens), *pages)
+            fixed = dispatch.decode_scratch_bytes(most, *pages) + dispatch.prompt_buffer_bytes(longest, *pages)
             self.memory.scratch_bytes = fixed + reserved
         if self.states is not None and blocks is not None:
             self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))

@@ -216,13 +216,9 @@ def engine_options(
 ) -> ContinuousBatchingConfig:
     """Copy options of the engine, with pages of 128 tokens. Graphs, asynchronous batching and memory that the user
     leaves open are as kernels support them. `dense` full-attention layers are not packed, and all requests have
-    processors of logits by default if it `processes`.
-
-    Raises:
-        ValueError: The options have another page size or wrong numbers, or ask for CUDA graphs of steps that read
-            lengths on the host: all steps with dense full-attention layers; and steps with prompts, with sliding
-            windows, linear layers, latents or heads that torch computes.
-    """
+    processors of logits by default if it `processes`. Raises `ValueError` if the options have another page size or
+    wrong numbers, or ask for CUDA graphs of steps that read lengths on the host: all steps with dense full-attention
+    layers; and steps with prompts, with sliding windows, linear layers, latents or heads that torch computes."""
     decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)
     latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans

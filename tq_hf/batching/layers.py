@@ -37,11 +37,8 @@ from .cache import TurboQuantPagedCache
 NAME = "turboquant_paged"
 
 PAGES = "turboquant_pages"
-"""Keyword argument with the step's `TurboQuantPagedCache`.
-
-The engine's own argument `cache` reaches attention up to transformers 5.23. From 5.24 on, models take `cache` and call
-its `update`.
-"""
+"""Keyword argument with the step's cache. The engine's own argument `cache` reaches attention up to transformers 5.23.
+From 5.24 on, models take `cache` and call its `update`."""
 
 
 class NoPages(ValueError):
@@ -161,12 +158,7 @@ class RequestStates:
         return self.states.get(("recurrent", state_idx))
 
     def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **kwargs: Any,
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Append inputs `[B, channels, n]` of the convolution. Returns the inputs before, and the new ones."""
         before = self.get_conv_state(layer_idx, state_idx)
@@ -184,12 +176,9 @@ class RequestStates:
 
 
 class StateOffloading(Substitute, OffloadingManager):
-    """Offloading of preempted requests for models with linear layers.
-
-    A preempted request of asynchronous batching may have a token in flight. transformers discards that token and reads
-    the token before it a second time. Keys and values do not change by that, but a state does. So the request is not
-    offloaded and starts anew.
-    """
+    """Offloading of preempted requests for models with linear layers. A preempted request of asynchronous batching may
+    have a token in flight. transformers discards that token and reads the one before it a second time. Keys and values
+    do not change by that, but a state does. So the request is not offloaded and starts anew."""
 
     def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
         lengths = (len(state.initial_tokens) + len(state.generated_tokens) for state in victims)

@@ -28,11 +28,10 @@ from ..compat import attention_of_parts, layer_types_known, outside_inference_mo
 from ..ops.dispatch import check_choice
 from ..prepared import join, separate
 from ..saving import fingerprint
-from .allocators import layer_kinds, paged_layers
+from .allocators import TableShape, layer_kinds, paged_layers
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
 from .checks import check_model, default_requests, engine_options
-from .geometry import TableShape
 from .grammars import Grammars
 from .layers import NAME
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
@@ -59,15 +58,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     `TurboQuantBatching` and `continuous_batching` create managers. The methods are those of transformers' manager
     (`start`, `add_request`, `get_result`, `stop`, ...). Between `start` and `stop` the model takes no other calls.
 
-    Args:
-        batching: A `TurboQuantBatching`, with the model, encoding, channel scales, tokenizer and folder of prefixes.
-        generation_config: Generation config of all answers.
-        continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
-            tables for decode steps are on by default, if the device supports them.
-        workload_hints: Lengths and number of requests, if known.
-
-    Raises:
-        ValueError: Packed pages do not support the model, an option or the generation config.
+    CUDA graphs of decode steps, asynchronous batching and block tables for decode steps are on by default, if the
+    device supports them. Raises `ValueError` if packed pages do not support the model, an option or the generation
+    config.
     """
 
     output_router: AnswerRouter

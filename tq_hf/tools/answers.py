@@ -21,17 +21,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from ..batching import TurboQuantBatchingManager
 from ..batching.options import RequestOptions, prompt_ids
 from ..batching.processors import answer_ids
-from .fields import (
-    DEFAULT_TOKENS,
-    LONGEST_STOP,
-    MOST_ANSWERS,
-    MOST_STOPS,
-    Body,
-    CompletionBody,
-    ToolBody,
-    read_body,
-    sentence,
-)
+from .fields import DEFAULT_TOKENS, Body, CompletionBody, ToolBody, check_limits, read_body, sentence
 
 LONG = 65_536
 """Bytes of a body from which a request is read in the threads of long ones, so that short ones do not wait."""
@@ -317,11 +307,8 @@ class Engine:
                 applied = self.manager.options_of(self.manager.generation_config, options, len(tokens))
                 asked = RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens)
                 applied = replace(applied, max_new_tokens=self.cache.check_room(asked))
-                stops = applied.stop_strings
-                if options.get("stop_strings") and (len(stops) > MOST_STOPS or max(map(len, stops)) > LONGEST_STOP):
-                    raise ValueError(f"`stop_strings` must be up to {MOST_STOPS} texts of {LONGEST_STOP} characters.")
-                if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
-                    raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")
+                stops = applied.stop_strings if options.get("stop_strings") else ()
+                check_limits(stops, applied.num_return_sequences * len(given))
                 prompts.append(PromptTokens(tokens, applied))
                 for _ in range(applied.num_return_sequences):
                     answers.append(Choice(self, len(answers), prompts[-1], body))
@@ -335,7 +322,7 @@ class Engine:
             raise ValueError("This model has no chat template. Ask /v1/completions to continue a text.")
         if options["tools"] and "tools" not in template:
             raise ValueError("The request has `tools`, and the chat template of this model has no place for them.")
-        messages = [message.model_dump(exclude_none=True) for message in body.chat()]
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
         try:
             return limited(lambda: self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template may raise any exception

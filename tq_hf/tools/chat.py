@@ -31,11 +31,9 @@ COMMANDS = {
 
 
 class Chat:
-    """A conversation on one cache. Each turn runs only new tokens through the model.
-
-    A template may change earlier tokens (some drop earlier thoughts). The cache is then cropped to the common prefix.
-    Without a chat template, the model continues plain text. After `load`, `preset` is the configuration of the file.
-    """
+    """A conversation on one cache. Each turn runs only new tokens through the model. A template may change earlier
+    tokens (some drop earlier thoughts). The cache is then cropped to the common prefix. Without a chat template, the
+    model continues plain text. After `load`, `preset` is the configuration of the file."""
 
     def __init__(self, model: Any, tokenizer: Any, preset: str | TurboQuantConfig, max_new_tokens: int) -> None:
         self.model, self.tokenizer, self.preset, self.max_new_tokens = model, tokenizer, preset, max_new_tokens

@@ -252,10 +252,6 @@ class ChatBody(GeneratingBody, ToolBody):
         "the last message is continued; with `add_generation_prompt` set to false"
     )
 
-    def chat(self) -> list[Message]:
-        """Return the messages for the chat template."""
-        return self.messages
-
     def template_options(self) -> dict[str, Any]:
         begins, continues = self.add_generation_prompt is not False, bool(self.continue_final_message)
         variables = self.chat_template_kwargs or {}
@@ -287,8 +283,9 @@ class ResponseBody(ToolBody):
             )
         return options
 
-    def chat(self) -> list[Message]:
-        """Return the messages for the chat template. Calls and reasoning join the assistant's message beside them."""
+    @property
+    def messages(self) -> list[Message]:
+        """Messages for the chat template. Calls and reasoning join the assistant's message beside them."""
         messages: list[dict[str, Any]] = []
         thoughts: dict[str, Any] = {}
         for item in self.input:
@@ -340,6 +337,14 @@ def read_body(kind: type[Body], data: bytes) -> Any:
             f"The body has too many brackets, colons and commas: {MOST_MARKS:,} commas or half as many others fit."
         )
     return kind.model_validate_json(data)
+
+
+def check_limits(stops: tuple[str, ...], answers: int) -> None:
+    """Raise `ValueError` if a request has more or longer stop strings, or asks for more answers, than are allowed."""
+    if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
+        raise ValueError(f"`stop_strings` must be up to {MOST_STOPS} texts of {LONGEST_STOP} characters.")
+    if answers > MOST_ANSWERS:
+        raise ValueError(f"The request asks for {answers:,} answers; at most {MOST_ANSWERS} are given.")
 
 
 def sentence(error: ValueError) -> str:

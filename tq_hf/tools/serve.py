@@ -440,8 +440,7 @@ def serve(
         say: Function that prints a sentence before the first request is accepted.
         access: Key that clients must send (`None` for none), and whether web pages of other origins may send requests.
 
-    Raises:
-        ValueError: Packed pages cannot hold the model, or the options do not fit into memory.
+    Raises `ValueError` if packed pages cannot hold the model, or the options do not fit into memory.
     """
     if type(model).__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         raise ValueError(

@@ -106,10 +106,7 @@ class Sweep:
 
 def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context: int, most: int | None = None) -> Sweep:
     """Measure every layer at every preset, with bytes for `context` tokens. Progress is printed to the error stream.
-
-    Raises:
-        ValueError: No choice of presets takes `most` bytes or less. This is checked before the first measurement.
-    """
+    Raises `ValueError`, before the first measurement, if no choice of presets takes `most` bytes or less."""
     sizes = {name: estimator.footprint(name, context).total for name in presets}
     more: dict[int, dict[str, float]] = {layer: {} for layer in reader.layers}
     cells = [(layer, name) for layer in reader.layers for name in (*presets, DENSE)]
