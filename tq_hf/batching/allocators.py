@@ -163,11 +163,9 @@ def paged_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
 
 
 def page_owners(config: PreTrainedConfig) -> dict[int, int]:
-    """Map each layer with keys and values to the layer that owns the pages it reads.
-
-    A layer owns its pages. The last `num_kv_shared_layers` layers of Gemma 3n and Gemma 4 have no keys and values: they
-    read the pages of the last layer of the same kind that has them.
-    """
+    """Map each layer with keys and values to the layer that owns the pages it reads: itself. But the last
+    `num_kv_shared_layers` layers of Gemma 3n and Gemma 4 have no keys and values, and read the pages of the last layer
+    of the same kind that has them."""
     kinds = paged_layers(config).values()
     own = len(layer_kinds(config)) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {max(layer for layer in layers if layer < own): layers for layers in kinds}

@@ -26,7 +26,7 @@ from ..config import TurboQuantConfig
 from ..memory import MemoryFootprint, measure
 from ..saving.recorded import replay
 from .display import print_rows
-from .traced import bytes_of_weights, method_of, quantization_of, trace
+from .traced import bytes_of_weights, quantization_of, trace
 
 MOST = 2**40
 """Largest number of tokens or sequences to try. A cache that fits at this number does not grow."""
@@ -53,10 +53,9 @@ class Estimator:
         self.dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
         run = trace(model_config, self.dtype)
         self.config, self.calls = run.config, run.calls
-        options = quantization_of(model_config)
-        self.quantization = method_of(options)
+        self.quantization, options = quantization_of(model_config)
         """Quantization method of the checkpoint's weights, or `None`."""
-        counted, note = bytes_of_weights(run.model, options)
+        counted, note = bytes_of_weights(run.model, self.quantization, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
         """Bytes of the whole model's weights: quantized as its config says, otherwise in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []

@@ -42,8 +42,7 @@ class Reader:
         model: A decoder in eval mode, with the attention "turboquant".
         ids: Token ids `[1, T]` of the text, on the model's device.
 
-    Raises:
-        ValueError: The text is too short, or no layer can be packed.
+    Raises `ValueError` if the text is too short, or no layer can be packed.
     """
 
     def __init__(self, model: Any, ids: torch.Tensor) -> None:

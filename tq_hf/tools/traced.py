@@ -181,28 +181,21 @@ bitsandbytes    4 bits per weight, 4 bytes per 64 weights (double quantization: 
 """
 
 
-def quantization_of(config: Any) -> dict[str, Any] | None:
-    """Return `quantization_config` of a model's config or of its decoder's config, as a dictionary."""
+def quantization_of(config: Any) -> tuple[str | None, dict[str, Any]]:
+    """Method, e.g. "fp8", and options in the `quantization_config` of a model's config or of its decoder's config."""
     for part in (config, config.get_text_config(decoder=True)):
-        options = getattr(part, "quantization_config", None)
-        if options is not None:
-            return dict(options if isinstance(options, dict) else options.to_dict())
-    return None
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            options = dict(found if isinstance(found, dict) else found.to_dict())
+            method = options.get("quant_method") or ("bitsandbytes" if options.get("load_in_4bit") else "unknown")
+            return str(getattr(method, "value", method)), options
+    return None, {}
 
 
-def method_of(options: dict[str, Any] | None) -> str | None:
-    """Return the method of a `quantization_config`, e.g. "fp8"."""
-    if options is None:
-        return None
-    method = options.get("quant_method") or ("bitsandbytes" if options.get("load_in_4bit") else "unknown")
-    return str(getattr(method, "value", method))
-
-
-def bytes_of_weights(model: torch.nn.Module, options: dict[str, Any] | None) -> tuple[int, str | None]:
+def bytes_of_weights(model: torch.nn.Module, method: str | None, options: dict[str, Any]) -> tuple[int, str | None]:
     """Count the bytes of all weights of a model on the meta device. Weights count as unquantized if the method is
     unknown, and a sentence for the user says so."""
-    method = method_of(options)
-    if options is None or method not in METHODS:
+    if method not in METHODS:
         note = method and (
             f"The checkpoint is quantized with {method}, an unknown method: its weights are counted as unquantized. "
             "Pass their size with `--weights 13GB`."
