@@ -104,8 +104,9 @@ def test_graphs_that_were_asked_for_fail_in_a_sentence(
 ) -> None:
     real = manager.TurboQuantBatchProcessor.__init__
 
-    def asked(self: Any, *args: Any, graphs_are_requested: bool, **kwargs: Any) -> None:
-        real(self, *args, graphs_are_requested=True, **kwargs)  # on a CPU transformers refuses the option
+    def asked(self: Any, owner: Any, **kwargs: Any) -> None:
+        owner.graphs_are_requested = True  # on a CPU transformers refuses the option
+        real(self, owner, **kwargs)
 
     monkeypatch.setattr(manager.TurboQuantBatchProcessor, "__init__", asked)
     with Session(reading(model_of(), capture)) as session:

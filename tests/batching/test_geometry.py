@@ -10,8 +10,7 @@ from transformers import LlamaConfig
 
 from tests.support.helpers import cumulative
 from tq_hf import TurboQuantConfig
-from tq_hf.batching.allocators import TurboQuantAllocator
-from tq_hf.batching.geometry import TableShape, listed, sequences_of
+from tq_hf.batching.allocators import TableShape, TurboQuantAllocator, listed, sequences_of
 
 RINGS = {"4bit_nc": 16, "2bit_nc": 32}
 """Pages of a ring of 256 float32 rows at head_dim 64."""

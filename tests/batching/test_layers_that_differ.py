@@ -49,7 +49,7 @@ def test_pages_are_as_large_as_what_they_hold(make: Callable[[], PreTrainedModel
         layout = session.batching.config.layout(512)
         of_full, of_sliding = (config.per_layer_config[kind[0]].num_key_value_heads for kind in (full, sliding))
         assert cache.allocator.bytes_per_block == len(full) * of_full * layout.block_bytes
-        assert set(cache.allocator.pages) == set(full) and set(cache.second.windows) == set(sliding)
+        assert set(cache.allocator.pages) == set(full) and set(cache.second.pages) == set(sliding)
         row = len(sliding) * 2 * of_sliding * 256 * 4
         rows = cache.second.bytes_per_block // row
         assert cache.second.tokens_per_page == rows and cache.second.bytes_per_block - rows * row < row

@@ -33,7 +33,7 @@ def test_states_have_the_shapes_of_the_model() -> None:
         session.run(prompts([5]), greedy(1))
         cache = session.cache
         # 64 channels of keys, 64 of values, 4 inputs each; 4 heads of 16 x 16.
-        held = {name: tuple(states.shape[1:]) for name, states in cache.states.states[0].items()}
+        held = {name: tuple(states.shape[1:]) for name, states in cache.states.pages[0].items()}
         assert held == {("conv", 0): (128, 4), ("recurrent", 0): (4, 16, 16)}
 
 

@@ -73,7 +73,7 @@ def test_pages_of_a_model_with_windows_hold_as_many_tokens_as_asked_for() -> Non
 
 def test_scratch_of_the_steps_that_are_captured_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(paged_cache, "decode_scratch_bytes", lambda *args: asked.append(args) or 1 << 24)
+    monkeypatch.setattr(paged_cache.dispatch, "decode_scratch_bytes", lambda *args: asked.append(args) or 1 << 24)
     predicted = {}
     for requests in (8, 16):
         with Session(model_of(), num_blocks=20, max_batch_tokens=64, max_requests_per_batch=requests) as session:

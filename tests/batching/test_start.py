@@ -250,7 +250,7 @@ def test_long_prompts_are_planned_for_after_all_graphs(monkeypatch: pytest.Monke
             left.append([each for each in self.missing if each != (0, 0)])
             planned.set()
 
-    monkeypatch.setattr(cache, "plans_prompts", lambda *_: True)
+    monkeypatch.setattr(cache.dispatch, "plans_prompts", lambda *_: True)
     monkeypatch.setattr(TurboQuantModelRunner, "_run_warm_up", noted)
     compiler = Compiler()
     compiler.begin.set()

@@ -127,8 +127,8 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
     },
     ContinuousMixin: {"init_continuous_batching": ("864a244a2534", "replaced: batching/entry.py")},
     ContinuousBatchingIOs: {
-        "get_model_kwargs": ("ad765ba1a8e0", "relied upon: batching/geometry.py"),
-        "prepare_batch_tensors": ("2d979073bbd4", "relied upon: batching/geometry.py"),
+        "get_model_kwargs": ("ad765ba1a8e0", "relied upon: batching/allocators.py"),
+        "prepare_batch_tensors": ("2d979073bbd4", "relied upon: batching/allocators.py"),
     },
 }
 

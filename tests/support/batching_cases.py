@@ -26,8 +26,8 @@ from tests.support.tiny_models import VOCAB, build, gemma4_config, random_weight
 from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
 from tq_hf.batching import TurboQuantBatchingManager, allocators
 from tq_hf.batching import cache as paged_cache
+from tq_hf.batching.allocators import TableShape
 from tq_hf.batching.cache import TurboQuantPagedCache
-from tq_hf.batching.geometry import TableShape
 from tq_hf.compat import as_input
 
 Tokens = list[int]
@@ -125,10 +125,10 @@ def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     real = allocators.paged_step
 
     def with_scratch(new: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        args[-1].floats(paged_cache.SCRATCH, 256 * len(new.query))
+        args[-1].floats(paged_cache.dispatch.SCRATCH, 256 * len(new.query))
         return real(new, *args, **kwargs)
 
-    monkeypatch.setattr(paged_cache, "step_scratch_bytes", lambda *args: reserved)
+    monkeypatch.setattr(paged_cache.dispatch, "step_scratch_bytes", lambda *args: reserved)
     monkeypatch.setattr(allocators, "paged_step", with_scratch)
 
 

@@ -83,7 +83,7 @@ def main() -> None:
         cache = session.cache
         heads = [pages.kv_heads for pages in cache.allocator.pages.values()]
         if cache.second is not None:
-            heads += [windows.rows.shape[-2] for windows in cache.second.windows.values()]
+            heads += [windows.rows.shape[-2] for windows in cache.second.pages.values()]
         found = {"tokens": tokens, "again": again, "heads": heads, "pages_in_use": session.pages_in_use()}
         found["cancelled"] = cancelled(session, inputs[-1], folder / "cancelled")
     with continuous_batching(model):  # as a trainer asks for rollouts

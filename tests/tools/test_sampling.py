@@ -17,6 +17,7 @@ from test_serve import client, events_of, folder, managers, served  # noqa: F401
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 
 from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.batching.options import RequestOptions
 from tq_hf.batching.processors import GREEDY, SAMPLED, gumbel_noise, key_of
 from tq_hf.tools import answers, serve
 from tq_hf.tools.fields import BODIES, read_body
@@ -139,7 +140,7 @@ def read_as(text: str, size: int, **options: Any) -> tuple[list[Any], str]:
     )  # fmt: skip
     engine.parser = lambda *given: answers.Engine.parser(engine, *given)
     body = read_body(BODIES["responses"], json.dumps({"input": "x"} | options).encode())
-    answer = answers.Choice(engine, 0, answers.PromptTokens([5], None, frozenset()), (), None, body)
+    answer = answers.Choice(engine, 0, answers.PromptTokens([5], RequestOptions()), body)
     items, ids = [], list(text.encode())
     for end in range(size, len(ids) + size, size):
         output = SimpleNamespace(

@@ -1,7 +1,7 @@
 """Continuous batching of transformers on packed, shareable pages.
 
 transformers schedules requests: prompts in chunks, prefix sharing, forks, preemption, streaming. This package adds a
-KV cache of packed pages (`cache`, `allocators`), attention over the pages (`attention`), and a manager of both
+KV cache of packed pages (`cache`, `allocators`), layers over the pages (`layers`), and a manager of both
 (`manager`). Nothing in transformers is patched.
 
 Raises:

@@ -10,6 +10,15 @@ them, because its bytes depend on all of them.
 In transformers a sector is the least common multiple of what blocks of each kind take, which would be gigabytes.
 Here a sector is one page of all sliding layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`),
 or has all states of a request, of a fixed size, in linear layers (gated delta rule, Mamba, short convolution).
+
+The block table of a step is built on the device from the arguments that the engine passes to attention.
+If every request has one new token, the engine passes a block table. Otherwise it passes two lists: `read_index` has one
+number per cached token of all requests in sequence, `write_index` one per new token. Our allocators fill the part of a
+request in both lists with the entries of its block table that `listed` counts. There are never more of these entries
+than tokens, so the lists have room for them. `read_index` is empty in a step where no request has cached tokens.
+
+Sliding-window layers have lists and tables of their own, for rings without blocks; the states of linear layers are a
+ring of one page.
 """
 
 from __future__ import annotations
@@ -19,17 +28,15 @@ from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import takewhile
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
+from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Sequences, Tokens
 from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
     CachePool,
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
@@ -39,15 +46,95 @@ from ..config import TurboQuantConfig
 from ..ops.dispatch import paged_step, windowed_step
 from ..ops.sliding_pages import WINDOW_BYTES, plan_step
 from ..ops.workspace import Workspace
-from ..tensors.pages import LayerPages, LayerWindows, WindowStep, window_page
-from .geometry import HostLengths, StateStep, TableShape, listed, sequences_of, states_of
+from ..tensors.pages import LayerPages, LayerWindows, WindowStep, ring_pages, rows_per_page, window_page
 
-SECOND = SLIDING_ATTENTION
-"""Key of the allocator beside that of full attention, of windows or of states: the engine's inputs know two keys."""
 LINEAR = ("linear_attention", "conv")
 """Kinds of layers that transformers caches as states of a fixed size."""
 WITHOUT_CACHE = ("mlp", "moe")
 """Kinds of layers that cache nothing (Nemotron-H)."""
+
+Length = TypeVar("Length", int, torch.Tensor)
+HostLengths = tuple[tuple[int, ...], tuple[int, ...]]
+"""Numbers of new tokens, and of cached ones, by request."""
+
+
+class TableShape(NamedTuple):
+    """Columns of a block table (see `tq_hf.tensors.pages`): `sinks` and `residual` tokens at the start and at the end
+    are read as rows, and a ring has `ring_pages` pages of `page_rows` rows. Windows are rings without blocks."""
+
+    sinks: int
+    residual: int
+    ring_pages: int
+    page_rows: int
+    has_blocks: bool = True
+
+    @classmethod
+    def of(cls, config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> TableShape:
+        """Shape for blocks of `layout` and states of `dtype`."""
+        rings, rows = ring_pages(config, layout, dtype), rows_per_page(layout, dtype)
+        return cls(config.sink_tokens, config.residual_length, rings, rows)
+
+    @property
+    def sink_pages(self) -> int:
+        """Number of sink pages, 0 or 1. They follow the ring."""
+        return min(1, self.sinks)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Column that has no page but the number of shared blocks that a request began with. Blocks follow."""
+        return self.ring_pages + self.sink_pages
+
+    def width(self, length: int) -> int:
+        """Number of columns for a request of `length` tokens."""
+        return self.ring_pages + self.has_blocks * (self.sink_pages + 1 + due_blocks(length, self.sinks, 0))
+
+    def longest(self, width: int) -> int:
+        """Number of tokens of the longest request that fits into `width` columns."""
+        blocks = width - self.shared_blocks - 1
+        return self.sinks + BLOCK_TOKENS * (blocks + 1) - 1 if blocks >= 0 else 0
+
+
+def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
+    """Count the table entries of a request of `length` tokens that the engine's lists carry: ring pages with tokens,
+    and entries after the ring. A request of fewer than 128 tokens has only the sink page there: it shares no blocks."""
+    rows = (length - shape.sinks) * (length > shape.sinks)
+    reached = (rows + shape.page_rows - 1) // shape.page_rows
+    ring = reached + (shape.ring_pages - reached) * (reached > shape.ring_pages)
+    after = shape.sink_pages * (length > 0) + (length >= BLOCK_TOKENS) + rows // BLOCK_TOKENS
+    return ring, after * shape.has_blocks
+
+
+def sequences_of(
+    kwargs: dict[str, Any], shape: TableShape, index: int = 0, lengths: HostLengths | None = None
+) -> Sequences:
+    """Build the sequences of a step for layers of kind `index`, with tables in this shape, by the arguments that the
+    engine passes to attention functions, and `lengths` and `past` on the host, if known. No value is read from the
+    device, so graphs can replay this."""
+    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
+    if kwargs["block_table"] is not None:
+        table, max_q = kwargs["block_table"][index], 1
+    else:
+        read, write = kwargs["read_index"][index], kwargs["write_index"][index]
+        longest, max_q = kwargs["max_length_k"]["full_attention"], kwargs["max_length_q"]
+        column = torch.arange(shape.width(longest), device=write.device)
+        in_ring, entry = column < shape.ring_pages, column - shape.ring_pages
+        if read.numel():
+            ring, after = listed(cu_seqlens_k.diff()[:, None], shape)  # [B, 1]; column indices are [width]
+            start = (ring + after).cumsum(0) - (ring + after)
+        else:
+            ring, after = listed(cu_seqlens_q.diff()[:, None], shape)
+            read, start = write, cu_seqlens_q[:-1, None]
+        place = start + torch.where(in_ring, column, ring + entry)
+        has_entry = torch.where(in_ring, column < ring, entry < after)
+        table = torch.where(has_entry, read[place.clamp(0, len(read) - 1)], -1).int()
+    if not shape.has_blocks:
+        return Sequences(cu_seqlens_q, cu_seqlens_k, table[:, : shape.ring_pages], None, max_q)
+    past = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    packed = (past - shape.sinks - shape.residual).clamp(min=0) // BLOCK_TOKENS
+    # The number of shared blocks is -1 in a table that does not list it.
+    packed = torch.maximum(packed, table[:, shape.shared_blocks])
+    return Sequences(cu_seqlens_q, cu_seqlens_k, table, packed, max_q, *(lengths or ()))
+
 
 StateName = tuple[str, int]
 """A state of a linear layer: "conv" or "recurrent", and its index among the layer's states of that kind."""
@@ -76,11 +163,9 @@ def paged_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
 
 
 def page_owners(config: PreTrainedConfig) -> dict[int, int]:
-    """Map each layer with keys and values to the layer that owns the pages it reads.
-
-    A layer owns its pages. The last `num_kv_shared_layers` layers of Gemma 3n and Gemma 4 have no keys and values: they
-    read the pages of the last layer of the same kind that has them.
-    """
+    """Map each layer with keys and values to the layer that owns the pages it reads: itself. But the last
+    `num_kv_shared_layers` layers of Gemma 3n and Gemma 4 have no keys and values, and read the pages of the last layer
+    of the same kind that has them."""
     kinds = paged_layers(config).values()
     own = len(layer_kinds(config)) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {max(layer for layer in layers if layer < own): layers for layers in kinds}
@@ -96,12 +181,6 @@ class LayerSpec(NamedTuple):
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-
-
-def packed_layout(tq_config: TurboQuantConfig, decoder: PreTrainedConfig, specs: dict[int, LayerSpec]) -> BlockLayout:
-    """Sizes of a block in any full-attention layer of a decoder."""
-    _, _, key_dim, value_dim, _ = specs[paged_layers(decoder)[FULL_ATTENTION][0]]
-    return tq_config.of_layer(decoder).layout(key_dim, value_dim)
 
 
 def block_hash(parent: int | None, tokens: list[int]) -> int:
@@ -122,6 +201,8 @@ class PoolAllocator(FullAttentionCacheAllocator):
 
     shape: TableShape
     """Columns of a block table."""
+    pages: dict[int, Any]
+    """Views of the pool by layer."""
     scratch_bytes = 0
     """Bytes of scratch of a step, whatever number of tokens it has, besides those of full attention."""
 
@@ -130,8 +211,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return 0
 
     def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> Any:
-        """Plan of a step of `total` tokens, the same for all layers: pages of the requests, by the arguments that the
-        engine passes to attention functions."""
+        """Plan of a step of `total` tokens for all layers, by the arguments that the engine passes to attention."""
         return sequences_of(kwargs, self.shape, self.index, lengths)
 
     def _set_block(self, size: int, tokens: int) -> None:
@@ -151,6 +231,11 @@ class PoolAllocator(FullAttentionCacheAllocator):
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         self.write_trash_index = self.blocks_per_sector  # the first page of the second sector
+        self.pages = dict(zip(self.layer_indices, self._views(self._copy_view), strict=True))
+
+    def _views(self, pool: torch.Tensor) -> Iterator[Any]:
+        """View the pages `[pages, bytes]` of all layers, layer by layer."""
+        raise NotImplementedError
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
         """Write the table of a request to its row `[max_blocks_per_request]` of the step's block table."""
@@ -162,7 +247,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return self.block_table[request_id][: self.pages_of(length)]
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Entries of the block table that `tq_hf.batching.geometry.listed` selects."""
+        """Entries of the block table that `listed` selects."""
         table = self._table(request_id, past_length + query_length)
         ring, after = listed(past_length + query_length, self.shape)
         return table[:ring] + table[self.shape.ring_pages : self.shape.ring_pages + after]
@@ -174,7 +259,6 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return numbers + [0] * (query_length - len(numbers))
 
     def update(self, *args: Any, **kwargs: Any) -> KeyValue:
-        """Refuse all other attention functions."""
         raise RuntimeError(
             "Only the attention `turboquant_paged` reads packed pages, and the model has another one. Leave its "
             "attention as it is while it serves requests."
@@ -217,19 +301,14 @@ class TurboQuantAllocator(PoolAllocator):
         self.stale: set[str] = set()
         """Ids of requests that began with earlier weights."""
         self._sinks_of_match: list[int] = []
-        self.pages: dict[int, LayerPages] = {}
-        """Views of the pool by layer."""
 
-    def register_cache_tensor(self, *arguments: Any) -> None:
-        """View the bytes of the cache as packed pages of each layer."""
-        super().register_cache_tensor(*arguments)
-        layers = self._copy_view.split(self.layer_bytes, 1)
-        for layer, states in zip(self.layer_indices, layers, strict=True):
+    def _views(self, pool: torch.Tensor) -> Iterator[LayerPages]:
+        for layer, states in zip(self.layer_indices, pool.split(self.layer_bytes, 1), strict=True):
             is_packed = layer not in self.dense
             page = (states if is_packed else states[:, : self.row_bytes]).unflatten(1, (self.num_key_value_heads, -1))
             view = LayerPages.of(page, self.tq_config, self.layout, self.cache_dtype, is_packed)
             scales = self.channel_scales.get(layer) if is_packed else None
-            self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
+            yield view if scales is None else view.with_channel_scales(scales)
 
     def step(
         self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
@@ -260,7 +339,6 @@ class TurboQuantAllocator(PoolAllocator):
         return max(0, self.shape.width(past_length + query_length) - 1 - allocated_blocks)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        """Allocate pages for new tokens."""
         if not past_length:  # an earlier request may have had the same id
             self.prefix_blocks.pop(request_id, None)
         super().allocate_cache_to_request(request_id, past_length, query_length)
@@ -280,8 +358,7 @@ class TurboQuantAllocator(PoolAllocator):
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
-        """Build the table of a fork. Returns the pages to copy (the ring and pages that are not shared) and the pages
-        to copy them to."""
+        """Build the table of a fork. The ring is copied, and pages that are not shared."""
         source, ring = self.block_table[source_request_id], self.shape.ring_pages
         shared_end = ring + self.count_shareable_blocks(source_request_id, past_length)
         shared, copied = source[ring:shared_end], source[:ring] + source[shared_end:]
@@ -303,10 +380,8 @@ class TurboQuantAllocator(PoolAllocator):
         return pages[self.shape.sink_pages :]
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
-        """Start a table from a new ring, the sink page that `match_prefix_blocks` found last, and the matching blocks.
-
-        The pool must have free pages for the ring.
-        """
+        """Start a table from a new ring, for which the pool has pages, the sink page that `match_prefix_blocks` found
+        last, and the matching blocks."""
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
         for page in self._sinks_of_match:
             self.ledger.acquire(page)
@@ -315,7 +390,6 @@ class TurboQuantAllocator(PoolAllocator):
         self.prefix_blocks[request_id] = len(block_ids)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        """Register the hashes of blocks that the last step completed. Replace blocks that exist already."""
         table = self.block_table.get(request_id)
         if table is None or request_id in self.stale:  # the request was cancelled during its step, or weights changed
             return
@@ -355,7 +429,6 @@ class TurboQuantAllocator(PoolAllocator):
             self.pool.free_blocks(self.index, [page])
 
     def _table(self, request_id: str, length: int) -> list[int]:
-        """Block table of a request of `length` tokens."""
         pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.shared_blocks
         return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
 
@@ -374,17 +447,12 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
         size, self.tokens_per_page = window_page(unit, row, self.sliding_window)  # some bytes may be unused
         self._set_block(size, self.tokens_per_page)
         self.shape = TableShape(0, 0, self.pages_of(self.sliding_window), self.tokens_per_page, has_blocks=False)
-        self.windows: dict[int, LayerWindows] = {}
-        """Views of the pool by layer."""
 
-    def register_cache_tensor(self, *arguments: Any) -> None:
-        """View the bytes of the cache as rows of each layer."""
-        super().register_cache_tensor(*arguments)
+    def _views(self, pool: torch.Tensor) -> Iterator[LayerWindows]:
         shape = (len(self.layer_indices), 2, self.tokens_per_page, self.num_key_value_heads, self.head_dim)
         size = torch.Size(shape).numel() * self.cache_dtype.itemsize
-        rows = self._copy_view[:, :size].view(self.cache_dtype).unflatten(-1, shape)
-        for i, layer in enumerate(self.layer_indices):
-            self.windows[layer] = LayerWindows(rows[:, i], self.sliding_window, self.write_trash_index)
+        for rows in pool[:, :size].view(self.cache_dtype).unflatten(-1, shape).unbind(1):
+            yield LayerWindows(rows, self.sliding_window, self.write_trash_index)
 
     def bytes_of(self, tokens: int) -> int:
         return ceil(self.bytes_per_block * tokens / self.tokens_per_page)
@@ -395,11 +463,7 @@ class WindowAllocator(PoolAllocator, SlidingAttentionCacheAllocator):
     def step(
         self, layer: int, new: Tokens, plan: Any, options: AttentionOptions, scratch: Workspace, *, store: bool
     ) -> torch.Tensor:
-        return windowed_step(new, self.windows[layer], plan, options, store=store)
-
-
-BESIDE: dict[str, Any] = {SLIDING_ATTENTION: WindowAllocator}
-"""Allocators of layers with keys and values that a pool may hold beside full attention, by kind of layer."""
+        return windowed_step(new, self.pages[layer], plan, options, store=store)
 
 
 def as_words(states: torch.Tensor) -> torch.Tensor:
@@ -409,12 +473,20 @@ def as_words(states: torch.Tensor) -> torch.Tensor:
     return flat if flat.shape[1] * flat.itemsize % 16 else flat.view(torch.complex128)
 
 
+class StateStep(NamedTuple):
+    """Pages `[B]` int64 that the requests of a step read their states from (page 0, which is zero, for a new request)
+    and write them to. `rows` are requests `[b]` with equally many new tokens, and the places of these tokens `[b, n]`
+    in the row of the step; `None` if every request has one new token."""
+
+    sources: torch.Tensor
+    targets: torch.Tensor
+    rows: list[tuple[torch.Tensor, torch.Tensor]] | None
+
+
 class StateAllocator(PoolAllocator):
     """Allocator of the states of all linear layers: one page per request, from its first token to its last, as large as
-    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size`.
-
-    Page 0 is zero and never written. New requests read their states from it.
-    """
+    a multiple of `unit` bytes. `options` are arguments of transformers' allocator, without `page_size`. Page 0 is zero
+    and never written. New requests read their states from it."""
 
     supports_block_sharing = False
 
@@ -428,30 +500,36 @@ class StateAllocator(PoolAllocator):
                 size += -(-shape.numel() * dtype.itemsize // 128) * 128
         self._set_block(-(-size // unit) * unit, 1)
         self.shape = TableShape(0, 0, 1, 1, has_blocks=False)
-        self.states: dict[int, dict[StateName, torch.Tensor]] = {}
-        """Views `[pages, ...]` of the pool by layer and name."""
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         return max(0, 1 - allocated_blocks)
 
     def plan(self, kwargs: dict[str, Any], total: int, lengths: HostLengths | None) -> StateStep:
-        return states_of(kwargs, self.shape, self.index, self.write_trash_index)
+        # With a block table, no value is read on the host, so graphs can replay this.
+        sequences = super().plan(kwargs, total, None)
+        pages, cu_seqlens_q = sequences.block_table[:, 0].long(), sequences.cu_seqlens_q
+        pages, rows = torch.where(pages < 0, self.write_trash_index, pages), None  # rows that pad the batch
+        if kwargs["block_table"] is None:
+            counts, rows = cu_seqlens_q.diff().tolist(), []
+            for count in dict.fromkeys(filter(None, counts)):
+                requests = torch.tensor([i for i, each in enumerate(counts) if each == count], device=pages.device)
+                rows.append((requests, cu_seqlens_q[requests, None] + torch.arange(count, device=pages.device)))
+        is_new = sequences.cu_seqlens_k.diff() == cu_seqlens_q.diff()
+        return StateStep(torch.where(is_new, 0, pages), pages, rows)
 
-    def register_cache_tensor(self, *arguments: Any) -> None:
-        """View the bytes of the cache as states of each layer."""
-        super().register_cache_tensor(*arguments)
-        for layer, shapes in self.shapes.items():
-            self.states[layer] = {
-                name: self._copy_view[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)
-                for name, (shape, dtype) in shapes.items()
+    def _views(self, pool: torch.Tensor) -> Iterator[dict[StateName, torch.Tensor]]:
+        for layer in self.layer_indices:
+            yield {
+                name: pool[:, self._places[layer, name]].view(dtype).unflatten(-1, shape)
+                for name, (shape, dtype) in self.shapes[layer].items()
             }
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """Copy the states `[B, ...]` of a layer from the pages `[B]` of requests."""
-        held = self.states[layer].items()
+        held = self.pages[layer].items()
         return {name: as_words(x).index_select(0, pages).view(x.dtype).unflatten(1, x.shape[1:]) for name, x in held}
 
     def write(self, layer: int, pages: torch.Tensor, states: dict[StateName, torch.Tensor]) -> None:
         """Copy the states `[B, ...]` of a layer to the pages `[B]` of requests."""
-        for name, into in self.states[layer].items():
+        for name, into in self.pages[layer].items():
             as_words(into).index_copy_(0, pages, as_words(states[name].to(into.dtype).contiguous()))

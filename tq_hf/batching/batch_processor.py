@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.utils import drain_queue
 from transformers.utils import logging
 
 from .cache import TurboQuantPagedCache
-from .linear import StateOffloading
+from .layers import StateOffloading
 from .prefixes import PrefixStore
 from .requests import named, one_line
 from .runner import TurboQuantModelRunner
@@ -23,28 +23,25 @@ logger = logging.get_logger(__name__)
 
 
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
-    """transformers' batch processor, able to continue after a failed step.
-
-    `model`: the model. `streams`: the manager's stream by device. cuBLAS allocates a workspace for each stream, which
-    torch keeps. `prefixes`: first arguments of `PrefixStore`, or `None`.
-    """
+    """transformers' batch processor, able to continue after a failed step. `manager` has the model, the folder of
+    prefixes, and a stream by device: cuBLAS allocates a workspace for each stream, which torch keeps."""
 
     cache: TurboQuantPagedCache
     model_runner: TurboQuantModelRunner
     computing = False
     """Whether a step runs."""
 
-    def __init__(self, *args: Any, model: Any, graphs_are_requested: bool, streams: Any, **kwargs: Any) -> None:
-        prefixes = kwargs.pop("prefixes")
-        super().__init__(*args, **kwargs)
+    def __init__(self, manager: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
-        self.model_runner.take_over(model, graphs_are_requested)
+        self.model_runner.take_over(manager.model, manager.graphs_are_requested)
         if self.cache.states is not None:
             self.offloading_manager = StateOffloading.like(self.offloading_manager)
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
-        io.compute_stream = offloading._compute_stream = streams.setdefault(kwargs["model_device"], io.compute_stream)
-        if prefixes is not None:
-            self.cache.prefixes = PrefixStore(self.cache, io.compute_stream, *prefixes)
+        stream = manager.streams.setdefault(manager.model.device, io.compute_stream)
+        io.compute_stream = offloading._compute_stream = stream
+        if (folder := manager.prefix_cache) is not None:
+            self.cache.prefixes = PrefixStore(self.cache, stream, folder, manager.model, manager._wake_up_loop.set)
         self._wait_for_device()
 
     def reset(self) -> None:
@@ -61,23 +58,19 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         return self.model_runner.work_ahead(model)
 
     def _wait_for_device(self) -> None:
-        """Wait for the current stream, which resets inputs and zeroes the pool.
-
-        The streams of the engine do not wait for it: a step could start before the reset and lose its inputs.
-        """
+        """Wait for the current stream, which resets inputs and zeroes the pool. Streams of the engine do not: a step
+        could start before the reset and lose its inputs."""
         if self.cache.cache_tensor.is_cuda:
             torch.cuda.synchronize(self.cache.cache_tensor.device)
 
     @property
     def _inputs(self) -> ContinuousBatchingIOs:
-        """Input buffers of the next step."""
         return self.model_runner.buffers()[0]
 
     # A request to be forked with one token left is first scheduled in a step without tokens. transformers would keep
     # the indices of the previous step there, and call the model with no tokens.
 
     def prepare_next_batch(self) -> bool:
-        """Choose the requests of the next step and write its inputs."""
         self._inputs.logits_indices.zero_()
         if self.cache.prefixes is not None:
             self.cache.prefixes.pump(bool(self.scheduler.active_requests), self.scheduler.safety_margin)
@@ -92,7 +85,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         self.computing = False
 
     def update_batch(self) -> None:
-        """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
         runner = self.model_runner
         for future in self._inputs.requests_in_batch:
             # transformers forgets the blocks of an answer that ends, and of a part whose next one is scheduled.
@@ -140,17 +132,16 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         super()._handle_request_error(error, state)
 
     def fail_step(self, error: Exception) -> None:
-        """Fail the requests of a step that raised `error`, and reset its inputs.
-
-        All active requests fail if the error came from outside of the step, or if another step is running; and if there
-        are none, those that wait.
-        """
+        """Fail the requests of a step that raised `error`, and reset its inputs. All active requests fail if the error
+        came from outside of the step, or if another step is running; and if there are none, those that wait."""
         scheduler, io = cast(Any, self.scheduler), self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if self.computing and isinstance(io, ContinuousBatchingIOs):
             failed = {name: state for name, state in failed.items() if name in self.computed}
         elif not failed:  # the error came while waiting requests were scheduled, and would come again
-            failed = scheduler.drop_waiting()
+            failed = dict(scheduler.waiting_requests)
+            scheduler.waiting_requests.clear()
+            scheduler.waiting_requests_order.clear()
         # Log the long traceback at debug level only: each later step may fail in the same way.
         logger.debug("Where a step of continuous batching failed:", exc_info=error)
         logger.error(f"A step of continuous batching failed, and with the step {named(failed)}: {one_line(error)}")

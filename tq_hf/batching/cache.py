@@ -10,37 +10,26 @@ from typing import Any, cast
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, Tokens
-from transformers import ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool
-from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
 from transformers.generation.continuous_batching.requests import RequestState
-from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
+from transformers.generation.continuous_batching.utils import find_head_dim
 
 from ..compat import layer_config, memory_per_gpu
-from ..config import TurboQuantConfig, holds_latents
-from ..ops import latent_pages
-from ..ops.dispatch import (
-    SCRATCH,
-    decode_scratch_bytes,
-    latent_scratch,
-    plans_prompts,
-    prompt_buffer_bytes,
-    step_scratch_bytes,
-)
+from ..config import holds_latents
+from ..ops import dispatch, latent_pages
 from ..ops.workspace import Workspace
 from .allocators import (
-    BESIDE,
-    SECOND,
+    HostLengths,
     LayerSpec,
     PoolAllocator,
     StateAllocator,
+    StateStep,
     TurboQuantAllocator,
-    packed_layout,
+    WindowAllocator,
     page_owners,
     paged_layers,
 )
-from .geometry import HostLengths, StateStep
 from .options import INSTEAD, new_tokens
 from .prefixes import PrefixStore
 
@@ -62,11 +51,9 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
 
     @property
     def fixed_overhead_bytes(self) -> int:
-        """Bytes that depend on neither pages nor tokens, scratch included."""
         return super().fixed_overhead_bytes + self.scratch_bytes
 
     def num_sectors_from_config(self) -> int | None:
-        """Number of sectors for the `num_blocks` of the user and for states, or `None` without `num_blocks`."""
         sectors = super().num_sectors_from_config()
         return None if sectors is None else sectors + self.state_sectors
 
@@ -107,48 +94,35 @@ class TurboQuantPagedCache(PagedAttentionCache):
     Full-attention and sliding layers may differ in the width and the number of their heads.
 
     Args:
-        tq_config, channel_scales: Encoding of blocks, and channel scales `[1, Hkv, D]` by layer.
-        config, continuous_batching_config, distributed_helper, model_supports_logits_to_keep: Arguments of
-            transformers' cache. `page_size` is 128.
-        like: A tensor with the dtype and the device of the model.
-        probe: A `tq_hf.batching.checks.StepProbe` of the model.
-        requests: Lengths and number of all requests, if known. They limit the number of pages.
+        manager: A `TurboQuantBatchingManager`, with the model and what a probe of a step has shown of it, the encoding
+            of blocks, channel scales `[1, Hkv, D]` by layer, options of the engine (`page_size` is 128), and lengths
+            and number of all requests, if known. They limit the number of pages.
     """
 
     # Copied from transformers, because the original names its classes. Differs in allocator, block size and memory
     # handler, and has no other kinds of layers (tests/batching/test_upstream.py fails when the original changes).
-    def __init__(
-        self,
-        tq_config: TurboQuantConfig,
-        channel_scales: dict[int, ChannelScales],
-        config: PreTrainedConfig,
-        continuous_batching_config: ContinuousBatchingConfig,
-        like: torch.Tensor,
-        distributed_helper: DistributedHelper,
-        probe: Any,
-        model_supports_logits_to_keep: bool = False,
-        requests: WorkloadHints | None = None,
-    ) -> None:
-        self.config, self.dtype, self.device = config, like.dtype, like.device
-        self.holds_latents = holds_latents(config)
-        self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
-        self.allow_block_sharing = continuous_batching_config.allow_block_sharing
+    def __init__(self, manager: Any) -> None:
+        model, options = manager.model, manager.continuous_batching_config
+        self.config, self.dtype, self.device = model.config.get_text_config(), model.dtype, model.device
+        self.holds_latents = holds_latents(self.config)
+        self.max_blocks_per_request = options.max_blocks_per_request or 0
+        self.allow_block_sharing = options.allow_block_sharing
         self.number_shared = 0
         """Tokens of prompts that were found in pages of other requests."""
-        self.owners = page_owners(config)
+        self.owners = page_owners(self.config)
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
-        self._make_allocators(tq_config, channel_scales, probe)
-        reserved = self._make_memory(continuous_batching_config, probe, model_supports_logits_to_keep, requests)
-        self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
+        self._make_allocators(manager)
+        reserved = self._make_memory(manager)
+        self.max_batch_tokens, self.num_sectors = self._sizes(manager)
         if self.num_sectors < (least := self._sectors_of(1)):
             raise ValueError(
                 f"The pool has {self.num_sectors} pages, and a request of this model takes at least {least}. Make it "
                 "larger (`num_blocks`, `max_memory_percent` of the ContinuousBatchingConfig)."
             )
-        self.scratch = Workspace(self.device)
+        self.scratch = Workspace(model.device)
         """Scratch of steps that are not captured. The engine runs all of them on one stream."""
-        self.scratch.take(SCRATCH, (reserved,), torch.uint8)
+        self.scratch.take(dispatch.SCRATCH, (reserved,), torch.uint8)
         self.scratch.lock()
         data_bytes = self.num_sectors * self.bytes_per_sector
         # The first two sectors are never allocated: padding tokens of a batch point there.
@@ -172,11 +146,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.before_layer: Callable[[], None] = lambda: None
         """Function called before each layer of a step. An exception of it fails the step."""
 
-    def _make_allocators(
-        self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], probe: Any
-    ) -> None:
-        """Make the allocator of full-attention layers, and that of sliding or linear layers if there are any."""
-        specs: dict[int, LayerSpec] = probe.specs
+    def _make_allocators(self, manager: Any) -> None:
+        specs: dict[int, LayerSpec] = manager.probe.specs
         kinds: dict[str, dict[str, Any]] = {}
         for kind, layers in paged_layers(self.config).items():
             of_layer = layer_config(self.config, layers[0])
@@ -186,28 +157,28 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.kind_configs = {kind: each["config"] for kind, each in kinds.items()}
         """Config of a layer, by kind."""
         full = kinds[FULL_ATTENTION]
-        layout = packed_layout(tq_config, self.config, specs)
+        scales: dict[int, ChannelScales] = {} if manager.balance is None else manager.balance.layers
         heads, cached = full["num_key_value_heads"], getattr(self.config, "num_key_value_heads", None)
         if cached is not None and heads > cached:  # JetMoe's attention repeats the heads that a cache holds
-            measured = {layer: each for layer, each in channel_scales.items() if each.keys.shape[1] == cached}
+            measured = {layer: each for layer, each in scales.items() if each.keys.shape[1] == cached}
             repeated = {layer: each.map(lambda x: x.repeat(1, heads // cached, 1)) for layer, each in measured.items()}
-            channel_scales = channel_scales | repeated
-        allocator = TurboQuantAllocator(tq_config, channel_scales, layout, index=0, page_size=BLOCK_TOKENS, **full)
+            scales = scales | repeated
+        allocator = TurboQuantAllocator(manager.config, scales, manager.layout, index=0, page_size=BLOCK_TOKENS, **full)
         self.allocator = allocator
         self.cache_allocators = {FULL_ATTENTION: allocator}
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         self.bytes_per_block = allocator.bytes_per_block
         """Bytes of `BLOCK_TOKENS` tokens in all layers."""
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
-        self.states: StateAllocator | None = None
-        if probe.linear.shapes:
-            self.states = StateAllocator(self.bytes_per_sector, probe.linear.shapes, index=1, **full)
-        self.second: PoolAllocator | None = self.states
+        self.states: Any = None
+        self.second: PoolAllocator | None = None
         """Allocator beside that of full attention: of windows or of states."""
-        for kind in kinds.keys() & BESIDE.keys():
-            self.second = BESIDE[kind](self.bytes_per_sector, index=1, **kinds[kind])
+        if shapes := manager.probe.linear.shapes:
+            self.second = self.states = StateAllocator(self.bytes_per_sector, shapes, index=1, **full)
+        elif SLIDING_ATTENTION in kinds:
+            self.second = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
         if self.second is not None:
-            self.cache_allocators[SECOND] = self.second
+            self.cache_allocators[SLIDING_ATTENTION] = self.second  # the engine's inputs know two keys
             self.bytes_per_sector = self.second.bytes_per_block
             self.bytes_per_block += self.second.bytes_of(BLOCK_TOKENS)
             if self.max_blocks_per_request:
@@ -215,15 +186,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
         self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
 
-    def _make_memory(
-        self,
-        options: ContinuousBatchingConfig,
-        probe: Any,
-        model_supports_logits_to_keep: bool,
-        requests: WorkloadHints | None,
-    ) -> int:
+    def _make_memory(self, manager: Any) -> int:
         """Make the calculation of what fits into memory. Returns the bytes of scratch of the largest step."""
-        allocator = self.allocator
+        allocator, options, probe = self.allocator, manager.continuous_batching_config, manager.probe
+        requests, keeps = manager.pool_hints, getattr(manager.model, "_supports_logits_to_keep", None)
         of_full, query_heads = self.kind_configs[FULL_ATTENTION], probe.specs[allocator.layer_indices[0]].query_heads
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
         self.memory = TurboQuantMemory(
@@ -235,7 +201,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             tokens_per_sector=self.tokens_per_sector,
             bytes_per_block=self.bytes_per_block,
             attn_types=list(self.cache_allocators),
-            model_supports_logits_to_keep=model_supports_logits_to_keep,
+            model_supports_logits_to_keep=callable(keeps) and keeps(),
             tp_size=max(1, of_full.num_attention_heads // query_heads),
         )
         # transformers captures steps of 1, 2, 4, ... requests, up to this number.
@@ -243,7 +209,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         recipe: Any = (allocator.tq_config, allocator.layout, like)
         pages: Any = ((query_heads, allocator.num_key_value_heads), *recipe)
-        self.plans_prompts = plans_prompts(like, allocator.layout)
+        self.plans_prompts = dispatch.plans_prompts(like, allocator.layout)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
         blocks = options.num_blocks
         lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
@@ -251,7 +217,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         longest = min(filter(None, lengths), default=0)
         self.memory.token_bytes, self.memory.request_bytes = probe.linear.peaks
         if self.holds_latents:
-            reserved = latent_scratch(min(most, tokens), query_heads, 1, *recipe)
+            reserved = dispatch.latent_scratch(min(most, tokens), query_heads, 1, *recipe)
             states = like.new_empty(0, allocator.layout.key_dim), like.new_empty(0, allocator.layout.value_dim)
             # A graph's scratch is its own.
             self.memory.scratch_bytes = latent_pages.scratch_bytes(longest, states) + 2 * reserved
@@ -259,8 +225,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             widths = 3 * (of_full.qk_nope_head_dim + of_full.qk_rope_head_dim) + 2 * of_full.v_head_dim
             self.memory.token_bytes += self.dtype.itemsize * query_heads * widths
         else:
-            reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
-            fixed = decode_scratch_bytes(most, *pages) + prompt_buffer_bytes(longest, *pages)
+            reserved = dispatch.step_scratch_bytes(tokens, min(most, tokens), *pages)
+            fixed = dispatch.decode_scratch_bytes(most, *pages) + dispatch.prompt_buffer_bytes(longest, *pages)
             self.memory.scratch_bytes = fixed + reserved
         if self.states is not None and blocks is not None:
             self.memory.state_sectors = max(1, min(most, blocks // allocator.pages_of(1)))
@@ -269,14 +235,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.memory.max_blocks_per_request = self.max_blocks_per_request
         return reserved
 
-    def _sizes(
-        self, options: ContinuousBatchingConfig, distributed_helper: DistributedHelper, requests: WorkloadHints | None
-    ) -> tuple[int, int]:
-        """Most tokens of a step and number of sectors: those that fit on every GPU, limited to all `requests`."""
+    def _sizes(self, manager: Any) -> tuple[int, int]:
+        """Most tokens of a step and number of sectors: those that fit on every GPU, limited to all known requests."""
+        options, requests = manager.continuous_batching_config, manager.pool_hints
         sizes = self.memory.infer_max_batch_tokens_and_num_sectors()
-        if distributed_helper.tp_size > 1:
+        if manager.distributed_helper.tp_size > 1:
             least = torch.tensor(sizes, device=self.device, dtype=torch.int64)
-            distributed_helper.tp_all_reduce_min(least)
+            manager.distributed_helper.tp_all_reduce_min(least)
             sizes = tuple(least.tolist())
         max_batch_tokens, num_sectors = sizes
         if requests is not None:
@@ -313,7 +278,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return limit
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Share the blocks of other requests that match the prompt. Returns the number of their tokens."""
         # Every table begins with a ring: without free pages for a ring, nothing is shared.
         while self.pool.count_free_blocks(0) < self.allocator.shape.ring_pages:
             if not self.pool.num_free_sectors:
@@ -327,14 +291,12 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return tokens
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Free the pages of a request that has ended, or with `no_cache` of one that is preempted."""
         if self.prefixes is not None:
             ends = not no_cache and request_id not in self.allocator.stale
             self.prefixes.end(request_id, self.allocator.block_table.get(request_id, []) if ends else [])
         super().free_blocks(request_id, no_cache)
 
     def evict_cached_blocks(self) -> bool:
-        """Free all pages that no request reads. Returns whether there were any."""
         any_evicted = super().evict_cached_blocks()
         if not any_evicted and self.prefixes is not None:
             self.prefixes.yield_pages()
@@ -352,7 +314,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return {"used": (total - free - cached) // size, "cached": cached // size, "free": free // size}
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
-        """Number of blocks that a step of `request_len` new tokens completes, by kind of layer."""
         if not self.use_prefix_sharing:
             return {}
         past, sinks = state.current_len(), self.allocator.shape.sinks
@@ -365,10 +326,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KeyValue:
         """Return the new keys and values of a layer unchanged: `layer_step` stores them. Latents and rotary keys, which
-        the model expands next, are kept for `take_latents`.
-
-        Models call this method from transformers 5.24 on, models with latents in all versions.
-        """
+        the model expands next, are kept for `take_latents`. Models call this method from transformers 5.24 on, models
+        with latents in all versions."""
         if self.holds_latents:
             self._latents = key_states, value_states
         return key_states, value_states
@@ -381,10 +340,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return latents
 
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
-        """Return the pages of states in a step, by the arguments that the engine passes to attention functions. Each
-        linear layer asks for them before it reads."""
+        """Return the pages of states in a step. Each linear layer asks for them before it reads."""
         self.before_layer()
-        assert self.states is not None
         return self._planned(layer_idx, self.states, kwargs)
 
     def _planned(self, layer_idx: int, own: PoolAllocator, kwargs: dict[str, Any], total: int = 0) -> Any:

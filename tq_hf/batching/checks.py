@@ -6,13 +6,13 @@ import os
 import threading
 from copy import copy
 from inspect import signature
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, KeyValue, Tokens
+from tq_kernels.types import Tokens
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -22,11 +22,9 @@ from ..compat import CACHE_NAME, attention_of_parts, restore_attention
 from ..config import TurboQuantConfig, config_of, holds_latents, number_of_positions
 from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
-from .allocators import BESIDE, LayerSpec, StateName, layer_kinds, linear_layers, page_owners, paged_layers
-from .attention import NAME, PAGES, NoPages
+from .allocators import LayerSpec, StateName, StateStep, layer_kinds, linear_layers, page_owners, paged_layers
 from .cache import TurboQuantPagedCache
-from .geometry import StateStep
-from .linear import LinearLayers
+from .layers import NAME, PAGES, LinearLayers, NoPages
 from .options import INSTEAD, number
 from .requests import one_line
 
@@ -106,20 +104,12 @@ class StepProbe(TurboQuantPagedCache):
         """Note the states `[B, ...]` of a linear layer."""
         self.linear.shapes[layer] = {name: (each.shape[1:], each.dtype) for name, each in states.items()}
 
-    def layer_step(
-        self,
-        layer_idx: int,
-        states: Tokens,
-        kwargs: dict[str, Any],
-        options: AttentionOptions,
-        weight: torch.Tensor | None = None,
-        expanded: KeyValue | None = None,
-    ) -> torch.Tensor:
+    def layer_step(self, layer_idx: int, states: Tokens, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Note the heads of a layer. Returns zeros in the shape of its attention."""
-        query, key, value = states
+        (query, key, value), (_, _, weight, expanded) = states, args
         if self.holds_latents and (weight is None or expanded is None):
             raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
-        if weight is not None and not weight.is_meta and not agrees(weight, (key, value), cast(KeyValue, expanded)):
+        if weight is not None and not weight.is_meta and not agrees(weight, (key, value), expanded):
             self.unexplained.append(layer_idx)
         self.twice += [layer_idx] if layer_idx in self.specs else []
         self.specs[layer_idx] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)
@@ -144,7 +134,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
         advice = "Load it on one, or with tensor parallelism (`tp_plan='auto'`)."
         refuse(model, f"is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device", advice)
     kinds, linear = paged_layers(decoder), linear_layers(decoder)
-    if others := sorted(kinds.keys() - BESIDE.keys() - {FULL_ATTENTION}):
+    if others := sorted(kinds.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
         held = "full attention, sliding windows and the states of linear layers"
         refuse(model, f"has layers of the kind {', '.join(others)}, and pages hold {held} only")
     unpacked = INSTEAD if linear else "Use transformers' own `model.generate_batch`, which needs the same memory."
@@ -167,7 +157,6 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
 
 
 def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], paged: set[int], linear: set[int]) -> None:
-    """Raise `ValueError` if layers did not attend, or have heads that pages cannot hold."""
     specs, most = probe.specs, widest_paged_head(model.device)
     if probe.twice:
         refuse(model, f"attends twice in layer {probe.twice[0]}, and pages hold one set of values per layer")
@@ -198,10 +187,7 @@ def _check_layers(model: Any, probe: StepProbe, kinds: dict[str, list[int]], pag
 
 def warn_about_graph_mixing(model: Any) -> None:
     """Warn if the process group of a tensor-parallel model was created before `NCCL_GRAPH_MIXING_SUPPORT` was set to 0.
-
-    transformers sets the variable when a `ContinuousBatchingConfig` is created, and warns only if the variable is not
-    set. A config that is created after the process group sets the variable too late and hides that warning.
-    """
+    A `ContinuousBatchingConfig` that is created after the group sets it too late, and hides transformers' warning."""
     if model.device.type != "cuda" or os.environ.get(GRAPH_MIXING) == "0":
         return
     if (model.tp_size or 1) > 1:
@@ -230,13 +216,9 @@ def engine_options(
 ) -> ContinuousBatchingConfig:
     """Copy options of the engine, with pages of 128 tokens. Graphs, asynchronous batching and memory that the user
     leaves open are as kernels support them. `dense` full-attention layers are not packed, and all requests have
-    processors of logits by default if it `processes`.
-
-    Raises:
-        ValueError: The options have another page size or wrong numbers, or ask for CUDA graphs of steps that read
-            lengths on the host: all steps with dense full-attention layers; and steps with prompts, with sliding
-            windows, linear layers, latents or heads that torch computes.
-    """
+    processors of logits by default if it `processes`. Raises `ValueError` if the options have another page size or
+    wrong numbers, or ask for CUDA graphs of steps that read lengths on the host: all steps with dense full-attention
+    layers; and steps with prompts, with sliding windows, linear layers, latents or heads that torch computes."""
     decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)
     latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans

@@ -93,7 +93,6 @@ class TurboQuantBatching(ContinuousMixin):
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """Generation config of the model."""
         return self.model.generation_config
 
     @property
@@ -182,7 +181,7 @@ class TurboQuantBatching(ContinuousMixin):
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
-            if manager.suits((self.config, self.prefix_cache), generation_config, workload_hints):
+            if manager.suits(self, generation_config, workload_hints):
                 if manager.batch_processor is None:
                     check_model(self.model, self.config)  # an adapter may have come while the manager slept
                 manager.generation_config = generation_config  # with another `max_new_tokens`
@@ -190,16 +189,8 @@ class TurboQuantBatching(ContinuousMixin):
                 self.model.eval()
                 return manager
             self.destroy_cached_continuous_batching_manager()
-        return TurboQuantBatchingManager(
-            self.model,
-            generation_config,
-            continuous_batching_config or ContinuousBatchingConfig(),
-            workload_hints,
-            config=self.config,
-            balance=self.balance,
-            tokenizer=self.tokenizer,
-            prefix_cache=self.prefix_cache,
-        )
+        options = continuous_batching_config or ContinuousBatchingConfig()
+        return TurboQuantBatchingManager(self, generation_config, options, workload_hints)
 
     def sleep(self) -> int:
         """Free the memory of a persistent manager (`persistent_manager=True`) between sessions, and return the number
@@ -232,12 +223,7 @@ class TurboQuantBatching(ContinuousMixin):
 
 @contextmanager
 def continuous_batching(
-    model: torch.nn.Module,
-    preset: str | TurboQuantConfig = "4bit_nc",
-    *,
-    balance: bool | Balance | None = None,
-    tokenizer: Any = None,
-    **overrides: Any,
+    model: torch.nn.Module, preset: str | TurboQuantConfig = "4bit_nc", **options: Any
 ) -> Iterator[TurboQuantBatching]:
     """Context in which `model.generate_batch` uses packed pages, for code that calls `generate_batch` itself (TRL).
 
@@ -249,7 +235,7 @@ def continuous_batching(
     Within the context, one method of this model object is replaced.
 
     Args:
-        model, preset, balance, tokenizer, **overrides: Arguments of `TurboQuantBatching`.
+        model, preset, **options: Arguments of `TurboQuantBatching`, such as `balance` and `tokenizer`.
 
     Yields:
         The `TurboQuantBatching` of the model.
@@ -257,7 +243,7 @@ def continuous_batching(
     Raises:
         ValueError: As for `TurboQuantBatching`. The model is in this context already, or has a persistent manager.
     """
-    batching = TurboQuantBatching(model, preset, balance=balance, tokenizer=tokenizer, **overrides)
+    batching = TurboQuantBatching(model, preset, **options)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(

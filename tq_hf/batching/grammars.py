@@ -132,7 +132,6 @@ class Grammars:
 
     @cached_property
     def compiler(self) -> Any:
-        """Compiler of xgrammar."""
         if self.tokenizer is None:
             raise ValueError(
                 "Answers in a form need a tokenizer. Say `TurboQuantBatching(model, tokenizer=tokenizer)`."

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import (
     resolve_compile_configs,
@@ -23,21 +24,17 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
-from ..balance import Balance
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
-from ..config import TurboQuantConfig
 from ..ops.dispatch import check_choice
 from ..prepared import join, separate
 from ..saving import fingerprint
-from .allocators import layer_kinds, packed_layout
-from .attention import NAME
+from .allocators import TableShape, layer_kinds, paged_layers
 from .batch_processor import TurboQuantBatchProcessor
 from .cache import TurboQuantPagedCache
 from .checks import check_model, default_requests, engine_options
-from .geometry import TableShape
 from .grammars import Grammars
+from .layers import NAME
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
-from .prefixes import PrefixFolder
 from .processors import OPTIONS, BatchOptions, split_answer_id
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
 
@@ -61,49 +58,40 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     `TurboQuantBatching` and `continuous_batching` create managers. The methods are those of transformers' manager
     (`start`, `add_request`, `get_result`, `stop`, ...). Between `start` and `stop` the model takes no other calls.
 
-    Args:
-        model: A decoder of full-attention layers, alone or with sliding or linear layers.
-        generation_config: Generation config of all answers.
-        continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
-            tables for decode steps are on by default, if the device supports them.
-        workload_hints: Lengths and number of requests, if known.
-        config, balance, tokenizer, prefix_cache: Attributes of a `TurboQuantBatching`.
-
-    Raises:
-        ValueError: Packed pages do not support the model, an option or the generation config.
+    CUDA graphs of decode steps, asynchronous batching and block tables for decode steps are on by default, if the
+    device supports them. Raises `ValueError` if packed pages do not support the model, an option or the generation
+    config.
     """
 
     output_router: AnswerRouter
     _wake_up_loop: WakeUp
-    _processor: TurboQuantBatchProcessor | None = None
+    _processor: Any = None
     """Processor of the steps of the thread. `stop` may let go of `batch_processor` before the thread ends."""
 
     def __init__(
         self,
-        model: Any,
+        batching: Any,
         generation_config: GenerationConfig,
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: WorkloadHints | None = None,
-        *,
-        config: TurboQuantConfig,
-        balance: Balance | None = None,
-        tokenizer: Any = None,
-        prefix_cache: PrefixFolder | None = None,
     ) -> None:
+        model, config, balance, tokenizer = batching.model, batching.config, batching.balance, batching.tokenizer
         check_choice()
-        dense, self._probe = check_model(model, config)
+        dense, self.probe = check_model(model, config)
         decoder = model.config.get_text_config()
-        layout = packed_layout(config, decoder, self._probe.specs)
+        _, _, key_dim, value_dim, _ = self.probe.specs[paged_layers(decoder)[FULL_ATTENTION][0]]
+        self.layout = layout = config.of_layer(decoder).layout(key_dim, value_dim)
+        """Sizes of a block in any full-attention layer."""
         self.model, self.vocabulary = model, decoder.vocab_size
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
         options = engine_options(model, layout, requested, dense, default.do_sample or default.has_history)
-        self.config, self.balance, self.prefix_cache = config, balance, prefix_cache
-        self._streams, self._cancelled = dict[torch.device, Any](), set[str]()
+        self.config, self.balance, self.prefix_cache = config, balance, batching.prefix_cache
+        self.streams, self._cancelled = dict[torch.device, Any](), set[str]()
         """Ids of cancelled requests, cleared when the engine is idle."""
         self._keeps_pages = False
-        self._graphs_are_requested = requested.use_cuda_graph is not None
+        self.graphs_are_requested = requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         # Requests of a batch are known, and none comes later that could wait for them.
@@ -113,8 +101,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._ended = threading.Event()
         self._ended.set()
         self.requests = hints if known else None
-        """Requests that limit the size of the pool; `None` if memory or the user's options set the size."""
-        self._default_requests = default_requests(model, requested)
+        self.pool_hints = self.requests or default_requests(model, requested)
+        """Requests that are known and limit the size of the pool, and those that do; `None` if memory or the user's
+        options set the size."""
         self._last_model: tuple[Any, ...] | None = None
         """Identity of the model in the last session. Pages kept from it depend on it."""
         self._is_checked = False
@@ -141,11 +130,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             longest = min(longest, (hints.max_prompt_length + hints.max_generated_length) or longest)
             resolved.max_blocks_per_request = TableShape.of(config, layout, model.dtype).width(longest)
 
-    def suits(self, options: tuple[Any, ...], config: GenerationConfig, hints: WorkloadHints | None) -> bool:
-        """Whether the manager has the same encoding and folder of prefixes (`options`) and generation config, the model
-        is unchanged, and the pool has room for `hints`. `max_new_tokens` is set per request and may differ."""
+    def suits(self, batching: Any, config: GenerationConfig, hints: WorkloadHints | None) -> bool:
+        """Whether the manager has the encoding and folder of prefixes of `batching` and this generation config, the
+        model is unchanged, and the pool has room for `hints`. `max_new_tokens` is set per request and may differ."""
         own, other = (each.to_dict() | {"max_new_tokens": None} for each in (self.generation_config, config))
-        same, asked = ((self.config, self.prefix_cache), own) == (options, other), vars(hints or WorkloadHints())
+        same = (self.config, self.prefix_cache, own) == (batching.config, batching.prefix_cache, other)
+        asked = vars(hints or WorkloadHints())
         fits = self.requests is None or all(0 < x <= getattr(self.requests, name) for name, x in asked.items())
         return same and fits and self.model_is_unchanged()
 
@@ -169,19 +159,17 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
             own_attention[self.model] = attention_of_parts(model)
             model.set_attn_implementation(NAME)
-        self._probe.linear.switch()
+        self.probe.linear.switch()
         join(model, "cuda")
 
     def _serves_elsewhere(self) -> bool:
-        """Whether another manager serves the model."""
         other = serving.get(self.model, self)
         return other is not self and other.is_running()
 
     def restore_attention(self) -> None:
-        """Set the parts of the model to the attention they had before `switch_to_cb_friendly_attn`, unless another
-        manager serves the model."""
+        """Undo `switch_to_cb_friendly_attn`, unless another manager serves the model."""
         if not self._serves_elsewhere():
-            self._probe.linear.restore()
+            self.probe.linear.restore()
             separate(self.model)
             restore_attention(own_attention.pop(self.model, []))
 
@@ -225,9 +213,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         Args:
             input_ids: Token ids of the prompt, a list or a tensor `[T]`.
             request_id: Id of the request, by default a new one.
-            max_new_tokens: Maximum number of tokens of the answer.
-            streaming: Whether there is an output for every token.
-            record_timestamps: Whether outputs have the time of each token.
+            max_new_tokens, streaming, record_timestamps: Arguments of transformers' method.
             eos_token_id: Tokens that end the answer; -1 for none.
             generation_config: Options of this request, by default those of the manager.
             **options: Fields of a generation config that replace those of this request, or options of
@@ -282,12 +268,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return one_line(fatal) if (fatal := self.background_thread_status.fatal_error) is not None else None
 
     def _refusal(self) -> RuntimeError:
-        """Why an engine that stops, or has failed, takes no requests."""
         why = "stops, and" if self.error is None else f"has ended with an error ({self.error}), and"
         return RuntimeError(f"The engine {why} answers no requests that come later.")
 
     def _fail_unread(self) -> None:
-        """Fail requests that came while the thread ended."""
         self._fail_all_remaining_requests(self._refusal(), None)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
@@ -305,24 +289,17 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         super().register_result_handler(request_id, guarded)
 
     def fitting_requests(self, tokens: int) -> int:
-        """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once.
-
-        Raises:
-            ValueError: `tokens` is not a whole number above 0, or there is no pool before `warmup` or `start`.
-        """
+        """Number of requests of `tokens` tokens, prompt and answer, that fit into the pool at once. Raise `ValueError`
+        if `tokens` is not a whole number above 0, or there is no pool before `warmup` or `start`."""
         if self.batch_processor is None:
             raise ValueError("There is no pool yet. Call `warmup()` first.")
         cache: Any = self.batch_processor.cache
         return cache.num_sectors // cache._sectors_of(number("tokens", tokens, 1))
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel an answer that is not given yet. On a CPU, a step without other requests ends at once.
-
-        The id of a request with several answers is that of the first one. Until its prompt is read, it cancels all.
-
-        Raises:
-            ValueError: `request_id` is not a text.
-        """
+        """Cancel an answer that is not given yet. On a CPU, a step without other requests ends at once. The id of a
+        request with several answers is that of the first one: until its prompt is read, it cancels all. Raise
+        `ValueError` if `request_id` is not a text."""
         if not isinstance(request_id, str):
             raise ValueError(f"`request_id` is {shown(request_id)}; it must be a text, as `add_request` returns it.")
         if self.output_router.is_open(request_id):  # otherwise a later request of this id would be cancelled
@@ -405,16 +382,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     @property
     def _runner(self) -> Any:
-        """`TurboQuantModelRunner` of the steps; `None` without pages."""
         return getattr(self.batch_processor, "model_runner", None)
 
     def start(self) -> None:
-        """Start the background thread.
-
-        Raises:
-            ValueError: The model has changed since the last session, and the manager still has pages of it. Another
-                manager serves the model.
-        """
+        """Start the background thread. Raise `ValueError` if the model has changed since the last session, and the
+        manager still has pages of it, or if another manager serves the model."""
         if not self.model_is_unchanged():
             self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
@@ -449,7 +421,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 self._handle_critical_error(error, self._processor)
 
     def _end_session(self) -> None:
-        """Restore the attention of the model, and note what the model is."""
         self.restore_attention()
         if serving.get(self.model) is self:
             del serving[self.model]
@@ -502,44 +473,27 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
-        options, keeps = self.continuous_batching_config, getattr(self.model, "_supports_logits_to_keep", None)
-        decoder = self.model.config.get_text_config()
-        cache = TurboQuantPagedCache(
-            self.config,
-            {} if self.balance is None else self.balance.layers,
-            config=decoder,
-            continuous_batching_config=options,
-            like=torch.empty(0, dtype=self.model.dtype, device=self.model.device),
-            distributed_helper=self.distributed_helper,
-            probe=self._probe,
-            model_supports_logits_to_keep=callable(keeps) and keeps(),
-            requests=self.requests or self._default_requests,
-        )
+        options: Any = self.continuous_batching_config
+        cache = TurboQuantPagedCache(self)
         if self.model.device.type == "cpu" and not options.use_async_batching and self.distributed_helper.tp_size == 1:
             cache.before_layer = self._stop_abandoned_step
         self._use_prefix_sharing, blocks = cache.use_prefix_sharing, options.num_blocks
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
-        assert options.max_requests_per_batch is not None
         if cache.states is not None:
             options.num_blocks = blocks  # states are not counted; the next pool adds theirs again
             # A captured step has room for this many requests, and each of them has a sector.
             options.max_requests_per_batch = min(options.max_requests_per_batch, cache.num_sectors)
-        self.logit_processor = BatchOptions(
-            self.default_options,
-            options.max_requests_per_batch,
-            self.vocabulary,
-            self.model.device,
-            compiled=options.decode_compile_config is not None and self.model.device.type == "cuda",
-        )
-        scheduler: Any = self._scheduler(
-            cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
-        )
+        most, device = options.max_requests_per_batch, self.model.device
+        compiled = options.decode_compile_config is not None and device.type == "cuda"
+        self.logit_processor = BatchOptions(self.default_options, most, self.vocabulary, device, compiled)
+        scheduler: Any = self._scheduler(cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=most)
         scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.forget
         return TurboQuantBatchProcessor(
+            self,
             cache=cache,
-            config=decoder,
+            config=cache.config,
             generation_config=self.generation_config,
             continuous_batching_config=options,
             logit_processor=self.logit_processor,
@@ -551,14 +505,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             model_dtype=self.model.dtype,
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
-            model=self.model,
-            graphs_are_requested=self._graphs_are_requested,
-            streams=self._streams,
-            prefixes=self.prefix_cache and (self.prefix_cache, self.model, self._wake_up_loop.set),
         )
 
     def _generation_step(self) -> None:
-        assert self._processor is not None
         self._processor._generation_step(self.model)
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:

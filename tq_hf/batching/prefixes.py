@@ -241,7 +241,6 @@ class PrefixStore:
             self.wake_up()
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a request waits for pages."""
         return request_id in self.loading and any(self.loading[request_id][:2])
 
     def end(self, request_id: str, table: list[int]) -> None:
@@ -387,7 +386,6 @@ class PrefixStore:
             del self.to_store[name]
 
     def _run(self, threads: ThreadPoolExecutor, work: Callable[..., bool], name: int, slot: int) -> Future[bool]:
-        """Read or write a file in a thread."""
         future = threads.submit(work, *self._content(name, slot))
         future.add_done_callback(lambda future: self.wake_up())
         return future

@@ -29,8 +29,8 @@ from ..config import number_of_positions
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels, planning
 from ..prepared import CompiledLayers
-from .attention import PAGES, running
 from .cache import TurboQuantPagedCache
+from .layers import PAGES, running
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)
@@ -48,10 +48,8 @@ compiling = threading.Lock()
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Context in which Python's threads take turns of `SHORT_TURN`, for the time of compiling behind answers.
-
-    A step lets other threads run at each of its operators. It then waits until the thread that compiles ends its turn.
-    """
+    """Context in which Python's threads take turns of `SHORT_TURN`, for the time of compiling behind answers. A step
+    lets other threads run at each of its operators, and then waits until the thread that compiles ends its turn."""
     with compiling:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(min(usual, SHORT_TURN))
@@ -195,7 +193,6 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         self.behind.start()
 
     def _take_compiled(self) -> None:
-        """Go on with the compiled layers, once they are there."""
         if self.behind is None or not self.behind.done:
             return
         behind, self.behind = self.behind, None
@@ -212,7 +209,6 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
 
     @property
     def to_be_done(self) -> str | None:
-        """Sentence about what makes the first requests slower than later ones; `None` if nothing does."""
         if self.behind is not None or self.calls:
             return "Steps are not compiled yet, and take longer."
         left = sum(bool(requests) for requests, pair in self.missing if pair is not None) if self.ahead else 0
@@ -304,11 +300,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     """Number of positions of the model during a warm-up; `None` outside of a warm-up or without a limit."""
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
-        """Compute a step, and copy log-probabilities that requests ask for to the host.
-
-        The request of a warm-up has as many tokens as a batch may have. If a learned embedding has fewer
-        positions, positions are clamped: an index outside of the embedding leaves a GPU unusable.
-        """
+        """Compute a step, and copy log-probabilities that requests ask for to the host. A warm-up has as many tokens as
+        a batch may have. If a learned embedding has fewer positions, they are clamped: an index outside of the
+        embedding leaves a GPU unusable."""
         self._take_compiled()
         batch_data[PAGES] = self.cache
         if self.cache.holds_latents:
@@ -422,7 +416,6 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         return outputs
 
     def _capture_graph(self, forward_fn: Callable, compute_stream: torch.cuda.Stream, *args: Any) -> None:
-        """Compute a step, then capture it."""
         model, computed = args[0], False
 
         def compute(*args: Any) -> None:

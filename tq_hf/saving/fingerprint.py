@@ -95,10 +95,7 @@ def _decoder(model: Any) -> torch.nn.Module:
 
 def adapters(model: Any) -> dict[str, Any] | None:
     """Names of active and merged PEFT adapters, and a hash of the adapters and scalings of each layer. `None` for a
-    model without adapters.
-
-    PEFT's layers are recognized by their attributes, so PEFT need not be installed.
-    """
+    model without adapters. Layers are recognized by their attributes, so PEFT need not be installed."""
     decoder = _decoder(model)
     active: set[str] = set()
     merged: set[str] = set()

@@ -28,7 +28,6 @@ from .safetensors_file import check_fields
 
 
 def describe(layer: Any, index: int) -> State:
-    """Describe a layer by JSON and by tensors with names."""
     with _named(index):
         if not hasattr(layer, "state"):
             description, tensors = RecordedLayer(layer).state()
@@ -55,8 +54,7 @@ def _named(index: int) -> Iterator[None]:
 class Loader:
     """Checks of the description of a file (`state`) against a model, which runs on a few tokens, and the restored cache
     of the class `kind`. Its `max_cache_len`, `room`, may be another than that of the saved cache. Raises `ValueError`
-    if the description does not match a cache of this model.
-    """
+    if the description does not match a cache of this model."""
 
     def __init__(
         self, kind: Callable[..., Cache], model: Any, config: TurboQuantConfig, state: dict[str, Any], room: int | None

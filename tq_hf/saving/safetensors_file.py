@@ -165,5 +165,4 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def text_digest(text: str) -> str:
-    """Checksum of a string."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()

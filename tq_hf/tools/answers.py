@@ -7,7 +7,8 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from inspect import signature
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
@@ -18,19 +19,9 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.chat_parsing import ResponseParser
 
 from ..batching import TurboQuantBatchingManager
-from ..batching.options import prompt_ids
+from ..batching.options import RequestOptions, prompt_ids
 from ..batching.processors import answer_ids
-from .fields import (
-    DEFAULT_TOKENS,
-    LONGEST_STOP,
-    MOST_ANSWERS,
-    MOST_STOPS,
-    Body,
-    CompletionBody,
-    ToolBody,
-    read_body,
-    sentence,
-)
+from .fields import DEFAULT_TOKENS, Body, CompletionBody, ToolBody, check_limits, read_body, sentence
 
 LONG = 65_536
 """Bytes of a body from which a request is read in the threads of long ones, so that short ones do not wait."""
@@ -145,22 +136,18 @@ class Part(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """A prompt, with the maximum number of new tokens after it, tokens that end an answer, whether it has a form."""
+    """A prompt, with the options of its answers: `max_new_tokens` is at most what there is room for."""
 
     tokens: list[int]
-    most: int | None
-    ends: frozenset[int]
-    in_form: bool = False
+    options: RequestOptions
 
 
 class Choice:
-    """Answer `index` to a request. Its log-probabilities have the `top` most likely tokens; `None`: it has none."""
+    """Answer `index` to a request."""
 
-    def __init__(
-        self, engine: Engine, index: int, prompt: PromptTokens, stops: tuple[str, ...], top: int | None, body: Body
-    ) -> None:
-        self.engine, self.index, self.prompt, self.top, self.body = engine, index, prompt, top, body
-        self.stops, self.parser = Stops(stops), engine.parser(prompt, body)
+    def __init__(self, engine: Engine, index: int, prompt: PromptTokens, body: Body) -> None:
+        self.engine, self.index, self.prompt, self.body = engine, index, prompt, body
+        self.stops, self.parser = Stops(prompt.options.stop_strings), engine.parser(prompt, body)
         self.forced = isinstance(body, ToolBody) and bool(body.forced())
         self.text = Detokenized(lambda ids: engine.decode(ids, skip_special_tokens=self.parser is None))
         self.newest: Any = None
@@ -182,11 +169,11 @@ class Choice:
         items = self.begun + self._parsed(text, last)
         self.begun = []
         if last:
-            short = self.stops.found or self.prompt.most is None or len(tokens) < self.prompt.most
-            ended = short or bool(self.prompt.ends.intersection(tokens[-1:]))
+            most, ends = self.prompt.options.max_new_tokens, self.prompt.options.eos_token_ids
+            ended = self.stops.found or most is None or len(tokens) < most or tokens[-1] in ends
             self.finish = "tool_calls" if self.calls else "stop" if ended else "length"
         logprobs = None
-        if self.top is not None and (items or last):
+        if self.prompt.options.top_logprobs is not None and (items or last):
             logprobs = self._logprobs(tokens, output.top_logprobs, last)
         return Part(items, logprobs)
 
@@ -294,7 +281,7 @@ class Engine:
 
     def parser(self, prompt: PromptTokens, body: Body) -> Any:
         """transformers' parser of reasoning and tool calls; `None` for a model without one, a form, or no chat."""
-        if self.template is None or prompt.in_form or not isinstance(body, ToolBody):
+        if self.template is None or prompt.options.grammar or not isinstance(body, ToolBody):
             return None
         tools = {"tools": body.template_options()["tools"]} if "tools" in signature(ResponseParser).parameters else {}
         return ResponseParser(self.template, prefix=self.tokenizer.decode(prompt.tokens), **tools)
@@ -319,28 +306,23 @@ class Engine:
                     options["max_new_tokens"] = max(1, min(self.default_tokens, room))
                 applied = self.manager.options_of(self.manager.generation_config, options, len(tokens))
                 asked = RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens)
-                most = self.cache.check_room(asked)
-                stops = applied.stop_strings
-                if options.get("stop_strings") and (len(stops) > MOST_STOPS or max(map(len, stops)) > LONGEST_STOP):
-                    raise ValueError(f"`stop_strings` must be up to {MOST_STOPS} texts of {LONGEST_STOP} characters.")
-                if (number := applied.num_return_sequences * len(given)) > MOST_ANSWERS:
-                    raise ValueError(f"The request asks for {number:,} answers; at most {MOST_ANSWERS} are given.")
-                ends, in_form = frozenset(applied.eos_token_ids), applied.grammar is not None
-                prompts.append(prompt := PromptTokens(tokens, most, ends, in_form))
+                applied = replace(applied, max_new_tokens=self.cache.check_room(asked))
+                stops = applied.stop_strings if options.get("stop_strings") else ()
+                check_limits(stops, applied.num_return_sequences * len(given))
+                prompts.append(PromptTokens(tokens, applied))
                 for _ in range(applied.num_return_sequences):
-                    answers.append(Choice(self, len(answers), prompt, stops, applied.top_logprobs, body))
+                    answers.append(Choice(self, len(answers), prompts[-1], body))
             return Exchange(self, body, prompts, options, answers)
         except ValueError as error:
             raise Refused(sentence(error)) from None
 
     def _rendered(self, body: Any) -> str:
-        """Text of a chat."""
         template, options = str(self.tokenizer.chat_template or ""), body.template_options()
         if not template:
             raise ValueError("This model has no chat template. Ask /v1/completions to continue a text.")
         if options["tools"] and "tools" not in template:
             raise ValueError("The request has `tools`, and the chat template of this model has no place for them.")
-        messages = [message.model_dump(exclude_none=True) for message in body.chat()]
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
         try:
             return limited(lambda: self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template may raise any exception
@@ -376,8 +358,8 @@ class Exchange:
         """Hand the prompts to the engine, from a thread: options of many prompts take long to check."""
         for names, prompt in zip(self.names, self.prompts, strict=True):
             if not self.closed:
-                own = self.options | {"max_new_tokens": prompt.most, "streaming": bool(self.body.stream)}
-                self.engine.manager.add_request(prompt.tokens, names[0], **own)
+                own = {"max_new_tokens": prompt.options.max_new_tokens, "streaming": bool(self.body.stream)}
+                self.engine.manager.add_request(prompt.tokens, names[0], **self.options | own)
         if self.closed:
             self._cancel()
 
@@ -385,13 +367,10 @@ class Exchange:
         for name in chain(*self.names):
             self.engine.manager.cancel_request(name)  # no effect on an answer that is complete
 
-    def _receive(self, answer: Choice) -> Callable[[Any], None]:
-        def receive(output: Any) -> None:
-            if answer.newest is None and not answer.finish:
-                self.ready.put_nowait(answer)
-            answer.newest = output
-
-        return receive
+    def _receive(self, answer: Choice, output: Any) -> None:
+        if answer.newest is None and not answer.finish:
+            self.ready.put_nowait(answer)
+        answer.newest = output
 
     async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
         """Yield the parts of all answers as they come. If the caller goes away, the requests are cancelled. Raise
@@ -402,7 +381,7 @@ class Exchange:
             if engine.failure:
                 raise Refused(engine.failure, 503)
             for name, each in zip(chain(*self.names), self.answers, strict=True):
-                engine.manager.register_result_handler(name, self._receive(each))
+                engine.manager.register_result_handler(name, partial(self._receive, each))
             await engine.in_thread(len(self.prompts) > 1, self._ask)
             while left:
                 answer: Any = await self.ready.get()
@@ -422,7 +401,6 @@ class Exchange:
             self.close()
 
     def close(self) -> None:
-        """Cancel what is not answered."""
         if not self.closed:
             self.closed = True
             self.engine.open.discard(self)

@@ -31,11 +31,9 @@ COMMANDS = {
 
 
 class Chat:
-    """A conversation on one cache. Each turn runs only new tokens through the model.
-
-    A template may change earlier tokens (some drop earlier thoughts). The cache is then cropped to the common prefix.
-    Without a chat template, the model continues plain text. After `load`, `preset` is the configuration of the file.
-    """
+    """A conversation on one cache. Each turn runs only new tokens through the model. A template may change earlier
+    tokens (some drop earlier thoughts). The cache is then cropped to the common prefix. Without a chat template, the
+    model continues plain text. After `load`, `preset` is the configuration of the file."""
 
     def __init__(self, model: Any, tokenizer: Any, preset: str | TurboQuantConfig, max_new_tokens: int) -> None:
         self.model, self.tokenizer, self.preset, self.max_new_tokens = model, tokenizer, preset, max_new_tokens
@@ -96,7 +94,6 @@ class Chat:
         return answer
 
     def save(self, path: str) -> None:
-        """Write the cache and the conversation to one file."""
         notes = {"ids": json.dumps(self.ids), "messages": json.dumps(self.messages)}
         save_cache(self.cache, path, self.model, notes)
 
@@ -126,7 +123,6 @@ class Printer(TextStreamer):
         self.console = console
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print `text` without control characters."""
         text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
         self.console.out(text, end="\n" if stream_end else "", highlight=False)
 

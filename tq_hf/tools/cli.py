@@ -114,7 +114,6 @@ def _shipped(name: str, instead: str) -> Path:
 
 
 def _model_name(model: str | None) -> str:
-    """Return `model`, by default the folder of the small model in a checkout."""
     instead = "Run `pip install -e .` in a clone, or name a model, e.g. `Qwen/Qwen3-0.6B`."
     return str(_shipped("", instead)) if model is None else model
 
@@ -216,7 +215,6 @@ def _loaded(name: str, dtype: DtypeName | None, device: str) -> tuple[Any, Any]:
 
 
 def _text(path: Path | None) -> str:
-    """Read a text, by default the filler of the checkout."""
     try:
         return (path or _shipped("filler.txt", "Pass a text: `--text FILE`.")).read_text(encoding="utf-8")
     except UnicodeDecodeError:

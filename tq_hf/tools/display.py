@@ -59,11 +59,8 @@ def working(what: str) -> Iterator[None]:
 
 
 def with_progress(items: Sequence[Item], what: str, console: Console) -> Iterator[Item]:
-    """Yield `items`, readings for example (`what`), and print progress on `console`.
-
-    After the first item, the estimated time of all is printed. A terminal then shows a bar, other consoles about
-    `REPORTS` lines.
-    """
+    """Yield `items`, readings for example (`what`), and print progress on `console`: after the first one, the
+    estimated time of all. A terminal then shows a bar, other consoles about `REPORTS` lines."""
     lines, every, start = not console.is_terminal, max(1, len(items) // REPORTS), time.monotonic()
     shown = items if lines else track(items, what.capitalize(), console=console, transient=True)
     for done, item in enumerate(shown, 1):

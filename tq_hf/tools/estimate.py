@@ -25,9 +25,8 @@ from ..cache import TurboQuantCache
 from ..config import TurboQuantConfig
 from ..memory import MemoryFootprint, measure
 from ..saving.recorded import replay
-from . import weights
 from .display import print_rows
-from .traced import trace
+from .traced import bytes_of_weights, quantization_of, trace
 
 MOST = 2**40
 """Largest number of tokens or sequences to try. A cache that fits at this number does not grow."""
@@ -54,10 +53,9 @@ class Estimator:
         self.dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
         run = trace(model_config, self.dtype)
         self.config, self.calls = run.config, run.calls
-        options = weights.quantization_of(model_config)
-        self.quantization = weights.method_of(options)
+        self.quantization, options = quantization_of(model_config)
         """Quantization method of the checkpoint's weights, or `None`."""
-        counted, note = weights.weight_bytes(run.model, options)
+        counted, note = bytes_of_weights(run.model, self.quantization, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
         """Bytes of the whole model's weights: quantized as its config says, otherwise in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []
@@ -246,7 +244,6 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def print_table(report: Report, console: Console) -> None:
-    """Print a table with one row per preset, and remarks below."""
     most = max(row.footprint.total for row in report.rows)
     unit, size_of = ("GiB", 2**30) if most >= 10 * 2**30 else ("MiB", 2**20)
     sequences = "one sequence" if report.batch == 1 else f"{report.batch} sequences"

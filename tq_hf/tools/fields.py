@@ -148,11 +148,9 @@ class Body(BaseModel):
         return self
 
     def options(self) -> dict[str, Any]:
-        """Options of the engine: those of `generation_config`, replaced by those of the fields. Raise `ValueError` if
-        fields contradict each other.
-
-        A temperature above 0, top_p or a seed turn sampling on, even if the model's generation config is greedy.
-        """
+        """Options of the engine: those of `generation_config`, replaced by those of the fields. A temperature above 0,
+        top_p or a seed turn sampling on, even if the model's generation config is greedy. Raise `ValueError` if fields
+        contradict each other."""
         config = _object("generation_config", self.generation_config or {})
         options = {name: value for name, value in config.items() if value is not None and name not in NEUTRAL}
         asked, top = getattr(self, "logprobs", None), getattr(self, "top_logprobs", None)
@@ -209,10 +207,6 @@ class ToolBody(Body):
     )
     parallel_tool_calls: bool | None = _field("false: an answer has one call")
 
-    def chat(self) -> list[Message]:
-        """Return the messages for the chat template."""
-        raise NotImplementedError
-
     def forced(self) -> list[dict[str, Any]]:
         """Functions to choose a call from; none if the answer needs no call."""
         functions: Any = [tool.get("function", tool) for tool in self.tools or ()]
@@ -258,9 +252,6 @@ class ChatBody(GeneratingBody, ToolBody):
         "the last message is continued; with `add_generation_prompt` set to false"
     )
 
-    def chat(self) -> list[Message]:
-        return self.messages
-
     def template_options(self) -> dict[str, Any]:
         begins, continues = self.add_generation_prompt is not False, bool(self.continue_final_message)
         variables = self.chat_template_kwargs or {}
@@ -292,8 +283,9 @@ class ResponseBody(ToolBody):
             )
         return options
 
-    def chat(self) -> list[Message]:
-        """Return the messages for the chat template. Calls and reasoning join the assistant's message beside them."""
+    @property
+    def messages(self) -> list[Message]:
+        """Messages for the chat template. Calls and reasoning join the assistant's message beside them."""
         messages: list[dict[str, Any]] = []
         thoughts: dict[str, Any] = {}
         for item in self.input:
@@ -345,6 +337,14 @@ def read_body(kind: type[Body], data: bytes) -> Any:
             f"The body has too many brackets, colons and commas: {MOST_MARKS:,} commas or half as many others fit."
         )
     return kind.model_validate_json(data)
+
+
+def check_limits(stops: tuple[str, ...], answers: int) -> None:
+    """Raise `ValueError` if a request has more or longer stop strings, or asks for more answers, than are allowed."""
+    if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
+        raise ValueError(f"`stop_strings` must be up to {MOST_STOPS} texts of {LONGEST_STOP} characters.")
+    if answers > MOST_ANSWERS:
+        raise ValueError(f"The request asks for {answers:,} answers; at most {MOST_ANSWERS} are given.")
 
 
 def sentence(error: ValueError) -> str:

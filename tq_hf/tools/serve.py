@@ -190,7 +190,6 @@ class ResponseForm:
         return self._of_part(f"{part['type']}.{kind}", **content, **({"logprobs": []} if "logprobs" in part else {}))
 
     def _begin(self, kind: str, prefix: str, **content: Any) -> dict[str, Any]:
-        """Begin an item."""
         self.output.append({"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress", **content})
         return self._of_item("output_item.added", item=self.output[-1])
 
@@ -308,14 +307,11 @@ class Routes:
         self.card = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "tq-hf"}
 
     def app(self, key: str | None, cors: bool) -> Starlette:
-        """Create the application."""
+        posts = [Route(f"/v1/{x}", partial(self.answer, kind=body), methods=["POST"]) for x, body in BODIES.items()]
         middleware = [Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])] * cors
         return Starlette(
             routes=[
-                *(
-                    Route(f"/v1/{name}", partial(self.answer, kind=body), methods=["POST"])
-                    for name, body in BODIES.items()
-                ),
+                *posts,
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/load_model", self.load_model, methods=["POST"]),
@@ -357,11 +353,9 @@ class Routes:
         return Reply(await self.engine.in_thread(len(data) > LONG, self.engine.read, kind, data))
 
     async def models(self, request: Request) -> Response:
-        """List the served model."""
         return JSONResponse({"object": "list", "data": [self.card]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the served model."""
         if (name := request.path_params["name"]) != self.engine.name:
             raise Refused(f"There is no model {name!r:.100}; this server serves {self.engine.name!r}.", 404)
         return JSONResponse(self.card)
@@ -380,7 +374,6 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
     def metrics(self, request: Request) -> Response:
-        """Say what the engine does, in the format of Prometheus."""
         return PlainTextResponse(self.engine.manager.metrics(), media_type="text/plain; version=0.0.4")
 
 
@@ -443,14 +436,11 @@ def serve(
     """Serve a model until the server is told to stop. Graphs are captured, and steps compiled, while it answers.
 
     Args:
-        name: Name of the model for clients.
         address: Host and port to listen at.
         say: Function that prints a sentence before the first request is accepted.
         access: Key that clients must send (`None` for none), and whether web pages of other origins may send requests.
-        most_bytes: Maximum size of a body.
 
-    Raises:
-        ValueError: Packed pages cannot hold the model, or the options do not fit into memory.
+    Raises `ValueError` if packed pages cannot hold the model, or the options do not fit into memory.
     """
     if type(model).__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         raise ValueError(

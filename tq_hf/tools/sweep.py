@@ -42,8 +42,7 @@ class Reader:
         model: A decoder in eval mode, with the attention "turboquant".
         ids: Token ids `[1, T]` of the text, on the model's device.
 
-    Raises:
-        ValueError: The text is too short, or no layer can be packed.
+    Raises `ValueError` if the text is too short, or no layer can be packed.
     """
 
     def __init__(self, model: Any, ids: torch.Tensor) -> None:
@@ -79,10 +78,8 @@ class Reader:
         return sum(sums) / (self.ids.shape[1] - FIRST)
 
     def warm_up(self, config: TurboQuantConfig) -> None:
-        """Read the text with dense layers, and its beginning with packed layers.
-
-        On a GPU this compiles kernels. All later readings then take the same time.
-        """
+        """Read the text with dense layers, and its beginning with packed layers. On a GPU this compiles kernels, so
+        that all later readings take the same time."""
         next(zip(self._exact, self._log_probs(TurboQuantCache(self.model.config, config)), strict=True))
 
 
@@ -108,10 +105,7 @@ class Sweep:
 
 def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context: int, most: int | None = None) -> Sweep:
     """Measure every layer at every preset, with bytes for `context` tokens. Progress is printed to the error stream.
-
-    Raises:
-        ValueError: No choice of presets takes `most` bytes or less. This is checked before the first measurement.
-    """
+    Raises `ValueError`, before the first measurement, if no choice of presets takes `most` bytes or less."""
     sizes = {name: estimator.footprint(name, context).total for name in presets}
     more: dict[int, dict[str, float]] = {layer: {} for layer in reader.layers}
     cells = [(layer, name) for layer in reader.layers for name in (*presets, DENSE)]
@@ -155,10 +149,8 @@ def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
 
 
 def spelled(chosen: Mapping[int, str], preset: str | None = None) -> tuple[TurboQuantConfig, str]:
-    """Return the configuration of presets by layer, and the line of code that creates it.
-
-    The line names a preset, by default the most common one, and the layers that differ.
-    """
+    """Return the configuration of presets by layer, and the line of code that creates it. The line names a preset, by
+    default the most common one, and the layers that differ."""
     packed = Counter(name for name in chosen.values() if name != DENSE)
     base = preset or (packed.most_common(1)[0][0] if packed else "4bit_nc")
     others = {layer: None if name == DENSE else name for layer, name in chosen.items() if name != base}
@@ -167,7 +159,6 @@ def spelled(chosen: Mapping[int, str], preset: str | None = None) -> tuple[Turbo
 
 
 def print_sweep(result: Sweep, console: Console) -> None:
-    """Print a row for each layer, and KL and bytes of all layers together."""
     presets = list(result.whole_kl)
     title = "KL from dense layers, in nats, of each layer packed alone and of all; MiB of a cache of"
     console.print(f"{title} {result.context:,} tokens", soft_wrap=True)

@@ -1,8 +1,10 @@
-"""Run of a model on torch's `meta` device, without memory: it shows the tensors that the layers cache."""
+"""Run of a model on torch's `meta` device, without memory: it shows the tensors that the layers cache, and the weights,
+whose bytes are counted as the checkpoint's `quantization_config` says."""
 
 from __future__ import annotations
 
 import copy
+import re
 import textwrap
 from typing import Any, NamedTuple
 
@@ -76,9 +78,8 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
 
 
 def _run_in_either_way(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
-    """Run a model without a padding token, then with one if that fails.
-
-    Some models search their inputs for the padding token, which needs values. Other models need the token to count
+    """Run a model without a padding token, then with one if that fails. Some models search their inputs for the
+    padding token, which needs values. Other models need the token to count
     positions (RoBERTa, NLLB), or build masks for sdpa from values (BioGPT). The second run uses "eager" attention.
     """
     try:
@@ -127,10 +128,8 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def _traceable(config: PreTrainedConfig, pads: bool) -> PreTrainedConfig:
-    """Copy a config without quantization and without options that make the model read values of its inputs.
-
-    Sizes of the cache do not change. With `pads` the padding token is kept.
-    """
+    """Copy a config without quantization and without options that make the model read values of its inputs: sizes of
+    the cache do not change. With `pads` the padding token is kept."""
     config = copy.deepcopy(config)
     for part in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():
         if not pads:
@@ -140,3 +139,76 @@ def _traceable(config: PreTrainedConfig, pads: bool) -> PreTrainedConfig:
             if parameters.get("rope_type") in FOLLOWING:
                 parameters["rope_type"] = "default"
     return config
+
+
+ALWAYS_PLAIN = r"(^|\.)(lm_head|embed_out|router|gate)(\.|$)"
+"""Names of modules that checkpoints do not quantize, even if `modules_to_not_convert` does not list them."""
+
+
+def _mxfp4(options: dict[str, Any], weight: torch.Tensor) -> float:
+    return weight.numel() * (1 / 2 + 1 / 32)
+
+
+def _fp8(options: dict[str, Any], weight: torch.Tensor) -> float:
+    rows, columns = options.get("weight_block_size") or (128, 128)
+    *experts, height, width = weight.shape
+    blocks = -(-height // rows) * -(-width // columns)
+    return weight.numel() + 4 * blocks * (experts[0] if experts else 1)
+
+
+def _grouped(options: dict[str, Any], weight: torch.Tensor) -> float:
+    bits = options.get("bits") or options.get("w_bit") or 4
+    group = options.get("group_size") or options.get("q_group_size") or 128
+    groups = weight.numel() / (group if group > 0 else weight.shape[-1])
+    return weight.numel() * bits / 8 + groups * (2 + bits / 8)
+
+
+def _bitsandbytes(options: dict[str, Any], weight: torch.Tensor) -> float:
+    if options.get("load_in_8bit") or options.get("_load_in_8bit"):
+        return weight.numel() + 4 * weight.numel() / weight.shape[-1]
+    scale = (1 + 4 / 256) / 64 if options.get("bnb_4bit_use_double_quant") else 4 / 64
+    return weight.numel() * (1 / 2 + scale)
+
+
+METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "awq": _grouped, "gptq": _grouped, "bitsandbytes": _bitsandbytes}
+"""Functions of a `quantization_config` and a weight, `[rows, columns]` or `[experts, ...]`: its number of bytes.
+
+mxfp4           4 bits per weight, 1 byte per 32 weights (experts of gpt-oss)
+fp8             1 byte per weight, 4 bytes per block of 128 x 128 weights
+awq, gptq       `bits` per weight, a 16-bit scale and a zero point of `bits` per group of `group_size` weights
+bitsandbytes    4 bits per weight, 4 bytes per 64 weights (double quantization: 1 byte, and 4 bytes per 256 groups);
+                or 1 byte per weight, 4 bytes per row
+"""
+
+
+def quantization_of(config: Any) -> tuple[str | None, dict[str, Any]]:
+    """Method, e.g. "fp8", and options in the `quantization_config` of a model's config or of its decoder's config."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            options = dict(found if isinstance(found, dict) else found.to_dict())
+            method = options.get("quant_method") or ("bitsandbytes" if options.get("load_in_4bit") else "unknown")
+            return str(getattr(method, "value", method)), options
+    return None, {}
+
+
+def bytes_of_weights(model: torch.nn.Module, method: str | None, options: dict[str, Any]) -> tuple[int, str | None]:
+    """Count the bytes of all weights of a model on the meta device. Weights count as unquantized if the method is
+    unknown, and a sentence for the user says so."""
+    if method not in METHODS:
+        note = method and (
+            f"The checkpoint is quantized with {method}, an unknown method: its weights are counted as unquantized. "
+            "Pass their size with `--weights 13GB`."
+        )
+        return sum(parameter.nbytes for parameter in model.parameters()), note
+    # Names may have `*` for layers, or lack a prefix.
+    names = (".*".join(map(re.escape, str(name).split("*"))) for name in options.get("modules_to_not_convert") or [])
+    skipped = "|".join([ALWAYS_PLAIN, *(rf"(^|\.){name}(\.|$)" for name in names)])
+    sizes: dict[torch.nn.Parameter, float] = {}
+    for prefix, module in model.named_modules():
+        plain = re.search(skipped, prefix) is not None
+        for parameter in module.parameters(recurse=False):
+            linear = isinstance(module, torch.nn.Linear) and parameter.dim() == 2 and method != "mxfp4"
+            quantized = not plain and (linear or (parameter.dim() == 3 and prefix.endswith("experts")))
+            sizes.setdefault(parameter, METHODS[method](options, parameter) if quantized else parameter.nbytes)
+    return round(sum(sizes.values())), None

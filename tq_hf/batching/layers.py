@@ -1,30 +1,142 @@
-"""Linear layers of a model in batches: the states of a request are in a page of the pool.
+"""Layers of a model over pages: the attention function that transformers registers as "turboquant_paged", and linear
+layers, whose states of a request are in a page of the pool.
+
+No mask function is registered under this name. Otherwise transformers would build a mask of all tokens by all tokens at
+every step.
 
 A linear layer reads one text from its start, and the engine passes the new tokens of all requests as one row. So during
 a session `forward` of each linear module is replaced by a function that takes the row apart. That function calls the
 module's own `forward` with the requests of equally many new tokens as a batch `[B, n, hidden_size]`, and with a cache
 of their states (`RequestStates`). In a step of one new token per request, that is one call.
 
-A compiled step calls the operators `tq_hf::read_states` and `tq_hf::write_states` around the module, for the reason
-that attention has an operator of its own (`tq_hf.batching.attention`).
+A compiled layer calls the operator `tq_hf::attend_pages`, or `tq_hf::read_states` and `tq_hf::write_states` around its
+module. Operators take pages and arguments of the engine from the step that their thread runs (`running`), and write to
+pages that are not inputs of the graph.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import torch
+from tq_kernels.types import AttentionOptions, Tokens
+from transformers import AttentionInterface
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..compat import outside_inference_mode
 from ..layers.base import Substitute
+from ..layers.expansion import up_projection
 from ..prepared import LAYER
 from .allocators import StateName, StateShapes, linear_layers
-from .attention import pages_of_step, running
 from .cache import TurboQuantPagedCache
+
+NAME = "turboquant_paged"
+
+PAGES = "turboquant_pages"
+"""Keyword argument with the step's cache. The engine's own argument `cache` reaches attention up to transformers 5.23.
+From 5.24 on, models take `cache` and call its `update`."""
+
+
+class NoPages(ValueError):
+    """A call has no pages."""
+
+
+def pages_of_step(kwargs: dict[str, Any]) -> TurboQuantPagedCache:
+    """Return the cache of the step that `kwargs` are arguments of. Raise `ValueError` for any other call."""
+    cache = kwargs.get(PAGES)
+    if not isinstance(cache, TurboQuantPagedCache):
+        raise NoPages(
+            "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
+            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again."
+        )
+    return cache
+
+
+def turboquant_paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention `[1, T, Hq, D]` of the new tokens of many requests over their pages and over themselves.
+
+    Args:
+        module: Attention module.
+        query: `[1, Hq, T, D]`, the new tokens of all requests in sequence.
+        key, value: `[1, Hkv, T, D]`; with latents keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` of the new tokens.
+        attention_mask, dropout: Not supported. The lengths of requests are the mask.
+        scaling: Factor of the logits, by default `D ** -0.5`.
+        **kwargs: Arguments of the engine, with the `TurboQuantPagedCache` under `PAGES`, and the model's fields of
+            `AttentionOptions` (without `position_bias`).
+
+    Raises:
+        ValueError: The call is not a step of continuous batching, or needs an option that pages do not support.
+    """
+    cache = pages_of_step(kwargs)
+    unknown = ("position_bias", "indices", "block_indices", "sinks")
+    names = [name for name in unknown if kwargs.get(name) is not None]
+    if names or dropout or attention_mask is not None:
+        what = ", ".join(names) or ("dropout" if dropout else "an attention mask")
+        raise ValueError(
+            f"{type(module).__name__} attends with {what}, which continuous batching on packed pages does not compute. "
+            "Use `generate()` with a `TurboQuantCache`."
+        )
+    options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
+    expanded, weight = (key, value), None
+    if cache.holds_latents:
+        (key, value), weight = cache.take_latents(), up_projection(module)
+    if torch.compiler.is_dynamo_compiling():
+        tensors = [query, key, value, module.__dict__[LAYER]]
+        return attend_pages(tensors, weight, options.s_aux, options.scaling, options.softcap), None
+    layer: Any = module.layer_idx
+    return cache.layer_step(layer, Tokens(query, key, value), kwargs, options, weight, expanded), None
+
+
+class Running(threading.local):
+    """The step that this thread runs. Without pages, as in a thread that compiles, operators read and write none."""
+
+    pages: TurboQuantPagedCache | None = None
+    arguments: dict[str, Any] = {}
+
+
+running = Running()
+
+
+@torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
+def attend_pages(
+    tensors: list[torch.Tensor],
+    weight: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Call `TurboQuantPagedCache.layer_step` of the running step. `tensors` are queries, keys (or latents), values (or
+    rotary keys) and the module's `LAYER`."""
+    if (pages := running.pages) is None:
+        return _empty_output(tensors, weight).zero_()
+    *states, layer = tensors
+    options = AttentionOptions(scaling, True, softcap, s_aux)
+    return pages.layer_step(int(layer[0]), Tokens(*states), running.arguments, options, weight).contiguous()
+
+
+@attend_pages.register_fake
+def _empty_output(tensors: list[torch.Tensor], weight: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
+    batch, heads, tokens, dim = tensors[0].shape
+    if weight is not None:
+        dim = weight.shape[0] // heads - (dim - tensors[2].shape[3])
+    return tensors[0].new_empty(batch, tokens, heads, dim)
+
+
+AttentionInterface.register(NAME, turboquant_paged_attention)
+
 
 States = dict[StateName, torch.Tensor]
 
@@ -46,12 +158,7 @@ class RequestStates:
         return self.states.get(("recurrent", state_idx))
 
     def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **kwargs: Any,
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Append inputs `[B, channels, n]` of the convolution. Returns the inputs before, and the new ones."""
         before = self.get_conv_state(layer_idx, state_idx)
@@ -69,12 +176,9 @@ class RequestStates:
 
 
 class StateOffloading(Substitute, OffloadingManager):
-    """Offloading of preempted requests for models with linear layers.
-
-    A preempted request of asynchronous batching may have a token in flight. transformers discards that token and reads
-    the token before it a second time. Keys and values do not change by that, but a state does. So the request is not
-    offloaded and starts anew.
-    """
+    """Offloading of preempted requests for models with linear layers. A preempted request of asynchronous batching may
+    have a token in flight. transformers discards that token and reads the one before it a second time. Keys and values
+    do not change by that, but a state does. So the request is not offloaded and starts anew."""
 
     def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
         lengths = (len(state.initial_tokens) + len(state.generated_tokens) for state in victims)
@@ -102,14 +206,12 @@ class LinearLayers:
         """`forward` of each instance before `switch`: accelerate's hooks replace it, too."""
 
     def switch(self) -> None:
-        """Replace `forward` of each module."""
         if self._own is None:
             self._own = [vars(module).get("forward") for _, module, _ in self.modules]
             for layer, module, parameter in self.modules:
                 module.forward = _forward_of_rows(layer, module, parameter, self._zeros(layer, 0))
 
     def restore(self) -> None:
-        """Undo `switch`."""
         for (_, module, _), own in zip(self.modules, self._own or (), strict=False):
             del module.forward
             if own is not None:
@@ -161,7 +263,6 @@ def _step(
 ) -> torch.Tensor:
     """Output `[1, T, hidden_size]` of a linear layer for the new tokens of all requests."""
     step = cache.state_step(layer, kwargs)
-    assert cache.states is not None
     if step.rows is None:
         states = cache.states.read(layer, step.sources)
         out = run(hidden_states.transpose(0, 1), states)
@@ -186,7 +287,6 @@ def read_states(hidden_states: torch.Tensor, like: list[torch.Tensor], layer: to
     """
     if (pages := running.pages) is None:
         return [states.zero_() for states in _read(hidden_states, like)]
-    assert pages.states is not None
     sources = pages.state_step(int(layer[0]), running.arguments).sources
     return list(pages.states.read(int(layer[0]), sources).values())
 
@@ -201,7 +301,6 @@ def write_states(out: torch.Tensor, states: list[torch.Tensor], layer: torch.Ten
     """Write the states `[B, ...]` that `read_states` has read before. Returns a copy of `out`, the output of the layer,
     so that no compiler drops the call."""
     if (pages := running.pages) is not None:
-        assert pages.states is not None
         targets = pages.state_step(int(layer[0]), running.arguments).targets
         names = pages.states.shapes[int(layer[0])]
         pages.states.write(int(layer[0]), targets, dict(zip(names, states, strict=True)))
