@@ -49,6 +49,16 @@ else:
     raise AssertionError("triton was not hidden")
 """
 
+AS_COMMAND = """
+import sys
+sys.argv = ["tq-hf"]
+import tq_hf
+print("torch" in sys.modules)
+tq_hf.set_up()
+from transformers import AttentionInterface
+print("turboquant" in AttentionInterface(), tq_hf.TurboQuantCache.__name__)
+"""
+
 
 def run(python: Path | str, code: str, cwd: Path) -> str:
     """Standard output of `python -c code`, run in `cwd` (which is then first on its `sys.path`)."""
@@ -301,8 +311,18 @@ def test_importing_adds_little_to_transformers(imported: dict[str, Any]) -> None
     assert {re.split(r"\W", top)[0] for top in others} <= {"torch", "transformers"}
 
 
-def test_without_triton_it_imports_and_generates_on_the_cpu(tmp_path: Path) -> None:
-    run(sys.executable, NO_TRITON + GENERATE, tmp_path)
+@pytest.fixture(scope="module")
+def without_triton(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a command without Triton prints. It has generated tokens."""
+    return run(sys.executable, NO_TRITON + AS_COMMAND + GENERATE, tmp_path_factory.mktemp("empty")).splitlines()
+
+
+def test_without_triton_it_imports_and_generates_on_the_cpu(without_triton: list[str]) -> None:
+    assert len(without_triton) == 2
+
+
+def test_a_command_registers_attention_before_it_loads_a_model(without_triton: list[str]) -> None:
+    assert without_triton == ["False", "True TurboQuantCache"]
 
 
 def imported_modules(path: Path, module: str) -> set[str]:

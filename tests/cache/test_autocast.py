@@ -10,7 +10,15 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.support.helpers import assert_same, compile_config, llama_config, packed_tensors, relative_error, states
+from tests.support.helpers import (
+    assert_same,
+    compile_config,
+    llama_config,
+    packed_tensors,
+    relative_error,
+    slow,
+    states,
+)
 from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
@@ -131,8 +139,8 @@ def test_attention_over_packed_tokens_is_rounded_once(limit, queries, softcap):
     assert found[1].dtype == torch.bfloat16 and torch.equal(found[0].bfloat16(), found[1])
 
 
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["turboquant", slow("sdpa")])
+@pytest.mark.parametrize("backend", ["eager", slow("aot_eager")])
 def test_compiled_steps_are_like_eager_ones(backend, attention):
     model = build("llama", attention=attention)
     torch._dynamo.reset()

@@ -350,7 +350,7 @@ def test_every_preset_is_read_packed(name, absorbed):
     assert absorbed == [1] * LAYERS
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
+@pytest.mark.parametrize("graph", [slow(False), True], ids=["generate", "graph_decoding"])
 def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed, monkeypatch):
     torch._dynamo.reset()
     counters.clear()

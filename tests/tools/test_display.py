@@ -2,7 +2,6 @@
 
 import io
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -103,24 +102,7 @@ print(len({{name for name in added if name.startswith("tq_")}}), "of ours")
 
 @pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["serve", "--help"], ["--version"]], ids=str)
 def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
-    *_, heavy, ours = run_command(AS_COMMAND.format(arguments=arguments), tmp_path)
-    assert heavy == "[]" and int(ours.split()[0]) <= 4
-
-
-def run_command(code: str, folder: Path) -> list[str]:
-    """Lines that code prints in a process of its own, with the packages of the checkout on its path."""
     root = Path(__file__).resolve().parents[2]
     paths = f"import sys; sys.path[:0] = [{str(root)!r}, {str(root / 'kernels')!r}]\n"
-    return run(sys.executable, paths + textwrap.dedent(code), folder).splitlines()
-
-
-def test_a_command_registers_attention_before_it_loads_a_model(tmp_path: Path) -> None:
-    code = """
-        sys.argv = ["tq-hf"]
-        import tq_hf
-        assert "torch" not in sys.modules
-        tq_hf.set_up()
-        from transformers import AttentionInterface
-        print("turboquant" in AttentionInterface(), tq_hf.TurboQuantCache.__name__)
-    """
-    assert run_command(code, tmp_path) == ["True TurboQuantCache"]
+    *_, heavy, ours = run(sys.executable, paths + AS_COMMAND.format(arguments=arguments), tmp_path).splitlines()
+    assert heavy == "[]" and int(ours.split()[0]) <= 4
