@@ -194,16 +194,6 @@ def test_a_model_that_was_trained_in_between_goes_on_with_its_manager() -> None:
         assert after == [session.oracle.generate(prompt, 8)] != before
 
 
-def test_a_session_that_runs_keeps_its_pages() -> None:
-    with Session(model_of()) as session:
-        session.run(prompts([40]), greedy(2))
-        session.manager.start()
-        with pytest.raises(ValueError, match="session of continuous batching is running.*Stop the session"):
-            session.batching.sleep()
-        session.manager.stop(keep_for_next_session=True)
-        assert session.batching.sleep() > 0
-
-
 def test_rollouts_of_a_trainer_sleep_between_them() -> None:
     model = model_of()
     asked = dict(generation_config=greedy(4), continuous_batching_config=options(), persistent_manager=True)

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from tests.support.helpers import (
     assert_same,
     compile_config,
+    every_pair,
     llama_config,
     packed_tensors,
     relative_error,
@@ -50,11 +51,12 @@ def logits(model: PreTrainedModel, cache, attention: str, padded: int = 0, order
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("padded", [0, 7])
-@pytest.mark.parametrize("options", [{}, {"skip_layers": (0,)}], ids=["all", "skipped"])
-@pytest.mark.parametrize("limit", [None, 100])
-@pytest.mark.parametrize("attention", ["turboquant", "dense"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "attention", "limit", "options", "padded"),
+    every_pair(
+        ("llama", "gemma2", "gemma3"), ("turboquant", "dense"), (None, 100), ({}, {"skip_layers": (0,)}), (0, 7)
+    ),
+)
 def test_logits_are_those_over_a_dynamic_cache(name, attention, limit, options, padded):
     model, dense = build(name), dense_attention(name)
     cache = TurboQuantCache(model.config, max_cache_len=limit, **options)
