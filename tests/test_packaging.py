@@ -4,6 +4,7 @@ import ast
 import email
 import email.message
 import graphlib
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import sysconfig
 import textwrap
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -45,6 +47,16 @@ except ModuleNotFoundError:
     pass
 else:
     raise AssertionError("triton was not hidden")
+"""
+
+AS_COMMAND = """
+import sys
+sys.argv = ["tq-hf"]
+import tq_hf
+print("torch" in sys.modules)
+tq_hf.set_up()
+from transformers import AttentionInterface
+print("turboquant" in AttentionInterface(), tq_hf.TurboQuantCache.__name__)
 """
 
 
@@ -89,22 +101,46 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a throw-away environment in which the project is installed."""
-    python = make_environment(tmp_path_factory.mktemp(request.param) / "venv")
-    if request.param == "wheel":
-        pip("--python", python, "install", "--no-deps", request.getfixturevalue("wheel"))
-    else:
-        pip("--python", python, "install", "--no-deps", "editables", "--editable", ROOT)
+@pytest.fixture(scope="module")
+def of_the_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a throw-away environment in which the wheel is installed."""
+    python = make_environment(tmp_path_factory.mktemp("wheel") / "venv")
+    pip("--python", python, "install", "--no-deps", wheel)
     return python
 
 
-def test_an_installation_imports_and_generates_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
-    code = GENERATE + "import tq_kernels\nprint(tq_hf.__file__, tq_kernels.__file__, sep='\\n', end='')"
-    files = run(installed, code, tmp_path).splitlines()
-    home = installed.parent.parent if "wheel" in str(installed) else ROOT
-    assert all(Path(file).is_relative_to(home) for file in files), files
+INSTALLED = """
+import importlib.util, json, sys
+import tq_hf.graph_decoding.loop, tq_hf, tq_kernels
+
+found = {"files": [tq_hf.__file__, tq_kernels.__file__], "loop": callable(tq_hf.graph_decoding), "names": {}}
+for name in ("kernels", "tests", "examples", "conftest", "tq_kernels", "tq_hf"):
+    spec = importlib.util.find_spec(name)
+    found["names"][name] = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin])]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process in an empty directory finds in an environment in which the project is installed, of which `home`
+    is the folder of its files. It has generated tokens."""
+    if request.param == "wheel":
+        python = request.getfixturevalue("of_the_wheel")
+    else:
+        python = make_environment(tmp_path_factory.mktemp(request.param) / "venv")
+        pip("--python", python, "install", "--no-deps", "editables", "--editable", ROOT)
+    found = json.loads(run(python, INSTALLED + GENERATE, tmp_path_factory.mktemp("empty")))
+    return found | {"home": python.parent.parent if request.param == "wheel" else ROOT}
+
+
+def test_an_installation_imports_and_generates_from_an_empty_directory(installed: dict[str, Any]) -> None:
+    assert all(Path(file).is_relative_to(installed["home"]) for file in installed["files"]), installed
+
+
+def test_the_loop_is_a_function_whatever_is_imported_before(installed: dict[str, Any]) -> None:
+    """`tq_hf.graph_decoding` is also the name of a room, to which importing one of its modules would bind it."""
+    assert installed["loop"]
 
 
 TYPED = """
@@ -127,15 +163,13 @@ tq_hf.TurboQuantConfig(key_bits="4")
 """
 
 
-def test_the_types_of_the_public_api_reach_a_user(wheel: Path, tmp_path: Path) -> None:
+def test_the_types_of_the_public_api_reach_a_user(of_the_wheel: Path, tmp_path: Path) -> None:
     """Of an installed wheel, with mypy --strict. What others' packages return is left out: torch takes a minute."""
     pytest.importorskip("mypy")
-    python = make_environment(tmp_path / "venv")
-    pip("--python", python, "install", "--no-deps", wheel)
     (tmp_path / "user.py").write_text(TYPED)
     skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "transformers", "triton"))
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = true\ncache_dir = {os.devnull}\n{skipped}")
-    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "user.py"]
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(of_the_wheel), "user.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     revealed = [name.split(".")[-1] for name in re.findall(r'Revealed type is "([^"]+)"', done.stdout)]
     assert revealed == [
@@ -154,17 +188,11 @@ def test_the_types_of_the_public_api_reach_a_user(wheel: Path, tmp_path: Path) -
     assert errors == ["arg-type", "arg-type"] and done.stdout.count("error:") == 2, done.stdout
 
 
-def test_an_installation_exposes_no_other_names(installed: Path, tmp_path: Path) -> None:
-    code = """
-        import importlib.util
-        for name in ("kernels", "tests", "examples", "conftest", "tq_kernels", "tq_hf"):
-            spec = importlib.util.find_spec(name)
-            print(name, *([] if spec is None else spec.submodule_search_locations or [spec.origin]))
-    """
-    found = {name: places for name, *places in map(str.split, run(installed, code, tmp_path).splitlines())}
+def test_an_installation_exposes_no_other_names(installed: dict[str, Any]) -> None:
+    found = dict(installed["names"])
     assert found.pop("tq_hf") and found.pop("tq_kernels")
-    ours = [place for places in found.values() for place in places if place.startswith((str(ROOT), str(installed)))]
-    assert ours == []
+    ours = (str(ROOT), str(installed["home"]))
+    assert [place for places in found.values() for place in places if place.startswith(ours)] == []
 
 
 def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel: Path) -> None:
@@ -230,45 +258,71 @@ def test_the_kernels_folder_is_a_source_root_and_no_package() -> None:
     assert tests == []
 
 
-def test_importing_registers_the_attention_and_its_mask_and_changes_nothing_else() -> None:
+IMPORTED = """
+import json, sys
+assert sys.path[0] == ""
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+before_all = set(sys.modules)
+from transformers import cache_utils, masking_utils, modeling_utils
+from transformers.generation import utils
+from transformers.integrations import sdpa_attention
+
+def snapshot():
+    registries = {
+        "attention": modeling_utils.ALL_ATTENTION_FUNCTIONS,
+        "mask": masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
+        "dynamic": cache_utils.DYNAMIC_LAYER_TYPE_MAPPING,
+        "static": cache_utils.STATIC_LAYER_TYPE_MAPPING,
+    }
+    entries = {(name, key): value for name, registry in registries.items() for key, value in registry.items()}
+    for module in [value for name, value in sys.modules.items() if name.split(".")[0] == "transformers"]:
+        for name, value in list(vars(module).items()):
+            entries[module.__name__, name] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                entries |= {(module.__name__, name, key): member for key, member in vars(value).items()}
+    return entries
+
+before = snapshot()
+import tq_hf
+modules, after = set(sys.modules) - before_all, snapshot()
+# Modules that the import loads, and their names in other modules, are no change; a new entry or member is.
+known = lambda key: key[:-1] in before or key[0] in ("attention", "mask", "dynamic", "static")
+found = {"changed": [key for key in before if after.get(key) is not before[key]], "modules": sorted(modules)}
+print(json.dumps(found | {"added": sorted(":".join(key) for key in after if key not in before and known(key))}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    """What importing the package changes in a process at the repository's root, where it then generates."""
+    return json.loads(run(sys.executable, IMPORTED + GENERATE, ROOT))
+
+
+def test_importing_registers_the_attention_and_its_mask_and_changes_nothing_else(imported: dict[str, Any]) -> None:
     """And from the repository's root transformers is imported, and generates: `kernels/` there is no package."""
-    code = """
-        import sys
-        assert sys.path[0] == ""
-        import transformers
-        from transformers import cache_utils, masking_utils, modeling_utils
-        from transformers.generation import utils
-        from transformers.integrations import sdpa_attention
-
-        def snapshot():
-            registries = {
-                "attention": modeling_utils.ALL_ATTENTION_FUNCTIONS,
-                "mask": masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
-                "dynamic": cache_utils.DYNAMIC_LAYER_TYPE_MAPPING,
-                "static": cache_utils.STATIC_LAYER_TYPE_MAPPING,
-            }
-            entries = {(name, key): value for name, registry in registries.items() for key, value in registry.items()}
-            for module in [value for name, value in sys.modules.items() if name.split(".")[0] == "transformers"]:
-                for name, value in list(vars(module).items()):
-                    entries[module.__name__, name] = value
-                    if isinstance(value, type) and value.__module__ == module.__name__:
-                        entries |= {(module.__name__, name, key): member for key, member in vars(value).items()}
-            return entries
-
-        before = snapshot()
-        import tq_hf
-        after = snapshot()
-        # Modules that the import loads, and their names in other modules, are no change; a new entry or member is.
-        known = lambda key: key[:-1] in before or key[0] in ("attention", "mask", "dynamic", "static")
-        print("changed", *[key for key in before if after.get(key) is not before[key]])
-        print("added", *sorted(":".join(key) for key in after if key not in before and known(key)))
-    """
-    lines = run(sys.executable, textwrap.dedent(code) + GENERATE, ROOT).splitlines()
-    assert lines == ["changed", "added attention:turboquant mask:turboquant"]
+    assert imported["changed"] == [] and imported["added"] == ["attention:turboquant", "mask:turboquant"]
 
 
-def test_without_triton_it_imports_and_generates_on_the_cpu(tmp_path: Path) -> None:
-    run(sys.executable, NO_TRITON + GENERATE, tmp_path)
+def test_importing_adds_little_to_transformers(imported: dict[str, Any]) -> None:
+    """Counted in modules: no package that transformers' own generation does not import, and about a hundred of ours."""
+    tops = [name.partition(".")[0] for name in imported["modules"]]
+    others = [top for top in tops if top not in ("tq_hf", "tq_kernels")]
+    assert 90 < len(tops) - len(others) <= 110 and len(others) <= 5, imported["modules"]
+    assert {re.split(r"\W", top)[0] for top in others} <= {"torch", "transformers"}
+
+
+@pytest.fixture(scope="module")
+def without_triton(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a command without Triton prints. It has generated tokens."""
+    return run(sys.executable, NO_TRITON + AS_COMMAND + GENERATE, tmp_path_factory.mktemp("empty")).splitlines()
+
+
+def test_without_triton_it_imports_and_generates_on_the_cpu(without_triton: list[str]) -> None:
+    assert len(without_triton) == 2
+
+
+def test_a_command_registers_attention_before_it_loads_a_model(without_triton: list[str]) -> None:
+    assert without_triton == ["False", "True TurboQuantCache"]
 
 
 def imported_modules(path: Path, module: str) -> set[str]:
@@ -343,9 +397,3 @@ def test_the_demo_installs_what_it_runs_on_and_nothing_else(metadata: email.mess
                 imported.add(str(node.module).split(".")[0])
     own = {"examples", "needle_data", "provenance", "real_model", "tq_hf", "tq_kernels"}
     assert imported - own - set(sys.stdlib_module_names) <= needed
-
-
-def test_the_loop_is_a_function_whatever_is_imported_before() -> None:
-    """`tq_hf.graph_decoding` is also the name of a room, to which importing one of its modules would bind it."""
-    code = "import tq_hf.graph_decoding.loop, tq_hf; assert callable(tq_hf.graph_decoding)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -274,6 +274,7 @@ def test_the_id_of_a_cancelled_request_is_free_again(paused: HeldSteps) -> None:
             assert manager.add_request(short, "x") == "x"
             assert manager.get_result("x", timeout=60).generated_tokens == expected
             manager.cancel_request("x")
+        manager.stop(block=True)
         assert not manager.output_router._open
 
 
@@ -331,7 +332,8 @@ def test_a_request_that_was_cancelled_is_not_forked(monkeypatch: pytest.MonkeyPa
 
 def test_requests_wait_no_longer_once_one_that_held_all_pages_is_cancelled() -> None:
     """After a preemption no request begins until pages are free, which cancelled requests free, too."""
-    with Session(model_of(max_position_embeddings=8192), num_blocks=46, allow_block_sharing=False) as session:
+    pool = dict(num_blocks=40, safety_margin=0.0, allow_block_sharing=False)
+    with Session(model_of(max_position_embeddings=8192), **pool) as session:
         manager = session.batching.init_continuous_batching(greedy(900), session.options)
         manager.start()
         while manager.batch_processor is None:

@@ -233,18 +233,26 @@ WAYS = {"plain": {}, "chunks": {"max_batch_tokens": 64}, "lists": {"max_blocks_p
 WAYS["few slots"] = {"max_requests_per_batch": 4}
 
 
-@pytest.mark.parametrize("way", [*WAYS, "asynchronous", "padded"])
-def test_requests_of_one_batch_have_the_answers_of_generate_with_their_options(
-    way: str, batching: TurboQuantBatching, request: pytest.FixtureRequest
-) -> None:
+@pytest.fixture(scope="module")
+def answered(batching: TurboQuantBatching) -> tuple[list[tuple[Tokens, dict[str, Any]]], list[Tokens]]:
+    """Requests of two prompts with all options, and the answers of `generate()`."""
     model, (prompt, other) = batching.model, prompts([100, 90])
-    changes = WAYS[way] if way in WAYS else request.getfixturevalue(way) or {}
     asked = [(prompt, fields) for fields in cases(alone(model, prompt, {}))]
     asked += [(other, fields) for fields in cases(alone(model, other, {})) if "min_length" not in fields]
     expected = [alone(model, *each) for each in asked]
+    assert sum(answer != expected[0] for answer in expected[:15]) > 11, "the options change answers"
+    return asked, expected
+
+
+@pytest.mark.parametrize("way", [*WAYS, "asynchronous", "padded"])
+def test_requests_of_one_batch_have_the_answers_of_generate_with_their_options(
+    way: str,
+    batching: TurboQuantBatching,
+    answered: tuple[list[tuple[Tokens, dict[str, Any]]], list[Tokens]],
+    request: pytest.FixtureRequest,
+) -> None:
+    changes, (asked, expected) = WAYS[way] if way in WAYS else request.getfixturevalue(way) or {}, answered
     assert ask(batching, asked, NEW, **changes) == expected
-    changed = sum(answer != expected[0] for answer in expected[:15])
-    assert changed > 11, "the options change answers"
 
 
 def test_options_hold_behind_a_shared_prefix_and_at_realistic_lengths(batching: TurboQuantBatching) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -230,22 +231,31 @@ def test_a_prefix_larger_than_host_memory_comes_back_in_parts(tmp_path: Path) ->
     assert found.cached_tokens == SINKS + 15 * BLOCK
 
 
+STEMS = prompts([700, 520])
 CHILD = """
 import json, sys
-from tests.batching.test_prefixes import greedy, model_of, outputs, prompts, session_of
-stems = prompts([700, 520])
-stems = stems if sys.argv[2] == "0" else stems[::-1]
-with session_of(model_of(), sys.argv[1]) as session:
-    found = [outputs(session, [stem[:n] + [1, 2, 3]], 6)[0] for n in (510, 290) for stem in stems]
-print(json.dumps([(each.prompt_ids, each.generated_tokens, each.cached_tokens) for each in found]))
+from tests.batching.test_prefixes import STEMS, traced
+print("ready", flush=True)
+sys.stdin.readline()
+print(json.dumps(traced(sys.argv[1], STEMS)))
 """
+
+
+def traced(folder: Any, stems: list[Tokens]) -> list[tuple[Tokens, Tokens, int]]:
+    """Prompts that begin alike, their answers, and how many of their tokens were found in pages."""
+    with session_of(model_of(), folder) as session:
+        found = [outputs(session, [stem[:n] + [1, 2, 3]], 6)[0] for n in (510, 290) for stem in stems]
+    return [(each.prompt_ids, each.generated_tokens, each.cached_tokens) for each in found]
 
 
 def test_processes_share_a_folder(tmp_path: Path) -> None:
     """Two that write at once, and one that comes later."""
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    begun = [subprocess.Popen([*command, order], stdout=subprocess.PIPE, text=True) for order in "01"]
-    one, other = (json.loads(each.communicate(timeout=240)[0]) for each in begun)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None and child.stdout.readline() == "ready\n"
+        child.stdin.write("\n")
+        child.stdin.flush()
+        one, other = traced(tmp_path, STEMS[::-1]), json.loads(child.stdout.readline())
     with session_of(model_of(), None) as session:
         for prompt, tokens, cached in one + other:
             expected = session.oracle.after_prefix(prompt, 6, cached) if cached else session.oracle.generate(prompt, 6)
@@ -319,14 +329,21 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with the pages of a prompt of 300 tokens, and the output of the request that they are of."""
+    folder = tmp_path_factory.mktemp("prefixes")
+    with session_of(model_of(), folder) as session:
+        return folder, outputs(session, prompts([300]), 6)[0]
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_passed_over_and_written_again(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str, written: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (prompt,), folder = prompts([300]), tmp_path / "prefixes"
-    with session_of(model_of(), folder) as session:
-        expected, files = outputs(session, [prompt], 6)[0], sorted(folder.iterdir())
-    for path in files:
+    (prompt,), expected = prompts([300]), written[1]
+    folder = Path(shutil.copytree(written[0], tmp_path / "prefixes"))
+    for path in sorted(folder.iterdir()):
         DAMAGE[damage](path)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     with session_of(model_of(), folder) as session:
@@ -352,13 +369,12 @@ def test_a_damaged_file_is_passed_over_and_written_again(
     ],
 )
 def test_nothing_is_found_by_another_model_or_preset(
-    model: dict[str, Any], recipe: dict[str, Any], tmp_path: Path
+    model: dict[str, Any], recipe: dict[str, Any], written: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    (prompt,) = prompts([300])
-    for changes, kind in (({}, {}), (model, recipe)):
-        with session_of(changed(**changes), tmp_path, kind) as session:
-            assert outputs(session, [prompt], 2)[0].cached_tokens == 0
-    assert len(list(tmp_path.iterdir())) == 6
+    folder = shutil.copytree(written[0], tmp_path / "prefixes")
+    with session_of(changed(**model), folder, recipe) as session:
+        assert outputs(session, prompts([300]), 2)[0].cached_tokens == 0
+    assert len(list(folder.iterdir())) == 6
 
 
 def test_files_used_least_recently_are_deleted_first_and_others_left_alone(tmp_path: Path) -> None:

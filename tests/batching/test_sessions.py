@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.adapters import Lora, set_adapters
+from tests.support.adapters import adapted, set_adapters
 from tests.support.batching_cases import Oracle, Session, Steps, answers, greedy, model_of, options, prompts, serve
 from tq_hf import TurboQuantBatching, continuous_batching
 
@@ -194,16 +194,6 @@ def test_a_model_that_was_trained_in_between_goes_on_with_its_manager() -> None:
         assert after == [session.oracle.generate(prompt, 8)] != before
 
 
-def test_a_session_that_runs_keeps_its_pages() -> None:
-    with Session(model_of()) as session:
-        session.run(prompts([40]), greedy(2))
-        session.manager.start()
-        with pytest.raises(ValueError, match="session of continuous batching is running.*Stop the session"):
-            session.batching.sleep()
-        session.manager.stop(keep_for_next_session=True)
-        assert session.batching.sleep() > 0
-
-
 def test_rollouts_of_a_trainer_sleep_between_them() -> None:
     model = model_of()
     asked = dict(generation_config=greedy(4), continuous_batching_config=options(), persistent_manager=True)
@@ -242,13 +232,6 @@ def test_sleeping_and_waking_leaves_nothing_behind() -> None:
 OPTIONS = {"balance": False}
 
 
-def adapted() -> Any:
-    model = model_of()
-    for layer in model.model.layers:
-        layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
-    return model
-
-
 def trained(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.lora_A["first"].data.mul_(3)
 
@@ -273,7 +256,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_model_is_given_no_pages_of_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (prompt,), model = prompts([300]), adapted()
+    (prompt,), model = prompts([300]), adapted(model_of())
     with Session(model, overrides=OPTIONS) as session:
         before, first = session.run([prompt], greedy(8)), session.manager
         session.run([prompt[:60]], greedy(8))
@@ -292,7 +275,7 @@ def test_a_changed_model_is_given_no_pages_of_before(name: str, monkeypatch: pyt
 
 
 def test_an_unchanged_model_goes_on_with_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    (prompt,), model = prompts([300]), adapted()
+    (prompt,), model = prompts([300]), adapted(model_of())
     with Session(model, overrides=OPTIONS) as session:
         session.run([prompt], greedy(2))
         manager, steps = session.manager, Steps(monkeypatch)
@@ -303,7 +286,7 @@ def test_an_unchanged_model_goes_on_with_its_pages(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_manager_is_not_started_again_over_a_changed_model() -> None:
-    model = adapted()
+    model = adapted(model_of())
     with Session(model, overrides=OPTIONS) as session:
         session.run(prompts([20]), greedy(2))
         set_adapters(model, active_adapters=["second"])

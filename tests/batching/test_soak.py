@@ -151,9 +151,3 @@ def test_hundreds_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (happened["shared a prefix"] > 0) == (kind == "packed"), happened
     assert happened["not the very first choice"] <= happened["tokens"] // 1000, happened
     assert kind == "windows" or happened["bytes grown"] < 32 << 20, happened
-
-
-@pytest.mark.slow
-def test_sixty_requests_over_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened = soak(60, hybrid(), 86, monkeypatch)
-    assert happened["forks"] > 0 == happened["shared a prefix"] == happened["not the very first choice"], happened

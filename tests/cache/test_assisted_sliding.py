@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, MistralConfig
 
 from tests.cache.test_assisted import drafts
-from tests.support.helpers import compile_config, every_pair
+from tests.support.helpers import compile_config, every_pair, slow
 from tests.support.recorded_graph import RecordedGraph
 from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, noisy, random_weights
 from tq_hf import TurboQuantCache, graph_decoding
@@ -62,6 +62,12 @@ def conversation(model, ids: torch.Tensor, cache=None, turns: int = 2, pads: int
     return ids, cache
 
 
+@lru_cache
+def plain(model, tokens: int, turns: int = 2, pads: int = 0):
+    """A conversation without drafts, which tests compare with and leave as it is."""
+    return conversation(model, prompt(model, tokens), turns=turns, pads=pads)
+
+
 def assert_same_windows(cache, other) -> None:
     """The windows hold the same tokens. The first row of a full window is never read again."""
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
@@ -77,12 +83,12 @@ def assert_same_windows(cache, other) -> None:
             torch.testing.assert_close(held, expected, atol=close, rtol=close)
 
 
-def check(model, ids: torch.Tensor, pads: int = 0, **options) -> TurboQuantCache:
+def check(model, tokens: int, pads: int = 0, **options) -> TurboQuantCache:
     """Tokens and windows are those of plain decoding. Returns the cache of drafts."""
-    expected, plain = conversation(model, ids, pads=pads)
-    found, cache = conversation(model, ids, pads=pads, **options)
+    expected, other = plain(model, tokens, pads=pads)
+    found, cache = conversation(model, prompt(model, tokens), pads=pads, **options)
     assert torch.equal(found, expected)
-    assert_same_windows(cache, plain)
+    assert_same_windows(cache, other)
     return cache
 
 
@@ -93,7 +99,7 @@ def check(model, ids: torch.Tensor, pads: int = 0, **options) -> TurboQuantCache
 @pytest.mark.parametrize("pads", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, way, pads) -> None:
     model, assistant = models(name, 96, device)
-    cache = check(model, prompt(model, tokens), pads, **drafts((model, assistant), way))
+    cache = check(model, tokens, pads, **drafts((model, assistant), way))
     graph = latest_steps[cache].graph
     assert graph is not None and (not isinstance(graph, RecordedGraph) or graph.replays > 1)
 
@@ -107,7 +113,7 @@ def test_windows_may_be_smaller_than_a_step(device, size, number, way) -> None:
     model, assistant = models("gemma3", window, device)
     options = dict(prompt_lookup_num_tokens=number) if way == "lookup" else dict(assistant_model=assistant)
     assistant.generation_config.num_assistant_tokens = number
-    check(model, prompt(model, tokens), tokens // 20, **options)
+    check(model, tokens, tokens // 20, **options)
     assistant.generation_config.num_assistant_tokens = DRAFTS
 
 
@@ -133,7 +139,7 @@ def test_a_model_without_sliding_layers_takes_an_assistant_with_them_and_the_oth
     sliding, full = models("gemma3", 24, device)[0], build("llama").to(device)
     full.set_attn_implementation("turboquant")
     for model, assistant in ((sliding, full), (full, sliding)):
-        check(model, prompt(model, 60), **drafts((model, assistant), way))
+        check(model, 60, **drafts((model, assistant), way))
 
 
 @WAYS
@@ -144,7 +150,7 @@ def test_a_cache_goes_on_in_every_way_after_drafts(device, second, way, tmp_path
     """The windows are in order after each call: for other loops, in a file, and with one token taken back."""
     model, assistant = models("gemma3", 24, device)
     ids, options = prompt(model, 60), drafts((model, assistant), way)
-    expected, _ = conversation(model, ids, turns=3)
+    expected, _ = plain(model, 60, turns=3)
     found, cache = conversation(model, ids, turns=1, **options)
     cache.save(tmp_path / "cache.safetensors", model)
     loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", model)
@@ -155,27 +161,26 @@ def test_a_cache_goes_on_in_every_way_after_drafts(device, second, way, tmp_path
         assert torch.equal(answer, expected)
 
 
-@WAYS
+@pytest.mark.parametrize("way", ["lookup", slow("assistant")])
 def test_steps_over_rings_are_compiled_without_a_break(way) -> None:
     model, assistant = models("gemma3", 24)
-    ids = prompt(model, 60)
-    expected, _ = conversation(model, ids, turns=1)
+    expected, _ = plain(model, 60, turns=1)
     torch._dynamo.reset()
-    found, _ = conversation(model, ids, turns=1, compile_config=compile_config(), **drafts((model, assistant), way))
+    options = dict(compile_config=compile_config(), **drafts((model, assistant), way))
+    found, _ = conversation(model, prompt(model, 60), turns=1, **options)
     assert torch.equal(found, expected)
 
 
 def test_only_drafts_make_windows_larger() -> None:
     model, _ = models("gemma3", 24)
-    ids = prompt(model, 60)
-    _, plain = conversation(model, ids)
-    _, cache = conversation(model, ids, prompt_lookup_num_tokens=DRAFTS)
-    rows = [layer.keys.shape[2] for layer in plain.layers if layer.is_sliding]
+    _, other = plain(model, 60)
+    _, cache = conversation(model, prompt(model, 60), prompt_lookup_num_tokens=DRAFTS)
+    rows = [layer.keys.shape[2] for layer in other.layers if layer.is_sliding]
     assert rows == [24] * len(rows)
     layers = [layer for layer in cache.layers if layer.is_sliding]
     assert [layer.keys.shape[2] for layer in layers] == [24 + DRAFTS + 1] * len(rows)
     row = 2 * layers[0].keys[:, :, :1].numel() * layers[0].keys.element_size()
-    more = cache.memory_footprint().total - plain.memory_footprint().total
+    more = cache.memory_footprint().total - other.memory_footprint().total
     assert more == (DRAFTS + 1) * row * len(rows)
 
 
@@ -186,7 +191,7 @@ def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> Non
     """The first layers have its tokens, the others do not; and rows beyond the window are kept for that crop."""
     model, assistant = models("gemma3", 24, num_hidden_layers=3)
     ids, options = prompt(model, tokens), drafts((model, assistant), way)
-    expected, plain = conversation(model, ids, turns=1)
+    expected, other = plain(model, tokens, turns=1)
     cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=ROOM)
     calls = []
 
@@ -212,7 +217,7 @@ def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> Non
         eos_token_id=None,
     )
     assert tokens < held < tokens + NEW and torch.equal(answer, expected[:, : tokens + NEW])
-    assert_same_windows(cache, plain)
+    assert_same_windows(cache, other)
 
 
 @WAYS

@@ -10,7 +10,16 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.support.helpers import assert_same, compile_config, llama_config, packed_tensors, relative_error, states
+from tests.support.helpers import (
+    assert_same,
+    compile_config,
+    every_pair,
+    llama_config,
+    packed_tensors,
+    relative_error,
+    slow,
+    states,
+)
 from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
@@ -42,11 +51,12 @@ def logits(model: PreTrainedModel, cache, attention: str, padded: int = 0, order
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("padded", [0, 7])
-@pytest.mark.parametrize("options", [{}, {"skip_layers": (0,)}], ids=["all", "skipped"])
-@pytest.mark.parametrize("limit", [None, 100])
-@pytest.mark.parametrize("attention", ["turboquant", "dense"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "attention", "limit", "options", "padded"),
+    every_pair(
+        ("llama", "gemma2", "gemma3"), ("turboquant", "dense"), (None, 100), ({}, {"skip_layers": (0,)}), (0, 7)
+    ),
+)
 def test_logits_are_those_over_a_dynamic_cache(name, attention, limit, options, padded):
     model, dense = build(name), dense_attention(name)
     cache = TurboQuantCache(model.config, max_cache_len=limit, **options)
@@ -131,8 +141,8 @@ def test_attention_over_packed_tokens_is_rounded_once(limit, queries, softcap):
     assert found[1].dtype == torch.bfloat16 and torch.equal(found[0].bfloat16(), found[1])
 
 
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["turboquant", slow("sdpa")])
+@pytest.mark.parametrize("backend", ["eager", slow("aot_eager")])
 def test_compiled_steps_are_like_eager_ones(backend, attention):
     model = build("llama", attention=attention)
     torch._dynamo.reset()

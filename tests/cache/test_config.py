@@ -275,7 +275,7 @@ def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
         assembled(model, room),
         TurboQuantCache(model.config, "2bit_nc", residual_length=0, max_cache_len=room),
     ):
-        options = dict(max_new_tokens=40, do_sample=False) | options
+        options = dict(max_new_tokens=8, do_sample=False) | options
         outputs.append(model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), **options))
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
 

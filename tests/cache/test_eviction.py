@@ -290,7 +290,7 @@ def encoded_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [None, 1000])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "2.5bit_nc"])
 def test_an_answer_cut_off_by_assignment_is_one_cut_off_by_crop(preset, limit, encoded_blocks):
     """As kvpress' pipeline does after each question; 650 and 128 tokens: blocks that are cut, and pending ones."""
     cache, cropped = (filled(limit, 650, preset=preset) for _ in range(2))

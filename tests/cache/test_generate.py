@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from tests.support.helpers import every_pair
 from tests.support.saving_cases import model_named
 from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention, noisy
 from tq_hf import TurboQuantCache, TurboQuantLayer
@@ -94,19 +95,17 @@ def copied_prefix(model, make):
 SCENARIOS = ONE_CALL | {each.__name__: each for each in (assisted, prompt_lookup, multi_turn, copied_prefix)}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_with_everything_dense_tokens_are_those_of_dynamic_cache(name, scenario):
+@pytest.mark.parametrize(("name", "scenario", "attention"), every_pair(CONFIGS, SCENARIOS, ("turboquant", "dense")))
+def test_with_everything_dense_tokens_are_those_of_dynamic_cache(name, scenario, attention):
     if name == "qwen3_next" and scenario in ("assisted", "prompt_lookup"):
         pytest.skip("transformers refuses assisted generation on models with linear attention")
     model = model_named(name, attention=dense_attention(name))
     expected = SCENARIOS[scenario](model, lambda: DynamicCache(config=model.config))
     assert expected[:, -NEW_TOKENS:].unique().numel() > 3, "a model that repeats itself shows nothing"
     weights = copy.deepcopy(model.state_dict())
-    for attention in ("turboquant", dense_attention(name)):
-        model.set_attn_implementation(attention)
-        actual = SCENARIOS[scenario](model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
-        assert torch.equal(actual, expected), attention
+    model.set_attn_implementation(attention if attention == "turboquant" else dense_attention(name))
+    actual = SCENARIOS[scenario](model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
+    assert torch.equal(actual, expected)
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
 
 

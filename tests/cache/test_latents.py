@@ -127,7 +127,7 @@ def test_the_error_of_a_latent_is_that_of_its_codebook(name):
 )
 def test_logits_of_a_compressed_latent_stay_near_those_in_float64(name, attention):
     model = build(name, attention=attention)
-    prompt, step = ids(700), ids(701)[:, :1]
+    prompt, step = ids(420), ids(421)[:, :1]
 
     def logits(cache) -> torch.Tensor:
         model(prompt, **as_input(cache))
@@ -235,7 +235,7 @@ def test_attention_is_switched_between_steps(absorbed):
 @pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
 def test_the_same_tokens_are_generated(graph, absorbed):
     model = build("glm4_moe_lite")
-    options = padded_prompt(9) | dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    options = padded_prompt(9) | dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
     if graph:
         options["custom_generate"] = graph_decoding
 
@@ -246,7 +246,7 @@ def test_the_same_tokens_are_generated(graph, absorbed):
 
     expected = generated("sdpa")
     assert torch.equal(generated("turboquant"), expected)
-    assert len(absorbed) == 11 * LAYERS
+    assert len(absorbed) == 5 * LAYERS
 
 
 def test_assisted_decoding_gives_the_same_tokens(absorbed):
@@ -350,7 +350,7 @@ def test_every_preset_is_read_packed(name, absorbed):
     assert absorbed == [1] * LAYERS
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
+@pytest.mark.parametrize("graph", [slow(False), True], ids=["generate", "graph_decoding"])
 def test_a_compiled_step_absorbs_in_one_graph(graph, absorbed, monkeypatch):
     torch._dynamo.reset()
     counters.clear()

@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from tests.support.helpers import assert_unchanged, compile_config, slow, snapshot
+from tests.support.helpers import assert_unchanged, compile_config, every_pair, slow, snapshot
 from tests.support.kernel_cases import INTERPRETED, child
 from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
@@ -58,9 +58,9 @@ def assert_held(cache: TurboQuantCache, before: list[dict[str, object]]) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("skip_layers", [(), (0,)], ids=["", "first layer not compressed"])
-@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "masked", "skip_layers"), every_pair(("turboquant", "sdpa", "eager"), (True, False), ((), (0,)))
+)
 def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, device):
     model, cache, step = nearly_full(attention, masked, device, skip_layers)
     step(model, ROOM - 1)

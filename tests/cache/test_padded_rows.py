@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.support.helpers import compile_config
+from tests.support.helpers import compile_config, every_pair
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
@@ -264,9 +264,9 @@ def with_a_sink(seed: int = 3) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("room", [None, 1024])
-@pytest.mark.parametrize("pad", [1, 3, 127, 300])
+@pytest.mark.parametrize(
+    ("pad", "room", "attention"), every_pair((1, 3, 127, 300), (None, 1024), ("turboquant", "sdpa"))
+)
 def test_a_padded_row_loses_no_more_than_the_row_alone(pad, room, attention):
     """KL from the full cache, of a model with an attention sink."""
     model, tokens = with_a_sink(), 600

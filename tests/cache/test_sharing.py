@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import KVSharingDict
 
+from tests.support.helpers import every_pair
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
@@ -69,25 +70,28 @@ def _in_a_list(cache):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fork", [copy.copy, _of_layers, _of_tensors, _in_a_list])
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0,)}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "options", "fork"),
+    every_pair(
+        ("llama", "gemma3", "deepseek_v3"),
+        ({}, {"max_cache_len": 400}, {"skip_layers": (0,)}),
+        (copy.copy, _of_layers, _in_a_list, _of_tensors),
+    ),
+)
 def test_a_shallow_copy_has_rows_of_its_own(name, options, fork):
     """Branches of a prompt: layers of transformers' `DynamicCache` replace their tensors, these write in place."""
-    model, tokens = build(name), torch.randint(3, VOCAB, (1, 340), generator=torch.Generator().manual_seed(0))
-    model.set_attn_implementation("turboquant")
-    if options.get("max_cache_len") and fork is _of_tensors and name == "gemma3":
-        pytest.skip("a preallocated window has keys of empty rows")
+    model = build(name, attention="turboquant")
+    tokens = torch.randint(3, VOCAB, (1, 312), generator=torch.Generator().manual_seed(0))
     caches = [TurboQuantCache(model.config, **options) for _ in range(2)]
     for cache in caches:
         model(tokens[:, :300], **as_input(cache))
     branch = fork(caches[0])
-    for step in tokens[:, 320:].split(1, dim=1):  # only the branch reads them
+    for step in tokens[:, 306:].split(1, dim=1):  # only the branch reads them
         model(step, **as_input(branch))
     found, expected = (
-        [model(step, **as_input(cache)).logits for step in tokens[:, 300:320].split(1, dim=1)] for cache in caches
+        [model(step, **as_input(cache)).logits for step in tokens[:, 300:306].split(1, dim=1)] for cache in caches
     )
-    assert caches[0].get_seq_length() == branch.get_seq_length() == 320
+    assert caches[0].get_seq_length() == branch.get_seq_length() == 306
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=0)
 
 

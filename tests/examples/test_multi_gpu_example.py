@@ -20,7 +20,7 @@ def output(*launcher: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("launcher", [pytest.param((), marks=pytest.mark.slow), TORCHRUN], ids=["layers", "heads"])
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["layers", "heads"])
 def test_the_pass_key_is_found_and_each_process_holds_its_share(launcher: tuple[str, ...]) -> None:
     text = output(*launcher)
     assert text.count("314159>>") == 1

@@ -1,15 +1,15 @@
 """Trellis codes of `examples/measure/quality/trellis.py`: the best path, closed within a word, and pinned tables."""
 
 import itertools
-import operator
-from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from tq_kernels.format import CODES
 
 from examples.measure.compile.trellis_unpack import PROGRAMS, UPPER, Program
 from examples.measure.quality.trellis import DESIGNS, UNIT, WORD, Trellis, train
+from tests.support import ptx
 from tq_hf.codec import trellis
 from tq_hf.codec.reference import levels_of
 
@@ -106,37 +106,17 @@ def test_codes_of_presets_are_nearly_the_best(bits: int, name: str) -> None:
         assert best < (x - level).square().mean().item() < (1.035 if bits == 2 else 1.012) * best
 
 
-OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "and.b32": operator.and_,
-    "xor.b32": operator.xor,
-    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
-    "shr.u32": operator.rshift,
-}
-
-
 def executed(program: Program, registers: dict[str, int]) -> list[int]:
     """What a prototype stores, its PTX interpreted."""
-    stored = []
+    held, stored = {name: np.array(x) for name, x in registers.items()}, []
     for line in program.lines:
-        name, *operands = line.rstrip(";").replace(",", " ").split()
-        if name == "st.global.b32":
-            stored.append(registers[operands[1]])
+        operation, *operands = line.rstrip(";").replace(",", " ").split()
+        if operation == "st.global.b32":
+            stored.append(int(held[operands[1]]))
             continue
-        out, *values = operands
-        x = [registers[v] if v in registers else int(v, 0) for v in values]
-        if name == "prmt.b32":
-            source = (x[1] << 32 | x[0]).to_bytes(8, "little")
-            assert x[2] & 0x8888 == 0
-            result = int.from_bytes(bytes(source[x[2] >> 4 * i & 7] for i in range(4)), "little")
-        elif name == "lop3.b32":
-            a, b, c, table = x
-            bits = [(a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1 for i in range(32)]
-            result = sum((table >> k & 1) << i for i, k in enumerate(bits))
-        elif name == "shf.l.wrap.b32":
-            result = (x[0] << x[2] | x[0] >> 32 - x[2]) & 0xFFFFFFFF
-        else:
-            result = OPERATIONS[name](*x)
-        registers[out] = result
+        out, *names = operands
+        x = [held[name] if name in held else np.array(int(name, 0)) for name in names]
+        held[out] = ptx.value_of(operation, names, x) & ptx.WORD
     return stored
 
 

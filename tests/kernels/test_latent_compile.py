@@ -29,8 +29,7 @@ def packed_loop(compiled: Any) -> Any:
     return min(found, key=lambda loop: loop.total())
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["cache", "pages"])
-@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize(("rows", "paged"), [(16, True), (128, False), slow(16, False), slow(128, True)])
 def test_the_loop_over_blocks_spills_nothing_on_sm_90(rows: int, paged: bool) -> None:
     compiled = build_latents(90, (4, 8), rows=rows, paged=paged)
     loop, config = packed_loop(compiled), latent_config(rows, target_of(90))
@@ -46,10 +45,10 @@ def test_the_loop_over_blocks_spills_nothing_on_sm_90(rows: int, paged: bool) ->
     ("arch", "preset", "options"),
     [
         (80, "4bit_nc", dict(rows=20)),
-        (86, "3bit_nc", dict(rows=16)),
         (90, "2bit_nc", dict(rows=16, mask=1)),
-        (80, "4bit_nc", dict(rows=16, paged=True)),
         (86, "3bit_nc", dict(rows=20, paged=True)),
+        slow(86, "3bit_nc", dict(rows=16)),
+        slow(80, "4bit_nc", dict(rows=16, paged=True)),
         slow(90, "k8v4", dict(rows=64, mask=2)),
         slow(89, "4bit_nc", dict(rows=20, dtype="fp16")),
         slow(100, "4bit_nc", dict(rows=128)),

@@ -182,10 +182,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @runs_kernels
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, of blocks that nothing was written to
 @pytest.mark.parametrize("room", [None, 512], ids=["growing", "preallocated"])
 def test_a_model_reads_packed_latents(room: int | None, calls: list[int]) -> None:
     model = small_model()
-    ids = torch.randint(3, 64, (2, 400)).to(DEVICE)
+    ids = torch.randint(3, 64, (2, 280)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :21] = 0
 
@@ -193,7 +194,7 @@ def test_a_model_reads_packed_latents(room: int | None, calls: list[int]) -> Non
         model.set_attn_implementation(attention)
         cache, parts = TurboQuantCache(model.config, max_cache_len=room), []
         with torch.no_grad():
-            for start, stop in ((0, 390), (390, 391), (391, 394), (394, 400)):
+            for start, stop in ((0, 270), (270, 271), (271, 274), (274, 280)):
                 padding = mask[:, :stop]
                 parts.append(model(ids[:, start:stop], attention_mask=padding, **as_input(cache)).logits)
         return torch.cat(parts[1:], 1)

@@ -19,18 +19,12 @@ from tq_hf.codec.reference import levels_of
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="no PTX there")
 
 DIM = 32
-MASK = 0xFFFFFFFF
 
 
-def execute(asm: str, outputs: int, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Run `asm` on int64 tensors that hold 32-bit words."""
-    return [torch.from_numpy(x) for x in ptx.execute(asm, outputs, *[(x & MASK).numpy() for x in inputs])]
-
-
-def halves(register: torch.Tensor) -> torch.Tensor:
-    """The two fp16 of a 32-bit register, `[..., 2]`."""
-    bits = torch.stack([register & 0xFFFF, register >> 16], -1)
-    return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.float16)
+def unpacked(asm: str, outputs: int, *inputs: torch.Tensor) -> torch.Tensor:
+    """The fp16 numbers that `asm` makes of int64 tensors of 32-bit words, `[outputs, rows, channels]`."""
+    planes = ptx.execute(asm, outputs, *[(x & ptx.WORD).numpy() for x in inputs])
+    return torch.stack([torch.from_numpy(ptx.halves(plane)).flatten(1) for plane in planes])
 
 
 def words_and_levels(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +41,7 @@ def test_levels_of_a_look_up(bits: int, small: bool) -> None:
     tiles, width = words.view(code.tiles, ROWS, -1), DIM // code.quarters
     for quarter in range(code.quarters):
         signs = [tiles[-1]] if code.has_sign_words else []
-        planes = execute(unpack._ASM[bits][small][quarter], 4, tiles[quarter // code.tile_quarters], *signs)
-        actual = torch.stack([halves(plane).flatten(1) for plane in planes])
+        actual = unpacked(unpack._ASM[bits][small][quarter], 4, tiles[quarter // code.tile_quarters], *signs)
         expected = levels[:, :, quarter * width :][:, :, :width]
         assert torch.equal(actual, expected * SMALL_UNIT if small else expected)
 
@@ -56,8 +49,7 @@ def test_levels_of_a_look_up(bits: int, small: bool) -> None:
 def test_8_bits() -> None:
     words, levels = words_and_levels(8)
     for tile, part in enumerate(words.view(2, ROWS, DIM // 2)):
-        planes = execute(unpack._ASM8.value, 2, part)
-        actual = torch.stack([halves(plane).flatten(1) for plane in planes])
+        actual = unpacked(unpack._ASM8.value, 2, part)
         expected = levels[2 * tile : 2 * tile + 2]
         number = ~expected.isnan()
         assert torch.equal(actual[number], expected[number])

@@ -101,12 +101,11 @@ if INTERPRETED:
         check(Requests(300, 41, TOTALS, FP16), FP16, CHUNKS)
         assert order[:3] == [2, 1, 0]
 
-    @pytest.mark.parametrize("shape", [(34, 2, 16), (3, 3, 80), (20, 1, 8), (2, 1, 256)], ids=str)
-    def test_heads_of_all_kinds(shape: tuple[int, int, int]) -> None:
-        check(Requests(96, 36, TOTALS, FP16, shape=shape), FP16, CHUNKS)
-
-    def test_rows_are_of_the_models_dtype() -> None:
-        check(Requests(96, 36, TOTALS, BF16), BF16, CHUNKS)
+    @pytest.mark.parametrize(
+        ("shape", "dtype"), [((34, 2, 16), FP16), ((3, 3, 80), BF16), ((20, 1, 8), FP16), ((2, 1, 256), FP16)], ids=str
+    )
+    def test_heads_and_dtypes_of_all_kinds(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        check(Requests(96, 36, TOTALS, dtype, shape=shape), dtype, CHUNKS)
 
     def test_what_is_stored_is_what_torch_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         """Bit for bit, and nothing else is written."""

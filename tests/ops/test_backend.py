@@ -33,9 +33,9 @@ def states(tokens: int, device: str, seed: int = 0, dim: int = DIM) -> tuple[tor
     ("preset", "prompt", "steps", "dim"),
     [
         # Blocks end at 132 and at 260 tokens.
-        *[("4bit_nc", prompt, steps, DIM) for prompt, steps in ((1, 6), (3, 6), (125, 9), (255, 7))],
+        *[("4bit_nc", prompt, steps, DIM) for prompt, steps in ((1, 3), (3, 2), (125, 9), (255, 7))],
         ("k8v4", 125, 9, DIM),
-        *[slow("k8v4", prompt, steps, DIM) for prompt, steps in ((1, 6), (3, 6), (255, 7))],
+        *[slow("k8v4", prompt, steps, DIM) for prompt, steps in ((1, 3), (3, 2), (255, 7))],
         ("2.5bit_nc", 125, 9, DIM),
         ("4bit_nc", 130, 4, 512),
         *[

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions
 
-from tests.support.helpers import CPU, all_packed, assert_same, dequantized, encoded, filled, rows, states
+from tests.support.helpers import CPU, all_packed, assert_same, dequantized, encoded, every_pair, filled, rows, states
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec import codebook
 from tq_hf.ops import dispatch, reference, workspace
@@ -225,21 +225,21 @@ def bits_of(name: str) -> dict[str, int]:
     return {"key_bits": PRESETS[name].key_bits, "value_bits": PRESETS[name].value_bits}
 
 
-@pytest.mark.parametrize("queries", [1, 4, 5, 40])
-@pytest.mark.parametrize("dim, value_dim", [(128, 128), (80, 40), (36, 100)])
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_reads_what_it_stored(name, dim, value_dim, queries):
+@pytest.mark.parametrize(
+    ("name", "dims", "queries"), every_pair(PRESETS, ((128, 128), (80, 40), (36, 100)), (1, 4, 5, 40))
+)
+def test_every_preset_reads_what_it_stored(name, dims, queries):
     """Few queries are arranged like the levels of keys, many have the keys arranged like themselves."""
+    dim, value_dim = dims
     view = viewed(queries, dim=dim, value_dim=value_dim, config=all_packed(**bits_of(name)), past=700)
     assert view.host_counts.blocks == 5
     assert_attends(random(25, 2, 4, queries, dim), view)
 
 
-@pytest.mark.parametrize("queries", [1, 4, 40])
-@pytest.mark.parametrize("dim, value_dim", [(64, 64), (36, 100)])
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_read_by_a_bfloat16_model(name, dim, value_dim, queries, monkeypatch):
+@pytest.mark.parametrize(("name", "dims", "queries"), every_pair(PRESETS, ((64, 64), (36, 100)), (1, 4, 40)))
+def test_every_preset_is_read_by_a_bfloat16_model(name, dims, queries, monkeypatch):
     """Products are in bfloat16 then where the processor has them, which is said here to be so on any."""
+    dim, value_dim = dims
     monkeypatch.setattr(cpu_attention, "_products", lambda states: states.dtype)
     config = replace(CONFIG, **bits_of(name))
     pair = states(33, 2, 2, 700 + queries, dim, value_dim, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.adapters import Lora, change
+from tests.support.adapters import adapted, change
 from tests.support.saving_cases import filled, reloaded, run, tokens
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
@@ -144,13 +144,6 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
 IDS = tokens(1, 20)
 
 
-def adapted() -> Any:
-    model = build("llama", attention="turboquant")
-    for layer in model.model.layers:
-        layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
-    return model
-
-
 def saved(model: Any, path: Any) -> None:
     cache = TurboQuantCache(model.config)
     run(model, cache, IDS)
@@ -168,7 +161,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_cache_of_other_adapters_is_refused(tmp_path, name):
-    model = adapted()
+    model = adapted(build("llama", attention="turboquant"))
     saved(model, tmp_path / "c.safetensors")
     TurboQuantCache.load(tmp_path / "c.safetensors", model)
     with pytest.raises(ValueError, match=r"made with adapters active \['first'\].*Activate, merge and scale"):
@@ -176,7 +169,7 @@ def test_a_cache_of_other_adapters_is_refused(tmp_path, name):
 
 
 def test_the_strength_of_an_adapter_that_is_not_active_does_not_matter(tmp_path):
-    model = adapted()
+    model = adapted(build("llama", attention="turboquant"))
     saved(model, tmp_path / "c.safetensors")
     TurboQuantCache.load(tmp_path / "c.safetensors", change(model, scaling={"first": 1.0, "second": 7.0}))
 

@@ -334,9 +334,9 @@ def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
     return [run(model, cache, tokens(2, count, seed)) for seed, count in enumerate(calls)]
 
 
-@pytest.mark.parametrize("length", [50, 95, 96, 97, 300])
-@pytest.mark.parametrize("saved", [None, 400], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("name", "saved", "length"), every_pair(("llama", "gemma3", "qwen3_next"), (None, 400), (50, 95, 96, 97, 300))
+)
 def test_a_cache_goes_on_the_same_in_the_other_kind(tmp_path, name, saved, length):
     """Windows of 96 tokens: not yet full, about to be, full, and long past."""
     model, cache = filled(name, length, max_cache_len=saved)

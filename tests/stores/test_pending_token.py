@@ -74,14 +74,6 @@ def test_whoever_asks_first_finds_it(ask: Callable[[LayerStore], Any], room: int
 
 
 @rooms
-def test_tokens_that_nobody_reads_are_written_one_after_the_other(room: int | None) -> None:
-    store = store_of(20, room)
-    for i in range(20, 30):
-        store.append(*rows(PAIR, i, i + 1))
-    assert_same(dispatch.dense(store.view()), PAIR)
-
-
-@rooms
 @pytest.mark.parametrize("read", [attend, shown])
 def test_a_view_writes_it_once_whoever_reads_the_view_again(read: Callable[[View], Any], room: int | None) -> None:
     store = store_of(30, room)
@@ -99,19 +91,6 @@ def test_a_reset_forgets_it() -> None:
     store.reset()
     assert store.length == 0 and store.settle() == (0, 0, 0, 0)
     store.append(*PAIR)
-    assert_same(dispatch.dense(store.view()), PAIR)
-
-
-@rooms
-def test_one_that_was_cropped_does_not_come_back(room: int | None) -> None:
-    store = store_of(30, room)
-    step(store)
-    store.crop(1)
-    assert_same(dispatch.dense(store.view()), PAIR)
-    step(store, 2)
-    assert_same(dispatch.dense(store.view()), concatenated(PAIR, states(2, tokens=1)))
-    step(store, 3)
-    store.crop(2)
     assert_same(dispatch.dense(store.view()), PAIR)
 
 

@@ -245,26 +245,6 @@ def test_crop_of_the_call_that_completed_a_block_is_exact(removed, blocks, room)
     assert_same(dispatch.dense(store.view()), dispatch.dense(filled(all_packed(), pair).view()))
 
 
-@rooms
-@configs
-@pytest.mark.parametrize("past_sinks", [BLOCK + 50, 2 * BLOCK, 0, -1, -4, -700])
-def test_crop_into_packed_blocks_keeps_survivors_as_they_were_read(config, past_sinks, room):
-    """Within a block, at its edge, and where sinks alone or nothing stays."""
-    pair = states(13, tokens=700, dim=8)
-    store = filled(config, pair, max_cache_len=room)
-    read = dispatch.dense(store.view())
-    length = max(0, config.sink_tokens + past_sinks)
-    store.crop(700 - length if past_sinks > -700 else 10**6)
-    blocks, residual = divmod(max(0, past_sinks), BLOCK)
-    assert store.settle() == (min(length, config.sink_tokens), blocks, residual, 0) and store.length == length
-    assert store.view().length == length
-    assert_same(dispatch.dense(store.view()), rows(read, 0, length))
-    new = states(14, tokens=9, dim=8)
-    assert_same(shown(store.append(*new)), concatenated(rows(read, 0, length), new))
-    store.append(*rows(pair, length + 9))
-    assert store.length == 700
-
-
 # Failures
 
 

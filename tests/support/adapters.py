@@ -29,6 +29,13 @@ class Lora(torch.nn.Module):
         return self.base_layer(x) + sum(added)
 
 
+def adapted(model: Any) -> Any:
+    """A model, whose projections of keys have adapters now."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
+    return model
+
+
 def change(model: Any, **attributes: Any) -> Any:
     """A copy of a model whose layers with adapters have other attributes."""
     model = copy.deepcopy(model)
