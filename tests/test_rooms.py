@@ -89,7 +89,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2779,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
-        "batching": 4744,  # latents; options by request; requests that fail alone; prefixes in files; grammars
+        "batching": 4781,  # latents; options by request; requests that fail alone; prefixes in files; grammars
         "graph_decoding": 1353,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 878,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1830,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
@@ -108,11 +108,11 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_410, 35_499
+PRODUCT, TESTS = 28_447, 35_500
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; loud channels 600; prompts at the speed of their
 products 400, most of which are not paid for yet: plans of cuDNN, compiled prompts."""
-FILES = 126  # prepared.py; {codec/loud,stores/assigned,ops/latent_pages}.py; batching/{linear,prefixes,grammars}.py
+FILES = 127  # prepared.py; {codec/loud,stores/assigned,ops/latent_pages}.py; batching/{linear,prefixes,grammars}.py
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -36,7 +36,8 @@ from tests.support.batching_cases import (
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import requests
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
-from tq_hf.batching.requests import SECONDS, Histogram, scheduler_class
+from tq_hf.batching.metrics import SECONDS, Histogram
+from tq_hf.batching.requests import scheduler_class
 from tq_hf.compat import as_input
 
 

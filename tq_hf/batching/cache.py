@@ -170,7 +170,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.bytes_per_block = allocator.bytes_per_block
         """Bytes of `BLOCK_TOKENS` tokens in all layers."""
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
-        self.states: Any = None
+        self.states: StateAllocator | None = None
         self.second: PoolAllocator | None = None
         """Allocator beside that of full attention: of windows or of states."""
         if shapes := manager.probe.linear.shapes:
@@ -342,6 +342,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
         """Return the pages of states in a step. Each linear layer asks for them before it reads."""
         self.before_layer()
+        assert self.states is not None
         return self._planned(layer_idx, self.states, kwargs)
 
     def _planned(self, layer_idx: int, own: PoolAllocator, kwargs: dict[str, Any], total: int = 0) -> Any:

@@ -223,7 +223,12 @@ class TurboQuantBatching(ContinuousMixin):
 
 @contextmanager
 def continuous_batching(
-    model: torch.nn.Module, preset: str | TurboQuantConfig = "4bit_nc", **options: Any
+    model: torch.nn.Module,
+    preset: str | TurboQuantConfig = "4bit_nc",
+    *,
+    balance: bool | Balance | None = None,
+    tokenizer: Any = None,
+    **overrides: Any,
 ) -> Iterator[TurboQuantBatching]:
     """Context in which `model.generate_batch` uses packed pages, for code that calls `generate_batch` itself (TRL).
 
@@ -235,7 +240,7 @@ def continuous_batching(
     Within the context, one method of this model object is replaced.
 
     Args:
-        model, preset, **options: Arguments of `TurboQuantBatching`, such as `balance` and `tokenizer`.
+        model, preset, balance, tokenizer, **overrides: Arguments of `TurboQuantBatching`.
 
     Yields:
         The `TurboQuantBatching` of the model.
@@ -243,7 +248,7 @@ def continuous_batching(
     Raises:
         ValueError: As for `TurboQuantBatching`. The model is in this context already, or has a persistent manager.
     """
-    batching = TurboQuantBatching(model, preset, **options)
+    batching = TurboQuantBatching(model, preset, balance=balance, tokenizer=tokenizer, **overrides)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(

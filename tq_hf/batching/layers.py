@@ -263,6 +263,7 @@ def _step(
 ) -> torch.Tensor:
     """Output `[1, T, hidden_size]` of a linear layer for the new tokens of all requests."""
     step = cache.state_step(layer, kwargs)
+    assert cache.states is not None
     if step.rows is None:
         states = cache.states.read(layer, step.sources)
         out = run(hidden_states.transpose(0, 1), states)
@@ -287,6 +288,7 @@ def read_states(hidden_states: torch.Tensor, like: list[torch.Tensor], layer: to
     """
     if (pages := running.pages) is None:
         return [states.zero_() for states in _read(hidden_states, like)]
+    assert pages.states is not None
     sources = pages.state_step(int(layer[0]), running.arguments).sources
     return list(pages.states.read(int(layer[0]), sources).values())
 
@@ -301,6 +303,7 @@ def write_states(out: torch.Tensor, states: list[torch.Tensor], layer: torch.Ten
     """Write the states `[B, ...]` that `read_states` has read before. Returns a copy of `out`, the output of the layer,
     so that no compiler drops the call."""
     if (pages := running.pages) is not None:
+        assert pages.states is not None
         targets = pages.state_step(int(layer[0]), running.arguments).targets
         names = pages.states.shapes[int(layer[0])]
         pages.states.write(int(layer[0]), targets, dict(zip(names, states, strict=True)))

@@ -206,7 +206,7 @@ class PreparedStep:
     """Rows of the step on the host."""
     loads: list[tuple[RequestState, tuple[int, list[int], int, RequestOptions]]] = field(default_factory=list)
     """Requests whose slot is filled, and arguments of `History.load`."""
-    details: Any = None
+    details: torch.Tensor | None = None
     """Log-probabilities on the host, once the step is over."""
 
 
@@ -221,8 +221,8 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         super().__init__(LogitsProcessorList())
         self.compiled = compiled
         self.default, self.size, self.vocabulary, self.device = default, requests, vocabulary, device
-        self.history: Any = None
-        self.step: Any = None
+        self.history: History | None = None
+        self.step: PreparedStep | None = None
         """The step whose inputs were prepared last."""
         self.slots: dict[int, tuple[RequestState, int, int]] = {}
         """By the id of a request's state: the state, its slot, and the number of its tokens that the slot knows. The
@@ -254,6 +254,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         return arg_storage
 
     def _write(self, step: PreparedStep) -> None:
+        """Write the rows of a step, and give slots to its requests."""
         keep = {id(state) for state in step.requests}
         whole, others = [], []
         for state, options in zip(step.requests, step.options, strict=True):
@@ -281,7 +282,9 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
 
     def _slot_of(self, state: RequestState, keep: set[int]) -> tuple[int, int]:
         """Slot of a request, and the number of tokens that the slot knows. The request is moved to the end of `slots`.
-        One that is in no step loses its slot if there is no other: the host knows all of its tokens then."""
+
+        A request that is in no step loses its slot if there is no other: the host knows all of its tokens then.
+        """
         if (found := self.slots.pop(id(state), None)) is not None:
             return found[1:]
         if len(self.slots) < self.size:
@@ -290,6 +293,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
 
     def begin(self) -> Features:
         """Copy the options of the prepared step to the device, on the current stream, without waiting."""
+        assert self.step is not None
         if any(self.step.features):
             self.packed.copy_(self.step.packed, non_blocking=True)
         if self.step.features.history and self.history is None:
@@ -299,12 +303,14 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
             host = torch.empty(self.size, 1 + self.vocabulary // 32, dtype=torch.int32)
             self.masks, self._masks = host.to(self.device), host.pin_memory() if self.device.type == "cuda" else host
         for state, load in self.step.loads:
+            assert self.history is not None
             _alone(state, self.history.load, *load)
         return self.step.features
 
     def write_masks(self, newest: dict[int, int]) -> None:
         """Write the masks of the running step, by several threads, and copy them to the device, on the current stream,
         without waiting. `newest` has the token that the step before has chosen, by the id of a request's state."""
+        assert self.step is not None
         masks, rows = self._masks[: len(self.step.requests)].fill_(-1), list[tuple[int, Any]]()
         for row, (state, options) in enumerate(zip(self.step.requests, self.step.options, strict=True)):
             if options.grammar is not None and _alone(state, cast(Any, state).read_answer, newest.get(id(state))):
@@ -338,6 +344,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         rows = Rows(*packed[:5], *packed[5:].view(torch.float32))
         scores = logits.to(torch.float32, copy=features.history)
         if features.history:
+            assert self.history is not None
             scores = self.history.process(scores, tokens, rows, self.compiled)
         if features.grammar:
             scores = masked(scores, self.masks[:number], features.history)
@@ -366,6 +373,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
 
     def end(self) -> PreparedStep:
         """Copy log-probabilities of the running step to the host, on the current stream, without waiting."""
+        assert self.step is not None
         step, self.step = self.step, None
         if any(each.top_logprobs is not None for each in step.options):
             rows = self.details[: len(step.requests)]
@@ -375,6 +383,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
 
     def details_of(self, step: PreparedStep) -> list[tuple[Any, TokenLogprobs]]:
         """Log-probabilities by request of a step that is over."""
+        assert step.details is not None
         floats, found = step.details.view(torch.float32), []
         for i, (state, options) in enumerate(zip(step.requests, step.options, strict=True)):
             if options.top_logprobs is not None:

@@ -1,14 +1,10 @@
-"""Requests outside of a step: order of the queue, ids of answers, names in the log, what wakes the loop, and metrics in
-the text format of Prometheus, for `tq-hf serve` and for users of a manager."""
+"""Requests outside of a step: order of the queue, ids of answers, names in the log, what wakes the loop."""
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
@@ -18,6 +14,7 @@ from transformers.utils import logging
 
 from ..layers.base import Substitute
 from .grammars import Matching
+from .metrics import Metrics
 from .options import LONGEST_STOP, RequestOptions
 from .processors import OPTIONS, TokenLogprobs, answer_ids, split_answer_id
 
@@ -124,8 +121,11 @@ class ShortestFirst(PromptsInTurn):
 
 
 class ShortSteps(PromptsInTurn):
-    """Scheduler by which prompts share `CPU_STEP_TOKENS` tokens of a step. Beside others, the prompt that came first
-    gets half of that, so that no prompt waits forever. The other half is for those with the fewest tokens left."""
+    """Scheduler by which prompts share `CPU_STEP_TOKENS` tokens of a step.
+
+    Beside others, the prompt that came first gets half of that, so that no prompt waits forever. The other half is for
+    the prompts with the fewest tokens left.
+    """
 
     _first: tuple[RequestState | None, int] = (None, 0)
     """The prompt that came first, and the number of its tokens that a step may read."""
@@ -163,7 +163,7 @@ class Detokenizer:
 class TurboQuantRequest(Substitute, RequestState):
     """transformers' state of a request, with the stop strings and log-probabilities that its options ask for."""
 
-    detokenizer: Any = None
+    detokenizer: Detokenizer | None = None
     first_token_time: float | None = None
     matching: Matching | None = None
     cached_tokens = 0
@@ -200,8 +200,10 @@ class TurboQuantRequest(Substitute, RequestState):
         return True
 
     def _stops(self) -> bool:
+        """Whether the newest token completes a stop string."""
         if not (self.options and self.options.stop_strings):
             return False
+        assert self.detokenizer is not None
         last = self.initial_tokens[-LONGEST_STOP - 1 :] + self.generated_tokens[-LONGEST_STOP - 1 :]
         return self.detokenizer.completes(last, self.options.stop_strings)
 
@@ -232,6 +234,7 @@ class TurboQuantRequest(Substitute, RequestState):
         return output
 
     def create_equivalent_initial_request(self) -> RequestState:
+        """Create the request that continues after this one was preempted."""
         state = self.of(super().create_equivalent_initial_request(), self.detokenizer)
         state.top_logprobs, state.first_token_time = self.top_logprobs[:], self.first_token_time
         state.cached_tokens = self.cached_tokens
@@ -239,9 +242,12 @@ class TurboQuantRequest(Substitute, RequestState):
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """Return a subclass of the scheduler `name`. New requests that exceed the cache or the model's positions are
-    refused. Answers end at the model's last position. Requests are turned into `TurboQuantRequest`. Later requests pass
-    a waiting one without room in one step only. Then it begins next: no prompt waits as long as shorter ones come."""
+    """Return a subclass of the scheduler `name` with two checks.
+
+    New requests that exceed the cache or the model's positions are refused. Answers end at the model's last position.
+    Requests are turned into `TurboQuantRequest`. Later requests pass a waiting one without room in one step
+    only. Then it is the next to begin: no prompt waits for as long as shorter ones come.
+    """
     own = {"shortest_first": ShortestFirst, SHORT_STEPS: ShortSteps}
     base: Any = (own | SCHEDULER_MAPPING).get(name, FIFOScheduler)
 
@@ -302,79 +308,6 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
                 self.cache.prefixes.begin(state.request_id, state.remaining_prefill_tokens)
 
     return CheckedScheduler
-
-
-SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-"""Upper limits of the buckets of a histogram."""
-
-
-class Histogram:
-    """Counts of times by bucket."""
-
-    def __init__(self) -> None:
-        self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS, seconds)] += 1
-        self.sum += seconds
-
-    def lines(self, name: str) -> Iterator[str]:
-        for limit, total in zip((*SECONDS, "+Inf"), accumulate(self.counts), strict=True):
-            yield f'{name}_bucket{{le="{limit}"}} {total}'
-        yield f"{name}_sum {self.sum}"
-        yield f"{name}_count {total}"
-
-
-class Metrics:
-    """Counts of requests, tokens and times since an engine was created. The engine's thread counts, others read."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-        self.first_token, self.next_token = Histogram(), Histogram()
-
-    def observe(self, output: Any) -> None:
-        """Count the last output of a request."""
-        self.requests["finished" if output.status == RequestStatus.FINISHED else "failed"] += 1
-        number, first = len(output.generated_tokens), getattr(output, "first_token_time", None)
-        self.tokens["prompt"] += len(output.prompt_ids)
-        self.tokens["generated"] += number
-        if first is not None:
-            self.first_token.observe(first - output.created_time)
-            if number > 1:
-                self.next_token.observe((output.lifespan[1] - first) / (number - 1))
-
-    def text(self, manager: Any) -> str:
-        """Metrics of a manager in the text format of Prometheus, version 0.0.4."""
-        processor = manager.batch_processor
-        states, pages, cancelled, shared = {"running": 0, "waiting": manager.input_queue.qsize()}, {}, 0, 0
-        prefixes: tuple[Any, ...] = ()
-        if processor is not None:
-            scheduler, cache = processor.scheduler, processor.cache
-            states["running"] = len(scheduler.active_requests)
-            states["waiting"] += len(scheduler.waiting_requests)
-            pages, cancelled, shared = cache.count_pages(), scheduler.number_cancelled, cache.number_shared
-            prefixes = () if cache.prefixes is None else cache.prefixes.metrics()
-        ended = {name: self.requests[name] for name in ("finished", "failed")} | {"cancelled": cancelled}
-        tokens = {name: self.tokens[name] for name in ("prompt", "generated")} | {"shared": shared}
-        values = (
-            ("requests", "gauge", "state", "Requests that are not answered yet.", states),
-            ("requests_total", "counter", "status", "Requests that have ended.", ended),
-            ("tokens_total", "counter", "kind", "Tokens of ended requests, and of prompts in pages of others.", tokens),
-            ("pages", "gauge", "state", "Pages of the pool; cached ones are free, and hold prefixes.", pages),
-            *prefixes,
-        )
-        lines = []
-        for name, kind, label, what, entries in values:
-            lines += [f"# HELP tq_hf_{name} {what}", f"# TYPE tq_hf_{name} {kind}"]
-            lines += [f'tq_hf_{name}{{{label}="{value}"}} {number}' for value, number in entries.items()]
-        for name, what, histogram in (
-            ("time_to_first_token_seconds", "Time from arrival to the first token.", self.first_token),
-            ("time_per_token_seconds", "Mean time of the other tokens of a request.", self.next_token),
-        ):
-            lines += [f"# HELP tq_hf_{name} {what}", f"# TYPE tq_hf_{name} histogram"]
-            lines += histogram.lines(f"tq_hf_{name}")
-        return "\n".join(lines) + "\n"
 
 
 class AnswerRouter(OutputRouter):
