@@ -98,7 +98,7 @@ BUDGETS = {
         "codec": 909,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 812,  # pending tokens; rows of latents; the order of padded rows; dense blocks of pages; cut blocks
         "cache": 526,  # bits of latent layers; padding of a call; room for a whole answer; models that drop a cache
-        "attention": 438,  # latents, dense states: functions of their own; lost gradients; a cache that gains nothing
+        "attention": 441,  # latents, dense states: functions of their own; lost gradients; a cache that gains nothing
         "memory": 89,
         "balance": 116,  # kernels of a probe are compiled together
         "config": 241,  # which layers hold latents, and their bits
@@ -108,7 +108,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_447, 35_500
+PRODUCT, TESTS = 28_450, 35_500
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; loud channels 600; prompts at the speed of their
 products 400, most of which are not paid for yet: plans of cuDNN, compiled prompts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Module
@@ -20,6 +20,7 @@ from .compat import (
     autocast_dtype,
     cache_of_caller,
     is_tracing,
+    layer_config,
     outside_autocast,
     takes_attention_functions,
     takes_other_states,
@@ -171,7 +172,9 @@ def _fill_and_attend(
     module: Module, states: Sequence[torch.Tensor], s_aux: torch.Tensor | None, scaling: float, softcap: float | None
 ) -> torch.Tensor:
     """Give the states of a layer to the running `prompt`, and attend."""
-    heads = getattr(getattr(module, "config", None), "num_key_value_heads", None)
+    config: Any = getattr(module, "config", None)
+    own: Any = None if config is None else layer_config(config, cast(int, module.layer_idx))
+    heads = getattr(own, "num_key_value_heads", None)
     if heads is not None and states[1].shape[1] > heads:  # JetMoe repeats the heads that it caches
         raise NotCompiled(f"{type(module).__name__} attends to {states[1].shape[1]} heads and caches {heads}.")
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}

@@ -158,7 +158,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Config of a layer, by kind."""
         full = kinds[FULL_ATTENTION]
         scales: dict[int, ChannelScales] = {} if manager.balance is None else manager.balance.layers
-        heads, cached = full["num_key_value_heads"], getattr(self.config, "num_key_value_heads", None)
+        heads, cached = full["num_key_value_heads"], getattr(full["config"], "num_key_value_heads", None)
         if cached is not None and heads > cached:  # JetMoe's attention repeats the heads that a cache holds
             measured = {layer: each for layer, each in scales.items() if each.keys.shape[1] == cached}
             repeated = {layer: each.map(lambda x: x.repeat(1, heads // cached, 1)) for layer, each in measured.items()}
