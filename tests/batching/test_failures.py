@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -233,49 +234,53 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> HeldSteps:
     return HeldSteps(monkeypatch, tokens=200)
 
 
-def test_a_step_of_a_cancelled_prompt_ends_at_its_layer_and_others_are_answered(paused: HeldSteps) -> None:
-    long, short = prompts([900, 30])
+@pytest.fixture
+def engine() -> Iterator[tuple[Oracle, Any]]:
+    """What `generate()` answers, and a manager of the same model that has begun."""
     with Session(model_of(num_hidden_layers=LAYERS)) as session:
         manager = session.batching.init_continuous_batching(greedy(5), session.options)
         manager.start()
-        name = manager.add_request(long, "long")
-        assert paused.reached.wait(60)
-        manager.cancel_request(name)
-        manager.add_request(short, "short")
-        paused.go_on.set()
-        result = manager.get_result("short", timeout=60)
-        assert result.generated_tokens == session.oracle.generate(short, 5) and result.error is None
-        assert paused.layers == 1
-        assert manager.batch_processor.cache.pool.count_free_blocks(0) >= 0
-        again = manager.add_request(long, "again")
-        while not (result := manager.get_result(again, timeout=60)).is_finished():
-            pass
-        assert result.generated_tokens == session.oracle.generate(long, 5)
-        assert paused.layers == 1 + LAYERS
+        yield session.oracle, manager
         manager.stop(block=True)
 
 
-def test_the_id_of_a_cancelled_request_is_free_again(paused: HeldSteps) -> None:
+def test_a_step_of_a_cancelled_prompt_ends_at_its_layer_and_others_are_answered(
+    engine: tuple[Oracle, Any], paused: HeldSteps
+) -> None:
+    (oracle, manager), (long, short) = engine, prompts([900, 30])
+    name = manager.add_request(long, "long")
+    assert paused.reached.wait(60)
+    manager.cancel_request(name)
+    manager.add_request(short, "short")
+    paused.go_on.set()
+    result = manager.get_result("short", timeout=60)
+    assert result.generated_tokens == oracle.generate(short, 5) and result.error is None
+    assert paused.layers == 1
+    assert manager.batch_processor.cache.pool.count_free_blocks(0) >= 0
+    again = manager.add_request(long, "again")
+    while not (result := manager.get_result(again, timeout=60)).is_finished():
+        pass
+    assert result.generated_tokens == oracle.generate(long, 5)
+    assert paused.layers == 1 + LAYERS
+
+
+def test_the_id_of_a_cancelled_request_is_free_again(engine: tuple[Oracle, Any], paused: HeldSteps) -> None:
     """And a cancellation that comes late is not of the next request of that id."""
-    long, short = prompts([900, 30])
-    with Session(model_of(num_hidden_layers=LAYERS)) as session:
-        manager = session.batching.init_continuous_batching(greedy(5), session.options)
-        manager.start()
-        expected = session.oracle.generate(short, 5)
-        names = [manager.add_request(long, "x") for _ in range(3)]
-        assert names == ["x", "x#2", "x#3"], "transformers keeps requests by id: two of one would share pages"
-        assert paused.reached.wait(60)
-        for name in names:
-            manager.cancel_request(name)
-        paused.go_on.set()
-        assert manager.add_request(short, "y") == "y"
-        assert manager.get_result("y", timeout=60).generated_tokens == expected
-        for _ in range(3):
-            assert manager.add_request(short, "x") == "x"
-            assert manager.get_result("x", timeout=60).generated_tokens == expected
-            manager.cancel_request("x")
-        manager.stop(block=True)
-        assert not manager.output_router._open
+    (oracle, manager), (long, short) = engine, prompts([900, 30])
+    expected = oracle.generate(short, 5)
+    names = [manager.add_request(long, "x") for _ in range(3)]
+    assert names == ["x", "x#2", "x#3"], "transformers keeps requests by id: two of one would share pages"
+    assert paused.reached.wait(60)
+    for name in names:
+        manager.cancel_request(name)
+    paused.go_on.set()
+    assert manager.add_request(short, "y") == "y"
+    assert manager.get_result("y", timeout=60).generated_tokens == expected
+    for _ in range(3):
+        assert manager.add_request(short, "x") == "x"
+        assert manager.get_result("x", timeout=60).generated_tokens == expected
+        manager.cancel_request("x")
+    assert not manager.output_router._open
 
 
 def test_an_id_is_taken_until_all_its_answers_are_given() -> None:
@@ -352,35 +357,28 @@ def test_requests_wait_no_longer_once_one_that_held_all_pages_is_cancelled() -> 
         manager.stop(block=True, hard_stop=True)
 
 
-def test_a_step_with_a_request_that_is_wanted_goes_on(paused: HeldSteps) -> None:
-    long, short = prompts([900, 30])
-    with Session(model_of(num_hidden_layers=LAYERS)) as session:
-        manager = session.batching.init_continuous_batching(greedy(5), session.options)
-        manager.add_request(long, "long")
-        manager.add_request(short, "short")
-        manager.start()
-        assert paused.reached.wait(60)
-        manager.cancel_request("long")
-        paused.go_on.set()
-        result = manager.get_result("short", timeout=60)
-        assert result.generated_tokens == session.oracle.generate(short, 5)
-        assert paused.layers == LAYERS
-        manager.stop(block=True)
+def test_a_step_with_a_request_that_is_wanted_goes_on(engine: tuple[Oracle, Any], paused: HeldSteps) -> None:
+    (oracle, manager), (long, short) = engine, prompts([900, 30])
+    with manager.pause():  # one step reads both
+        for name, prompt in (("long", long), ("short", short)):
+            manager.add_request(prompt, name)
+    assert paused.reached.wait(60)
+    manager.cancel_request("long")
+    paused.go_on.set()
+    assert manager.get_result("short", timeout=60).generated_tokens == oracle.generate(short, 5)
+    assert paused.layers == LAYERS
 
 
-def test_a_hard_stop_ends_a_step_at_its_layer(paused: HeldSteps) -> None:
-    (long,) = prompts([900])
-    with Session(model_of(num_hidden_layers=LAYERS)) as session:
-        manager = session.batching.init_continuous_batching(greedy(5), session.options)
-        manager.start()
-        manager.add_request(long, "long")
-        assert paused.reached.wait(60)
-        manager.stop(block=False, hard_stop=True, keep_for_next_session=True)
-        paused.go_on.set()
-        manager.join(0.0, timeout=60)
-        assert not manager.is_running() and paused.layers == 1
-        result = manager.get_result("long", timeout=10)
-        assert result is not None and result.error
+def test_a_hard_stop_ends_a_step_at_its_layer(engine: tuple[Oracle, Any], paused: HeldSteps) -> None:
+    (_, manager), (long,) = engine, prompts([900])
+    manager.add_request(long, "long")
+    assert paused.reached.wait(60)
+    manager.stop(block=False, hard_stop=True, keep_for_next_session=True)
+    paused.go_on.set()
+    manager.join(0.0, timeout=60)
+    assert not manager.is_running() and paused.layers == 1
+    result = manager.get_result("long", timeout=10)
+    assert result is not None and result.error
 
 
 def test_a_prompt_longer_than_the_models_positions_is_refused_and_others_are_answered() -> None:

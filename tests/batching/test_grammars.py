@@ -6,13 +6,13 @@ import json
 import re
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LogitsProcessor, PreTrainedTokenizerFast
+from transformers import LogitsProcessor
 
 from tests.support.batching_cases import (
     Oracle,
@@ -26,7 +26,7 @@ from tests.support.batching_cases import (
     prompts,
     serve,
 )
-from tests.support.tiny_models import VOCAB
+from tests.support.tiny_models import VOCAB, letters
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import grammars
 from tq_hf.batching.grammars import Grammars, grammar_of
@@ -37,11 +37,8 @@ pytest.importorskip("xgrammar", reason="answers in a form need tq-hf[grammar]")
 EOS, NEW = 2, 60
 
 
-def characters() -> PreTrainedTokenizerFast:
-    """A token a character; the end is a special token."""
-    backend = Tokenizer(models.WordLevel({chr(code): code for code in range(VOCAB)}, unk_token="?"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", eos_token=chr(EOS))
+characters = partial(letters, eos_token=chr(EOS))
+"""A tokenizer with a special token for the end."""
 
 
 PERSON = {

@@ -4,7 +4,7 @@ latents. Tokens are those of `generate()` with the same config."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from examples.measure.quality.family_configs import tiny_model
 from tests.support.batching_cases import (
     Session,
     Steps,
+    Tokens,
     check_one_graph,
     gemma4,
     gemma4_sharing,
@@ -238,11 +239,18 @@ they have 132 tokens, or a third page of a window at 73.
 """
 
 
+@lru_cache
+def of_small_pools(kind: str) -> tuple[list[Tokens], list[Tokens]]:
+    """Six prompts that have no room together, and the answers of `generate()`."""
+    _, length, new = SMALL_POOLS[kind]
+    inputs, oracle = prompts([length] * 6, seed=3), session_of(kind).oracle
+    return inputs, [oracle.generate(prompt, new) for prompt in inputs]
+
+
 @every_kind
 def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish(kind: str) -> None:
     """A soft reset reads generated tokens again, as prompt and so exactly; what was not reset is undisturbed."""
-    pages, length, new = SMALL_POOLS[kind]
-    inputs = prompts([length] * 6, seed=3)
+    (pages, _, new), (inputs, expected) = SMALL_POOLS[kind], of_small_pools(kind)
     with session_of(kind, num_blocks=pages, allow_block_sharing=False, **SMALL) as session:
         session.run(inputs[:1], greedy(1))
         resets = session.recorded_waiting()
@@ -250,9 +258,9 @@ def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish(ki
         assert session.pages_in_use() == 0
         counts = {name: resets.count(name) - 1 for name in resets}
         assert 0 < sum(count > 0 for count in counts.values()) < len(inputs)
-        for name, out, prompt in zip(sorted(counts), found, inputs, strict=True):
+        for name, out, answer in zip(sorted(counts), found, expected, strict=True):
             assert len(out) == new
-            assert out == session.oracle.generate(prompt, new) or counts[name] > 0
+            assert out == answer or counts[name] > 0
 
 
 @pytest.mark.parametrize(("kind", "ahead"), [*((kind, False) for kind in KINDS), ("packed", True)])
@@ -261,11 +269,11 @@ def test_pages_offloaded_to_the_cpu_come_back_as_they_were(
 ) -> None:
     """All answers are those of undisturbed requests, since nothing is read again. An asynchronous engine, as GPUs have,
     may offload a request whose next token is being computed, and computes it again."""
-    pages, length, new = SMALL_POOLS[kind]
+    (pages, _, new), (inputs, expected) = SMALL_POOLS[kind], of_small_pools(kind)
     more = request.getfixturevalue("asynchronous") if ahead else {}
     with session_of(kind, num_blocks=pages, cpu_offload_space=0.05, **SMALL, **more) as session:
-        answer_as_generate(session, prompts([length] * 6, seed=3), new)
-        assert any(offloaded)
+        assert session.run(inputs, greedy(new)) == expected
+        assert session.pages_in_use() == 0 and any(offloaded)
 
 
 @pytest.mark.usefixtures("padded")

@@ -14,7 +14,7 @@ from tq_kernels.types import AttentionOptions, Sequences, Tokens
 from transformers import ContinuousBatchingConfig, LlamaConfig
 
 from tests.support.batching_cases import Session, Steps, greedy, mixed, model_of, prompts
-from tests.support.helpers import all_packed, states
+from tests.support.helpers import all_packed, every_pair, states
 from tq_hf import TurboQuantConfig
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.cache import TurboQuantMemory
@@ -180,9 +180,9 @@ def step_of(held: LayerPages | LayerWindows, new: int, **softcap: float) -> Call
     return lambda: paged_step(tokens, held, sequences, options)
 
 
-@pytest.mark.parametrize("softcap", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
-@pytest.mark.parametrize("new", [1, 40, 300])
-@pytest.mark.parametrize("kind", ["packed", "dense", "windows"])
+@pytest.mark.parametrize(
+    ("kind", "new", "softcap"), every_pair(("packed", "dense", "windows"), (1, 40, 300), ({}, {"softcap": 2.0}))
+)
 def test_a_step_allocates_the_same_in_a_small_pool_and_in_a_large_one(kind: str, new: int, softcap: dict) -> None:
     costs = []
     for pages in (40, 10_000 if kind == "packed" else 1000):

@@ -117,11 +117,12 @@ def test_windows_may_be_smaller_than_a_step(device, size, number, way) -> None:
     assistant.generation_config.num_assistant_tokens = DRAFTS
 
 
-@WAYS
-@pytest.mark.parametrize("attention", ["turboquant", "eager"])
-@pytest.mark.parametrize(("window", "room"), [(24, ROOM), (83, 88)])
-def test_tokens_are_those_of_a_dynamic_cache(attention, window, room, way) -> None:
+@pytest.mark.parametrize(
+    ("size", "attention", "way"), every_pair(((24, ROOM), (83, 88)), ("turboquant", "eager"), ("lookup", "assistant"))
+)
+def test_tokens_are_those_of_a_dynamic_cache(size, attention, way) -> None:
     """Also with masks that are added to logits, and with rings of as many rows as full attention has."""
+    window, room = size
     model, assistant = models("gemma2", window)
     ids = prompt(model, 64)
     options = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=None)
@@ -184,9 +185,7 @@ def test_only_drafts_make_windows_larger() -> None:
     assert more == (DRAFTS + 1) * row * len(rows)
 
 
-@WAYS
-@pytest.mark.parametrize("layer", [1, 2])
-@pytest.mark.parametrize("tokens", [21, 60])
+@pytest.mark.parametrize(("tokens", "layer", "way"), every_pair((21, 60), (1, 2), ("lookup", "assistant")))
 def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> None:
     """The first layers have its tokens, the others do not; and rows beyond the window are kept for that crop."""
     model, assistant = models("gemma3", 24, num_hidden_layers=3)

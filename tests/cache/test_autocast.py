@@ -227,9 +227,9 @@ def logits_after_crops(model, cache) -> torch.Tensor:
     return torch.cat(out, 1)
 
 
-@pytest.mark.parametrize("limit", [None, 400])
-@pytest.mark.parametrize("attention", ["turboquant", "dense"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "attention", "limit"), every_pair(("llama", "gemma2", "gemma3"), ("turboquant", "dense"), (None, 400))
+)
 def test_logits_in_float64_are_those_over_a_dynamic_cache(name, attention, limit):
     model = double(name, dense_attention(name) if attention == "dense" else attention)
     plain = double(name, dense_attention(name))
@@ -240,9 +240,9 @@ def test_logits_in_float64_are_those_over_a_dynamic_cache(name, attention, limit
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("preset", ["k8v4", "2bit_nc", "4bit_nc"])
-@pytest.mark.parametrize("limit", [None, 400])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "limit", "preset"), every_pair(("llama", "gemma3"), (None, 400), ("k8v4", "2bit_nc", "4bit_nc"))
+)
 def test_packed_tokens_are_read_as_dequantized_ones(name, limit, preset):
     model, dense = double(name, "turboquant"), double(name, "sdpa")
     out = []

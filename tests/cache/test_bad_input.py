@@ -346,21 +346,6 @@ def test_an_empty_cache_pickles(options):
         pickle.dumps(there)
 
 
-def test_a_crop_that_one_layer_cannot_do_changes_no_layer():
-    """Nothing was recorded of a window that has begun to slide: one token can be taken back, two cannot."""
-    types = ["full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(
-        num_hidden_layers=2, layer_types=types, sliding_window=32, num_key_value_heads=2, head_dim=64
-    )
-    cache = TurboQuantCache(config, max_cache_len=300)
-    for layer in range(2):
-        cache.update(*states(layer, tokens=200), layer)
-    before = snapshot(cache.layers[0].store)
-    with pytest.raises(ValueError, match="2 tokens from layer 1.*left its window.*activate_past_recording"):
-        cache.crop(-2)
-    assert_unchanged(cache.layers[0].store, before)
-
-
 def test_after_a_refusal_the_cache_goes_on_as_if_nothing_had_happened():
     cache, undisturbed = new_cache(max_cache_len=400), new_cache(max_cache_len=400)
     for wrong in (states(5, 3, tokens=1), states(5, 2, tokens=101), states(5, 2, tokens=1, dtype=torch.half)):

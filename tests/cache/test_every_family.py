@@ -124,23 +124,16 @@ def returned(monkeypatch):
     return seen
 
 
-def test_a_handle_is_refused_with_other_values():
-    """DiffLlama gives attention the keys of `update` and other values."""
-    model = tiny_model("diffllama", "turboquant")
+@pytest.mark.parametrize("name, reads_packed", [("diffllama", False), ("doge", True)])
+def test_models_that_compute_with_cached_values_get_them(name, reads_packed, returned):
+    """DiffLlama gives attention the keys of `update` and other values, which refuses the handle. Doge makes a mask of
+    its values: it is given states it can read at every call, and attention the store."""
+    model = tiny_model(name, "turboquant")
     cache = TurboQuantCache(model.config, **DENSE)
     logits = forward(model, cache)
     assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
-    assert not layer_of(cache).reads_packed
-
-
-def test_a_model_that_computes_with_cached_values_gets_them(returned):
-    """Doge makes a mask of its values: it is given states it can read at every call, and attention the store."""
-    model = tiny_model("doge", "turboquant")
-    cache = TurboQuantCache(model.config, **DENSE)
-    logits = forward(model, cache)
-    assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
-    assert layer_of(cache).reads_packed
-    assert all(type(keys) is LazyStates and type(values) is LazyStates for keys, values in returned)
+    assert layer_of(cache).reads_packed == reads_packed
+    assert not reads_packed or {type(part) for pair in returned for part in pair} == {LazyStates}
 
 
 def test_states_of_a_model_that_leaves_them_alone_are_never_made(returned):

@@ -14,7 +14,15 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.support.helpers import assert_same, assert_unchanged, llama_config, relative_error, snapshot, states
+from tests.support.helpers import (
+    assert_same,
+    assert_unchanged,
+    every_pair,
+    llama_config,
+    relative_error,
+    snapshot,
+    states,
+)
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input
@@ -115,9 +123,7 @@ def divergence(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return (expected.exp() * (expected - actual)).sum(-1).mean().item()
 
 
-@pytest.mark.parametrize("limit", [None, 800])
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("kind", PRESSES)
+@pytest.mark.parametrize(("kind", "attention", "limit"), every_pair(PRESSES, ("turboquant", "sdpa"), (None, 800)))
 def test_a_press_prunes_as_on_a_dynamic_cache(kind, attention, limit, kvpress, masking):
     model, press = build("llama"), PRESSES[kind](kvpress)
     expected, divergences = [], []

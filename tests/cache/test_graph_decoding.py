@@ -8,19 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CompileConfig,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     WatermarkingConfig,
 )
 
 from tests.support.recorded_graph import record_graphs
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, letters
 from tq_hf import TurboQuantCache, attention, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input, prefill
 from tq_hf.graph_decoding import entry as graph_entry
@@ -189,12 +187,9 @@ def test_a_streamer_gets_every_token_once(model) -> None:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_stop_strings_end_an_answer_beside_their_tokenizer(model, several) -> None:
-    backend = Tokenizer(models.WordLevel({chr(code): code for code in range(VOCAB)}, unk_token="?"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", pad_token="\0")
     (free, _), _ = both(model, prompt(model, batch=1), **GREEDY)
     string = "".join(map(chr, free[0, 150 + 7 : 150 + 9]))
-    options = dict(stop_strings=["never there", string] if several else string, tokenizer=tokenizer)
+    options = dict(stop_strings=["never there", string] if several else string, tokenizer=letters(pad_token="\0"))
     (expected, plain), (tokens, cache) = both(model, prompt(model, batch=1), **GREEDY, **options)
     assert torch.equal(tokens, expected) and tokens.shape[1] <= 150 + 9
     assert same_caches(cache, plain)

@@ -143,17 +143,16 @@ def test_tokens_and_states_are_those_of_generate(device: str, family: str, padde
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_drafts_are_refused(device: str) -> None:
-    model = tiny_model("qwen3_next").to(device)
-    cache = TurboQuantCache(model.config, max_cache_len=256)
-    ids = torch.arange(3, 40, device=device)[None]
-    with pytest.raises(ValueError, match=r"stateful|\(without drafts\) linear; .* has LinearAttentionLayer"):
-        model.generate(ids, **as_input(cache), max_new_tokens=4, prompt_lookup_num_tokens=3, **LOOP)
-
-
-def test_states_that_a_module_keeps_are_refused(device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("qwen3_next", {"prompt_lookup_num_tokens": 3}, r"stateful|\(without drafts\) linear; .* LinearAttentionLayer"),
+        ("recurrent_gemma", {}, "RecurrentGemmaForCausalLM also has recurrent states outside of it"),
+    ],
+)
+def test_drafts_and_states_that_a_module_keeps_are_refused(device: str, name: str, options: dict, words: str) -> None:
     """RecurrentGemma's steps replace a tensor of the module, and a graph would read the one of its capture."""
-    model = tiny_model("recurrent_gemma").to(device)
-    cache = TurboQuantCache(model.config, max_cache_len=256)
-    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM also has recurrent states outside of it"):
-        model.generate(torch.arange(3, 40, device=device)[None], **as_input(cache), max_new_tokens=4, **LOOP)
+    model = tiny_model(name).to(device)
+    cache, ids = TurboQuantCache(model.config, max_cache_len=256), torch.arange(3, 40, device=device)[None]
+    with pytest.raises(ValueError, match=words):
+        model.generate(ids, **as_input(cache), max_new_tokens=4, **options, **LOOP)

@@ -6,7 +6,6 @@ Everything stays dense in these caches, so that logits are those over a `Dynamic
 
 import copy
 from functools import lru_cache
-from itertools import product
 
 import pytest
 import torch
@@ -154,9 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("room", [None, ROOM])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "room", "attention"), every_pair(CASES, (None, ROOM), ("turboquant", "sdpa")))
 def test_sinks_are_filled_by_later_chunks(case, room, attention):
     pads, ends = CASES[case]
     model, inputs = build("llama"), prompt(pads)
@@ -187,9 +184,9 @@ def test_sinks_stay_those_of_the_first_turn_if_a_second_is_padded(room):
     assert max(errors_of_sinks(*caches, inputs["attention_mask"])) < 1e-3
 
 
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("room", [None, ROOM])
-@pytest.mark.parametrize("kept", [2, 4, 100, 151, 153, 300])
+@pytest.mark.parametrize(
+    ("kept", "room", "attention"), every_pair((2, 4, 100, 151, 153, 300), (None, ROOM), ("turboquant", "sdpa"))
+)
 def test_a_crop_removes_the_sinks_that_it_reaches(kept, room, attention):
     """What is read next is what `DynamicCache` reads, and rows have sinks again after it."""
     model, inputs = build("llama"), prompt((150, 2))
@@ -317,10 +314,10 @@ def step(model, cache, mask, queries, held=HELD):
     return model(MORE[:, :queries], **as_input(cache), **inputs).logits
 
 
-@pytest.mark.parametrize("skipped", [(), (0,), (1,)], ids=["", "first layer dense", "last layer dense"])
-@pytest.mark.parametrize("whole", [False, True], ids=["tokens held", "room"])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("heads, kind", product([1, 4], ["bool", "min", "inf"]))
+@pytest.mark.parametrize(
+    ("heads", "kind", "queries", "whole", "skipped"),
+    every_pair((1, 4), ("bool", "min", "inf"), (1, 3), (False, True), ((), (0,), (1,))),
+)
 def test_a_mask_has_columns_for_the_tokens_held_or_for_the_room(heads, kind, queries, whole, skipped):
     model, plain = model_of("llama", "turboquant"), model_of("llama", "sdpa")
     exact = mask_of(kind, heads, queries, HELD + queries)
@@ -382,10 +379,9 @@ def test_a_compiled_step_asks_for_columns_for_the_room(heads, kind):
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("held", [40, 94, 95, HELD])
-@pytest.mark.parametrize("limit", [None, MASK_ROOM])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("kind", ["bool", "inf"])
+@pytest.mark.parametrize(
+    ("kind", "queries", "limit", "held"), every_pair(("bool", "inf"), (1, 3), (None, MASK_ROOM), (40, 94, 95, HELD))
+)
 def test_sliding_layers_take_masks_of_their_own(kind, queries, limit, held):
     """Of 96 tokens, as many as there are beside the queries' own."""
     model, plain = model_of("gemma3", "turboquant"), model_of("gemma3", "sdpa")

@@ -16,6 +16,7 @@ from tests.support.helpers import (
     concatenated,
     dequantized,
     encoded,
+    every_pair,
     filled,
     llama_config,
     relative_error,
@@ -266,10 +267,10 @@ def without_lost(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, torch.arange(x.shape[2]) != LOST]
 
 
-@pytest.mark.parametrize("offset", [0.0, 3.0])
-@pytest.mark.parametrize("what", [NAN, INF, -INF, 1e30])
-@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc", "2.5bit_nc", "2bit_nc"])
+@pytest.mark.parametrize(
+    ("preset", "which", "what", "offset"),
+    every_pair(("k8v4", "4bit_nc", "3bit_nc", "2.5bit_nc", "2bit_nc"), (0, 1), (NAN, INF, -INF, 1e30), (0.0, 3.0)),
+)
 def test_other_tokens_are_restored(preset, which, what, offset):
     config = PRESETS[preset]
     sound, broken = spoilt(what, which, offset)

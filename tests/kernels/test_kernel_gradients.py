@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.support.helpers import states
+from tests.support.helpers import every_pair, states
 from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
@@ -19,9 +19,7 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("wanted", ["query", "values"])
-@pytest.mark.parametrize("tokens", [1, 3, 140])
-@pytest.mark.parametrize("limit", [None, 300])
+@pytest.mark.parametrize(("limit", "tokens", "wanted"), every_pair((None, 300), (1, 3, 140), ("query", "values")))
 def test_a_backward_pass_through_a_later_call_raises(limit, tokens, wanted, device):
     config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     config._attn_implementation = "turboquant"

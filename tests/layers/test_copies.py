@@ -7,7 +7,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.support.helpers import assert_same, assert_unchanged, llama_config, relative_error, snapshot, states
+from tests.support.helpers import (
+    assert_same,
+    assert_unchanged,
+    every_pair,
+    llama_config,
+    relative_error,
+    snapshot,
+    states,
+)
 from tq_hf import TurboQuantCache
 
 TOKENS = 700
@@ -66,14 +74,13 @@ def filled(kind=TurboQuantCache, *args, **options):
     return cache
 
 
-@writes
 @pytest.mark.parametrize(
-    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda mode: mode.__name__
-)
-@pytest.mark.parametrize(
-    "options",
-    [{"residual_length": 10**6}, {"residual_length": 10**6, "max_cache_len": 900}, {"skip_layers": (0,)}],
-    ids=["growing", "preallocated", "not compressed"],
+    ("write", "options", "mode"),
+    every_pair(
+        WRITES.values(),
+        ({"residual_length": 10**6}, {"residual_length": 10**6, "max_cache_len": 900}, {"skip_layers": (0,)}),
+        (torch.no_grad, torch.inference_mode, torch.enable_grad),
+    ),
 )
 def test_dense_rows_are_written_to_as_those_of_a_dynamic_cache(write, options, mode):
     cache, expected = filled(**options), filled(DynamicCache)

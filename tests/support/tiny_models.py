@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
@@ -28,6 +29,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
@@ -198,6 +200,13 @@ def random_weights(config: PreTrainedConfig, seed: int = 1) -> PreTrainedModel:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def letters(**options: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of a token a character, by its code."""
+    backend = Tokenizer(models.WordLevel({chr(code): code for code in range(VOCAB)}, unk_token="?"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", **options)
 
 
 def noisy(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedModel:

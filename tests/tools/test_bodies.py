@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from test_cli import saved_model
-from test_serve import chat, client, folder, managers, served  # noqa: F401 - fixtures
+from test_serve import chat, client, connected, folder, managers, served  # noqa: F401 - fixtures
 
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.tools import answers, fields
@@ -224,13 +224,11 @@ def test_what_changes_nothing_is_accepted(served: Callable[..., str], odd_folder
 
 
 def test_bodies_are_read_up_to_a_size(served: Callable[..., str], folder: Path) -> None:
-    def ask(client: Any) -> None:
+    with connected(served, folder, "--max-body-size", 1000) as client:
         for size, status in ((900, 200), (1100, 413)):
             answer = client.post("/v1/completions", json={"prompt": "x" * size, "max_tokens": 1})
             assert answer.status_code == status
         assert "the server reads up to 1,000" in answer.json()["error"]["message"]
-
-    served(ask, folder, "--max-body-size", 1000)
 
 
 def hostile(draw: random.Random, deep: int = 0) -> Any:

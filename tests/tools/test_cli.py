@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, letters
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, __version__
 from tq_hf.compat import as_input
 from tq_hf.saving.cache_file import save_cache
@@ -37,11 +36,7 @@ def saved_model(name: str, folder: Path, **changes: int) -> Path:
     """A folder with a tiny random chat model of one token a character; `changes` are those of its config."""
     model = build(name, **changes)
     model.save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", pad_token="\0", chat_template=TEMPLATE)
-    tokenizer.save_pretrained(folder)
+    letters(pad_token="\0", chat_template=TEMPLATE).save_pretrained(folder)
     return folder
 
 

@@ -3,13 +3,12 @@
 # ruff: noqa: F811 - fixtures of another file
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_cli import saved_model
-from test_serve import chat, events_of, managers, served  # noqa: F401 - fixtures
+from test_serve import chat, client, events_of, managers, served  # noqa: F401 - fixtures
 
 pytest.importorskip("xgrammar", reason="answers in a form need tq-hf[grammar]")
 
@@ -48,7 +47,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template has a place for tools."""
     made = saved_model("llama", tmp_path_factory.mktemp("forms"))
     (made / "chat_template.jinja").write_text(
@@ -57,64 +56,53 @@ def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_answers_have_the_form_that_requests_ask_for(served: Callable[..., str], tools_folder: Path) -> None:
-    def ask(client: Any) -> None:
-        def choices(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-            answer = client.post(f"/v1/{path}", json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()["choices"]
+def test_answers_have_the_form_that_requests_ask_for(client: Any) -> None:
+    def choices(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
 
-        for whole in choices("chat/completions", chat(**END | {"max_tokens": 300}, n=4, response_format=FORM)):
-            assert json.loads(whole["message"]["content"]).keys() == {"x"} and whole["finish_reason"] == "stop"
-        (cut,) = choices("chat/completions", chat(**END | {"max_tokens": 2}, response_format=FORM))
-        assert cut["message"]["content"].startswith("{") and cut["finish_reason"] == "length"
-        body = {"prompt": ["a", "b"], "max_tokens": 30, **END, "structured_outputs": {"choice": ["yes", "no"]}}
-        assert {each["text"] for each in choices("completions", body)} <= {"yes", "no"}
-        events = events_of(client.post("/v1/completions", json=body | {"stream": True, "stop": ["e", "o"]}).text)
-        assert {each["choices"][0]["text"] for each in events} <= {"y", "n", ""}
-        form = {"type": "json_schema", "name": "point", "schema": POINT}
-        response = client.post("/v1/responses", json={"input": "x", **END, "text": {"format": form}}).json()
-        assert json.loads(response["output"][0]["content"][0]["text"]).keys() == {"x"}
-        assert response["text"] == {"format": form}
-        assert choices("chat/completions", chat(response_format={"type": "text"}))
-
-    served(ask, tools_folder)
+    for whole in choices("chat/completions", chat(**END | {"max_tokens": 300}, n=4, response_format=FORM)):
+        assert json.loads(whole["message"]["content"]).keys() == {"x"} and whole["finish_reason"] == "stop"
+    (cut,) = choices("chat/completions", chat(**END | {"max_tokens": 2}, response_format=FORM))
+    assert cut["message"]["content"].startswith("{") and cut["finish_reason"] == "length"
+    body = {"prompt": ["a", "b"], "max_tokens": 30, **END, "structured_outputs": {"choice": ["yes", "no"]}}
+    assert {each["text"] for each in choices("completions", body)} <= {"yes", "no"}
+    events = events_of(client.post("/v1/completions", json=body | {"stream": True, "stop": ["e", "o"]}).text)
+    assert {each["choices"][0]["text"] for each in events} <= {"y", "n", ""}
+    form = {"type": "json_schema", "name": "point", "schema": POINT}
+    response = client.post("/v1/responses", json={"input": "x", **END, "text": {"format": form}}).json()
+    assert json.loads(response["output"][0]["content"][0]["text"]).keys() == {"x"}
+    assert response["text"] == {"format": form}
+    assert choices("chat/completions", chat(response_format={"type": "text"}))
 
 
-def test_a_forced_call_has_arguments_by_its_schema(served: Callable[..., str], tools_folder: Path) -> None:
-    def ask(client: Any) -> None:
-        body = chat(**END | {"max_tokens": 300}, tools=TOOLS)
-        for choice, names in ((MOVE, {"move"}), ("required", {"move", "wait"})):
-            for stream in (False, True):
-                asked = body | {"tool_choice": choice, "stream": stream, "n": 4}
-                answer = client.post("/v1/chat/completions", json=asked)
-                found = events_of(answer.text) if stream else [answer.json()]
-                parts = [each for event in found for each in event["choices"]]
-                calls = [
-                    call for each in parts for call in each.get("delta", each.get("message")).get("tool_calls", [])
-                ]
-                assert len(calls) == 4 and {call["function"]["name"] for call in calls} <= names
-                for call in calls:
-                    arguments = json.loads(call["function"]["arguments"])
-                    assert arguments == {} if call["function"]["name"] == "wait" else 0 <= arguments["x"] <= 9
-                assert {each["finish_reason"] for each in parts} <= {"tool_calls", None}
-        cut = client.post("/v1/chat/completions", json=body | {"tool_choice": MOVE, "max_tokens": 12}).json()
-        assert cut["choices"][0]["finish_reason"] == "length" and "tool_calls" not in cut["choices"][0]["message"]
-        assert cut["choices"][0]["message"]["content"] == '{"name": "mo'
-        flat = [{"type": "function", "name": "move", "parameters": POINT}]
-        chosen = {"type": "function", "name": "move"}
-        asked = {"input": "x", **END, "tools": flat, "tool_choice": chosen, "max_output_tokens": 300}
-        (item,) = client.post("/v1/responses", json=asked).json()["output"]
-        assert item["type"] == "function_call" and json.loads(item["arguments"]).keys() == {"x"}
-
-    served(ask, tools_folder)
+def test_a_forced_call_has_arguments_by_its_schema(client: Any) -> None:
+    body = chat(**END | {"max_tokens": 300}, tools=TOOLS)
+    for choice, names in ((MOVE, {"move"}), ("required", {"move", "wait"})):
+        for stream in (False, True):
+            asked = body | {"tool_choice": choice, "stream": stream, "n": 4}
+            answer = client.post("/v1/chat/completions", json=asked)
+            found = events_of(answer.text) if stream else [answer.json()]
+            parts = [each for event in found for each in event["choices"]]
+            calls = [call for each in parts for call in each.get("delta", each.get("message")).get("tool_calls", [])]
+            assert len(calls) == 4 and {call["function"]["name"] for call in calls} <= names
+            for call in calls:
+                arguments = json.loads(call["function"]["arguments"])
+                assert arguments == {} if call["function"]["name"] == "wait" else 0 <= arguments["x"] <= 9
+            assert {each["finish_reason"] for each in parts} <= {"tool_calls", None}
+    cut = client.post("/v1/chat/completions", json=body | {"tool_choice": MOVE, "max_tokens": 12}).json()
+    assert cut["choices"][0]["finish_reason"] == "length" and "tool_calls" not in cut["choices"][0]["message"]
+    assert cut["choices"][0]["message"]["content"] == '{"name": "mo'
+    flat = [{"type": "function", "name": "move", "parameters": POINT}]
+    chosen = {"type": "function", "name": "move"}
+    asked = {"input": "x", **END, "tools": flat, "tool_choice": chosen, "max_output_tokens": 300}
+    (item,) = client.post("/v1/responses", json=asked).json()["output"]
+    assert item["type"] == "function_call" and json.loads(item["arguments"]).keys() == {"x"}
 
 
-def test_forms_that_cannot_be_applied_are_refused(served: Callable[..., str], tools_folder: Path) -> None:
-    def ask(client: Any) -> None:
-        prompts = {"chat/completions": chat(), "completions": {"prompt": "x"}, "responses": {"input": "x"}}
-        for name, (path, options, words) in REFUSED.items():
-            answer = client.post(f"/v1/{path}", json=prompts[path] | END | options)
-            assert answer.status_code == 400 and words in answer.json()["error"]["message"], (name, answer.text)
-
-    served(ask, tools_folder)
+def test_forms_that_cannot_be_applied_are_refused(client: Any) -> None:
+    prompts = {"chat/completions": chat(), "completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    for name, (path, options, words) in REFUSED.items():
+        answer = client.post(f"/v1/{path}", json=prompts[path] | END | options)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], (name, answer.text)

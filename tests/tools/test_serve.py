@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -125,17 +125,24 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return command
 
 
-@pytest.fixture
-def client(served: Callable[..., str], folder: Path, managers: list[Any]) -> Iterator[Any]:
-    """A client of `tq-hf serve`, which runs in a thread until the test ends."""
+@contextmanager
+def connected(served: Callable[..., str], *arguments: object) -> Iterator[Any]:
+    """A client of `tq-hf serve`, which runs in a thread meanwhile."""
     clients, done = SimpleQueue[Any](), Event()
     with ThreadPoolExecutor() as pool:
-        output = pool.submit(served, lambda client: (clients.put(client), done.wait()), folder)
+        output = pool.submit(served, lambda client: (clients.put(client), done.wait()), *arguments)
         try:
             yield clients.get(timeout=60)
         finally:
             done.set()
         output.result(60)
+
+
+@pytest.fixture
+def client(served: Callable[..., str], folder: Path, managers: list[Any]) -> Iterator[Any]:
+    """A client of a server of `folder`."""
+    with connected(served, folder) as found:
+        yield found
 
 
 @pytest.fixture
@@ -324,24 +331,20 @@ def test_an_engine_that_has_ended_says_so(
 def test_the_key_is_asked_for(served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQ_HF_API_KEY", "secret")
 
-    def ask(client: Any) -> None:
+    with connected(served, folder) as client:
         for headers in ({}, {"authorization": "Bearer secre"}, {"authorization": "Basic secret"}):
             answer = client.get("/v1/models", headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
         assert client.get("/health").status_code == client.head("/health").status_code == 200
 
-    served(ask, folder)
-
 
 def test_web_pages_of_other_origins_send_no_credentials(served: Callable[..., str], folder: Path) -> None:
-    def ask(client: Any) -> None:
+    with connected(served, folder, "--cors", "--api-key", "secret") as client:
         headers = {"origin": "http://x", "access-control-request-method": "POST"}
         answer = client.options("/v1/completions", headers=headers)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
         assert "access-control-allow-credentials" not in answer.headers
-
-    served(ask, folder, "--cors", "--api-key", "secret")
 
 
 USER = {"role": "user", "content": "What?"}
