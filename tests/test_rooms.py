@@ -110,8 +110,8 @@ BUDGETS = {
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
 PRODUCT, TESTS = 28_450, 35_461
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
-Prefixes in files and grammars were granted 700, and prompts at the speed of their products 400 (plans of cuDNN, compiled
-and captured prompts), which are paid for; loud channels 600."""
+Prefixes in files and grammars were granted 700, and prompts at the speed of their products 400 (plans of cuDNN,
+compiled and captured prompts), which are paid for; loud channels 600."""
 FILES = 127  # prepared.py; {codec/loud,stores/assigned,ops/latent_pages}.py; batching/{prefixes,grammars}.py
 
 
