@@ -58,14 +58,20 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     `TurboQuantBatching` and `continuous_batching` create managers. The methods are those of transformers' manager
     (`start`, `add_request`, `get_result`, `stop`, ...). Between `start` and `stop` the model takes no other calls.
 
-    CUDA graphs of decode steps, asynchronous batching and block tables for decode steps are on by default, if the
-    device supports them. Raises `ValueError` if packed pages do not support the model, an option or the generation
-    config.
+    Args:
+        batching: The `TurboQuantBatching`, with a model, its encoding, balance, tokenizer and folder of prefixes.
+        generation_config: Generation config of all answers.
+        continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
+            tables for decode steps are on by default, if the device supports them.
+        workload_hints: Lengths and number of requests, if known.
+
+    Raises:
+        ValueError: Packed pages do not support the model, an option or the generation config.
     """
 
     output_router: AnswerRouter
     _wake_up_loop: WakeUp
-    _processor: Any = None
+    _processor: TurboQuantBatchProcessor | None = None
     """Processor of the steps of the thread. `stop` may let go of `batch_processor` before the thread ends."""
 
     def __init__(
@@ -508,6 +514,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         )
 
     def _generation_step(self) -> None:
+        assert self._processor is not None
         self._processor._generation_step(self.model)
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
