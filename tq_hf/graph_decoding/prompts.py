@@ -71,13 +71,13 @@ class PromptReader:
 
     @classmethod
     def of(cls, model: Any, config: GenerationConfig, tokens: int) -> PromptReader:
-        """The reader of a model, made once. Counts `tokens` more. Layers are compiled where the caller says how, or
-        after `MANY_TOKENS`."""
+        """The reader of a model, made once. Counts `tokens` more. Layers are compiled from the first call on that says
+        how, or after `MANY_TOKENS`."""
         tokens_read[model] = tokens_read.get(model, 0) + tokens
         how = None
         if config.compile_config is not None or tokens_read[model] > MANY_TOKENS:
             how = CompileConfig(**without_graphs(config.compile_config).to_dict() | {"dynamic": True})
-        if (held := readers.get(model)) is None or held.config != repr(how):
+        if (held := readers.get(model)) is None or (how is not None and held.config != repr(how)):
             held = readers[model] = cls(model, how)
         return held
 
