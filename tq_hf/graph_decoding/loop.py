@@ -14,7 +14,9 @@ the same loop runs step by step. `assisted.py` has the loop of assisted decoding
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,6 +76,14 @@ def without_graphs(config: CompileConfig | None) -> CompileConfig:
     fields = (CompileConfig() if config is None else config).to_dict()
     (fields["options"] or {}).pop("triton.cudagraphs", None)
     return CompileConfig(**{**fields, "mode": WITHOUT_GRAPHS.get(fields["mode"], fields["mode"])})
+
+
+def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Capture what `run` does on `device`, in memory of the graph's own."""
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    with ending_failed_capture(device, pool), torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph
 
 
 def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
@@ -211,14 +221,12 @@ class Loop:
                 every.append(tensor.clone())
 
     def _capture(self, step: CapturedStep) -> None:
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
-            with ending_failed_capture(self.prompt.device, pool), torch.cuda.graph(graph, pool=pool):
-                self._run(step)
+            step.graph = capture(partial(self._run, step), self.prompt.device)
         except RuntimeError as error:
             sentence = capture_failure(self.model, error)
             raise RuntimeError(f"{sentence} Leave out `custom_generate=graph_decoding`.") from error
-        step.graph, step.outputs = graph, (step.logits, step.scores)
+        step.outputs = (step.logits, step.scores)
 
     def _run(self, step: CapturedStep) -> None:
         """Run the operations of the graph."""

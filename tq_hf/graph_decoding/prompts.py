@@ -24,7 +24,6 @@ from ..compat import (
     attention_implementation,
     autocast_dtype,
     capture_failure,
-    ending_failed_capture,
     has_forward_hooks,
     outside_inference_mode,
     prefill,
@@ -34,7 +33,7 @@ from ..layers.compressed import TurboQuantLayer
 from ..layers.handle import resolve
 from ..prepared import CompiledLayers, joined
 from ..saving.fingerprint import adapters
-from .loop import WARM_UP, without_graphs
+from .loop import WARM_UP, capture, without_graphs
 
 logger = logging.get_logger(__name__)
 
@@ -163,27 +162,24 @@ class CapturedPrompt:
         self, model: Any, layers: CompiledLayers, states: list[list[torch.Tensor]], size: Size, like: torch.Tensor
     ) -> None:
         batch, tokens, rows = size
-        self.ids, self.last = like.new_zeros(batch, tokens), like.new_zeros(1)
-        self.positions = like.new_zeros(rows, tokens) if rows else None
         self.held, self.found = states, list[tuple[int, Any, list[torch.Tensor]]]()
         # A mask of no columns: models make none of their own, and layers get none.
         mask = like.new_empty(batch, 1, 0, 0, dtype=torch.bool)
-        self.inputs = {"input_ids": self.ids, "attention_mask": mask, "logits_to_keep": self.last}
-        if self.positions is not None:
-            self.inputs["position_ids"] = self.positions
-        self.graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        self.inputs = {"input_ids": like.new_zeros(batch, tokens), "attention_mask": mask}
+        self.inputs["logits_to_keep"] = like.new_zeros(1)
+        if rows:
+            self.inputs["position_ids"] = like.new_zeros(rows, tokens)
         reading = prompt.reading(self.keep, layers.modules)
         with joined(model), layers.called(partial(_call, None)), reading:
             try:
                 for _ in range(WARM_UP):
                     self._run(model)
-                with ending_failed_capture(like.device, pool), torch.cuda.graph(self.graph, pool=pool):
-                    self._run(model)
+                self.graph = capture(partial(self._run, model), like.device)
             except (RuntimeError, ValueError) as error:
                 raise NotCompiled(capture_failure(model, error, "A prompt")) from error
         if len(self.found) != len(layers.layers):
             raise NotCompiled("some layers attend in another way.")
-        self.done = torch.cuda.Event() if like.is_cuda else None
+        self.done = torch.cuda.Event()
 
     def _run(self, model: Any) -> None:
         self.found.clear()
@@ -202,20 +198,18 @@ class CapturedPrompt:
     def read(self, cache: Any, ids: torch.Tensor, positions: Any) -> CausalLMOutputWithPast:
         """Fill the cache with a prompt, and return the logits of its last tokens."""
         count = ids.shape[1]
-        if self.done is not None:
-            self.done.wait()
-        self.ids[:, :count].copy_(ids)
-        if self.positions is not None:
-            self.positions[:, :count].copy_(positions)
-        self.last.fill_(count - 1)
+        self.done.wait()
+        for name, values in (("input_ids", ids), ("position_ids", positions)):
+            if name in self.inputs:
+                self.inputs[name][:, :count].copy_(values)
+        self.inputs["logits_to_keep"].fill_(count - 1)
         self.graph.replay()
         for index, module, states in self.found:
             query, key, value = (x[:, :, :count] for x in states)
             key, value = cache.update(key, value, index)
             resolve(key, value, module, query)
         logits = self.logits.clone()
-        if self.done is not None:
-            self.done.record()
+        self.done.record()
         named: Any = as_input(cache)
         return CausalLMOutputWithPast(logits=logits, **named)
 
