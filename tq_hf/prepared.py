@@ -142,8 +142,7 @@ class CompiledLayers:
                 f"{type(model).__name__} has no layers that can be compiled one by one: steps stay as they are."
             )
         self.takes_prompts = config is None or config.dynamic is not False  # else each length would be compiled
-        kinds: set[Any] = {type(each) for each in self.layers}
-        self.forward = {kind: kind.forward for kind in kinds}
+        self.forward: dict[Any, Any] = {type(each): type(each).forward for each in self.layers}
         if config is not None:
             self.forward = {kind: torch.compile(call, **config.to_dict()) for kind, call in self.forward.items()}
 

@@ -446,15 +446,14 @@ def test_a_model_whose_prompts_are_captured_is_freed(model, captured) -> None:
 
 @pytest.mark.parametrize("own", ["position_ids", "inputs_embeds"])
 def test_inputs_of_a_captured_prompt_are_applied(model, captured, own) -> None:
-    inputs, found = prompt(model, 1, 40), []
-    ids = inputs["input_ids"]
+    (ids, mask), found = prompt(model, 1, 40).values(), []
     values = {
         "position_ids": torch.arange(7, 47, device=model.device)[None],
         "inputs_embeds": model.model.embed_tokens(ids + 1),
     }
     for read in (prefill, captured.read):
         cache = TurboQuantCache(model.config, residual_length=32, max_cache_len=64)
-        options = {"attention_mask": inputs["attention_mask"], own: values[own].detach(), **as_input(cache)}
+        options = {"attention_mask": mask, own: values[own].detach(), **as_input(cache)}
         with torch.no_grad():
             read(model, ids, model.generation_config, options)
         found.append(cache)
@@ -480,7 +479,8 @@ def test_prompts_that_cannot_be_captured_are_read(model, captured, monkeypatch, 
     with caplog.at_level("INFO"):
         for _ in range(2):
             compare(model, prompt(model, 1, 40), captured)
-    assert not captured.graphs and "not captured: A prompt of LlamaForCausalLM cannot be captured" in caplog.text
+    assert not captured.graphs and not captured.states
+    assert "not captured: A prompt of LlamaForCausalLM cannot be captured" in caplog.text
 
 
 def test_a_prompt_without_room_leaves_the_cache_as_it_was(model, captured) -> None:

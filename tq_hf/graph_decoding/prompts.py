@@ -92,6 +92,7 @@ class PromptReader:
                 except NotCompiled as error:
                     say(f"Prompts of {type(model).__name__} are not {what}: {error}")
                     del self.ways[what]
+                    self._forget()
                     inputs[CACHE_NAME].reset()
         return prefill(*call)
 
@@ -117,11 +118,8 @@ class PromptReader:
         if not self.layers.are_compiled:
             return None
         cache = inputs[CACHE_NAME]
-
-        def fill(module: Any, query: torch.Tensor, *states: torch.Tensor) -> Any:
-            return cache.update(*states, module.layer_idx)
-
-        with self.layers.called(partial(_call, cache)), prompt.reading(fill, self.layers.modules):
+        reading = prompt.reading(lambda each, _, *states: cache.update(*states, each.layer_idx), self.layers.modules)
+        with self.layers.called(partial(_call, cache)), reading:
             found = prefill(model, ids, config, dict(inputs))
         stores = [getattr(layer, "store", None) for layer in cache.layers]
         if any(store is None or store.num_tokens != ids.shape[1] for store in stores):
@@ -133,14 +131,12 @@ class PromptReader:
         (batch, tokens), positions = ids.shape, inputs.get("position_ids")
         size = batch, max(LEAST_TOKENS, 1 << (tokens - 1).bit_length()), 0 if positions is None else len(positions)
         others = {name for name, value in inputs.items() if value is not None} - KNOWN
-        if others or not self.is_generic or batch * size[1] > MOST_TOKENS:
-            return None
-        if positions is not None and positions.shape[1:] != ids.shape[1:]:
+        fits = batch * size[1] <= MOST_TOKENS and (positions is None or positions.shape[1:] == ids.shape[1:])
+        if others or not fits or not self.is_generic:
             return None
         if (needs := self._needs(model)) != self.needs:
             self.needs = needs
-            for kept in (self.calls, self.graphs, self.states):
-                kept.clear()
+            self._forget()
         self.calls[size] += 1
         if self.calls[size] < CALLS:
             return None
@@ -148,6 +144,11 @@ class PromptReader:
             graph = self.graphs[size] = CapturedPrompt(model, self.layers, self.states, size, ids)
             self.needs = self._needs(model)  # joining projections moves weights
         return prefill(model, ids, config, inputs, partial(graph.read, inputs[CACHE_NAME], ids, positions))
+
+    def _forget(self) -> None:
+        """Free all graphs, and what they hold."""
+        for kept in (self.calls, self.graphs, self.states):
+            kept.clear()
 
     def _needs(self, model: Any) -> tuple[Any, ...]:
         """Collect what graphs depend on."""
@@ -164,9 +165,8 @@ class CapturedPrompt:
         batch, tokens, rows = size
         self.held, self.found = states, list[tuple[int, Any, list[torch.Tensor]]]()
         # A mask of no columns: models make none of their own, and layers get none.
-        mask = like.new_empty(batch, 1, 0, 0, dtype=torch.bool)
-        self.inputs = {"input_ids": like.new_zeros(batch, tokens), "attention_mask": mask}
-        self.inputs["logits_to_keep"] = like.new_zeros(1)
+        mask, last = like.new_empty(batch, 1, 0, 0, dtype=torch.bool), like.new_zeros(1)
+        self.inputs = {"input_ids": like.new_zeros(batch, tokens), "attention_mask": mask, "logits_to_keep": last}
         if rows:
             self.inputs["position_ids"] = like.new_zeros(rows, tokens)
         reading = prompt.reading(self.keep, layers.modules)
@@ -189,8 +189,7 @@ class CapturedPrompt:
         """Keep queries, keys and values `[B, H, S, D]` of the next layer beyond this run. Returns keys and values."""
         place = len(self.found)
         if place == len(self.held):
-            tokens = states[0].shape[0] * states[0].shape[2]
-            self.held.append([x.new_empty(MOST_TOKENS * (x.numel() // tokens)) for x in states])
+            self.held.append([x.new_empty(MOST_TOKENS * x.shape[1] * x.shape[3]) for x in states])
         pairs = zip(self.held[place], states, strict=True)
         self.found.append((module.layer_idx, module, [held[: x.numel()].view(x.shape).copy_(x) for held, x in pairs]))
         return states[1:]
@@ -210,8 +209,7 @@ class CapturedPrompt:
             resolve(key, value, module, query)
         logits = self.logits.clone()
         self.done.record()
-        named: Any = as_input(cache)
-        return CausalLMOutputWithPast(logits=logits, **named)
+        return CausalLMOutputWithPast(logits=logits, **as_input(cache))  # type: ignore[arg-type]
 
 
 readers: WeakKeyDictionary[Any, PromptReader] = WeakKeyDictionary()
