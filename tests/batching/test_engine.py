@@ -38,6 +38,7 @@ from tq_hf.batching import requests
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
 from tq_hf.batching.metrics import SECONDS, Histogram
 from tq_hf.batching.requests import scheduler_class
+from tq_hf.batching.runner import TurboQuantModelRunner
 from tq_hf.compat import as_input
 
 
@@ -191,6 +192,30 @@ def test_a_long_prompt_is_not_starved_by_shorter_ones(
     (at,) = [i for i, each in enumerate(order) if each.request_id == name]
     assert at < 12
     assert order[at].generated_tokens == expected(batching, long, 4)
+
+
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first", "shortest_first"])
+def test_answers_that_the_running_step_completes_take_no_token_of_the_next_one(
+    batching: TurboQuantBatching, scheduler: str, asynchronous: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, limits, steps = prompts([32] * 7), [1, 1, 1, 1, 3, 1, 2], list[list[int]]()
+
+    def compute_batch(self: Any, *arguments: Any) -> None:
+        steps.append([future.query_length for future in self.buffers()[0].requests_in_batch])
+        original(self, *arguments)
+
+    original = TurboQuantModelRunner.compute_batch
+    monkeypatch.setattr(TurboQuantModelRunner, "compute_batch", compute_batch)
+    changes = dict(max_batch_tokens=64, allow_block_sharing=False, scheduler_type=scheduler)
+    with serve(batching, 3, **asynchronous, **changes) as manager:
+        with manager.pause():
+            names = [manager.add_request(p, max_new_tokens=n) for p, n in zip(inputs, limits, strict=True)]
+        found = {each.request_id: each.generated_tokens for each in (manager.get_result() for _ in names)}
+    assert [found[name] for name in names] == [
+        expected(batching, prompt, new) for prompt, new in zip(inputs, limits, strict=True)
+    ]
+    # Only the last answers have a step too many: the loop reads their tokens after it.
+    assert steps[:2] == [[32, 32]] * 2 and sum(map(sum, steps)) <= 7 * 32 + 2 + 1 + 2
 
 
 def test_most_have_their_first_token_earlier_if_shorter_prompts_go_first(batching: TurboQuantBatching) -> None:

@@ -207,6 +207,12 @@ class TurboQuantRequest(Substitute, RequestState):
         last = self.initial_tokens[-LONGEST_STOP - 1 :] + self.generated_tokens[-LONGEST_STOP - 1 :]
         return self.detokenizer.completes(last, self.options.stop_strings)
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether the last token that the answer may have is computed, or will be by the step that runs."""
+        new_tokens = self.position_offset - len(self.initial_tokens) + 1
+        return self.status == RequestStatus.DECODING and new_tokens >= self._new_tokens_limit
+
     def read_answer(self, newest: int | None) -> bool:
         """Let `matching` read the answer; `newest` is its last token if the host has not read it yet. Returns whether
         another token can follow: asynchronous batches have a step for an answer that has ended."""
@@ -296,6 +302,12 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
                 ahead = next((i for i, still in enumerate(waits) if still), len(order))
                 self.passed = order[ahead] if not all(waits[ahead:]) else None
             return batch
+
+        def _process_candidates(self, candidates: list[Any], *others: Any) -> Any:
+            """Leave out answers that the running step of an asynchronous batch completes, unless no other has room."""
+            left = [state for state in candidates if not state.is_answered]
+            found = super()._process_candidates(left, *others) if left else ([],)
+            return found if found[0] else super()._process_candidates(candidates, *others)
 
         def add_waiting_request(self, state: RequestState) -> None:
             state = TurboQuantRequest.of(state, self.detokenizer)

@@ -150,15 +150,16 @@ def _shard(decoder: torch.nn.Module) -> str | None:
 
 def _samples(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in decoder.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
+        if not module._parameters:
+            continue
         # Load weights that accelerate has offloaded, for the time of this read.
-        offloaded = any(parameter.is_meta for parameter in parameters.values())
+        offloaded = any(parameter is not None and parameter.is_meta for parameter in module._parameters.values())
         with align_module_device(module) if offloaded else nullcontext():
             for name, parameter in module.named_parameters(recurse=False):
                 for part, tensor in _parts(parameter.to_local() if isinstance(parameter, DTensor) else parameter):
                     count, step = min(SAMPLES, tensor.numel()), max(1, tensor.numel() // SAMPLES)
                     if tensor.is_contiguous() and not offloaded:
-                        values = tensor.detach().view(-1)[::step][:count]
+                        values = tensor.detach().as_strided((count,), (step,))
                     else:  # by position: flattening could copy the whole parameter
                         flat = torch.arange(count, device=tensor.device) * step
                         values = tensor.detach()[torch.unravel_index(flat, tensor.shape)] if count else tensor

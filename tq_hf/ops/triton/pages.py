@@ -203,8 +203,8 @@ class CudnnAttention:
         count, added = len(new.query), -len(new.query) % DIVISOR
         if only_compiles():
             return torch.empty_like(new.query), new.query.new_empty(new.query.shape[1::-1], dtype=torch.float32)
-        # Also contiguous where nothing is added: other strides would be another shape.
-        states = [pad(x, (0, 0, 0, 0, 0, added)).contiguous() if causal or x is new.query else x for x in new]
+        padded = [pad(x, (0, 0, 0, 0, 0, added)) if added and (causal or x is new.query) else x for x in new]
+        states = [x.contiguous() for x in padded]  # other strides would be another shape
         stream = torch.cuda.current_stream(new.query.device) if new.query.is_cuda else None
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
