@@ -212,6 +212,16 @@ if INTERPRETED:
         assert not [None for _ in range(256) if attention.takes(inputs.tokens.query, 8, 4096)]
         assert attention.takes(inputs.tokens.query, 8, 4096)
 
+    @pytest.mark.parametrize("width", [32, 96])
+    def test_tokens_of_zeros_leave_the_strides(width: int) -> None:
+        """Values of joined projections lie between queries and keys."""
+        states = torch.randn(5, width)[:, -32:].view(5, 2, 16)
+        padded = triton_pages._padded(states, 3)
+        assert padded.stride() == states.stride() and torch.equal(padded[:5], states) and not padded[5:].any()
+        assert triton_pages._padded(states, 0) is states
+        by_head = states.transpose(0, 1).contiguous().transpose(0, 1)
+        assert triton_pages._padded(by_head, 3).stride() == (32, 16, 1)
+
     def test_shares_span_blocks_and_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         """A device so small that every program has several blocks to read, and some several sequences."""
         small = replace(decode_launch.target(torch.device("cpu")), multiprocessors=1)

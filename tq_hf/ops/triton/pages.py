@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.functional import pad
 from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, KeyValue, Sequences, Tokens
@@ -152,6 +151,18 @@ def cudnn_takes(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return able and target(device).dependent_launch
 
 
+def _padded(states: torch.Tensor, added: int) -> torch.Tensor:
+    """States `[S, H, D]` with `added` tokens of zeros. Strides stay: for others cuDNN would make another plan."""
+    count, heads, _ = states.shape
+    if states.stride(1) * heads > states.stride(0):
+        states = states.contiguous()
+    if not added:
+        return states
+    out = states.new_empty_strided((count + added, *states.shape[1:]), states.stride())
+    out[:count], out[count:] = states, 0
+    return out
+
+
 class CudnnAttention:
     """Attention from long prompts by cuDNN.
 
@@ -203,8 +214,7 @@ class CudnnAttention:
         count, added = len(new.query), -len(new.query) % DIVISOR
         if only_compiles():
             return torch.empty_like(new.query), new.query.new_empty(new.query.shape[1::-1], dtype=torch.float32)
-        padded = [pad(x, (0, 0, 0, 0, 0, added)) if added and (causal or x is new.query) else x for x in new]
-        states = [x.contiguous() for x in padded]  # other strides would be another shape
+        states = [_padded(x, added) if causal or x is new.query else x for x in new]
         stream = torch.cuda.current_stream(new.query.device) if new.query.is_cuda else None
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
