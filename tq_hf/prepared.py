@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -138,15 +138,19 @@ class CompiledLayers:
         self.modules = [each for each in every if isinstance(getattr(each, "layer_idx", None), int)]
         for place, module in enumerate(self.modules):
             vars(module)[LAYER] = torch.tensor([module.layer_idx, place])
-        self.are_compiled = config is not None
+        self.config = config
         if config is not None and not self.layers:
             logger.warning_once(
                 f"{type(model).__name__} has no layers that can be compiled one by one: steps stay as they are."
             )
         self.takes_prompts = config is None or config.dynamic is not False  # else each length would be compiled
-        self.forward: dict[Any, Any] = {type(each): type(each).forward for each in self.layers}
-        if config is not None:
-            self.forward = {kind: torch.compile(call, **config.to_dict()) for kind, call in self.forward.items()}
+
+    @cached_property
+    def forward(self) -> dict[Any, Any]:
+        """`forward` by class of layers. The compiler is imported here, which takes one to two seconds."""
+        options = None if self.config is None else self.config.to_dict()
+        calls = {type(each): type(each).forward for each in self.layers}
+        return calls if options is None else {each: torch.compile(call, **options) for each, call in calls.items()}
 
     @contextmanager
     def called(self, call: Callable[..., Any] | None = None) -> Iterator[None]:

@@ -79,8 +79,14 @@ def ask(manager: Any, inputs: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
-    inputs, compiler = prompts([40, 90, 200]), Compiler()
+def test_answers_while_steps_are_compiled_are_those_after(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, compiler, callers, compile_ = prompts([40, 90, 200]), Compiler(), set[str](), torch.compile
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        callers.add(threading.current_thread().name)
+        return compile_(*arguments, **options)
+
+    monkeypatch.setattr(torch, "compile", noted)  # which imports the compiler: no start waits for that
     with started(compiler, model_of(family)) as manager:
         oracle = Oracle(manager.model)
         assert compiler.begun.wait(60)
@@ -95,7 +101,7 @@ def test_answers_while_steps_are_compiled_are_those_after(family: str) -> None:
             thread.join(60)
         graphs = compiler.graphs
         after = ask(manager, inputs)
-        assert compiler.calls > 0
+        assert compiler.calls > 0 and callers == {"tq_hf compiles"}
         assert manager.batch_processor.model_runner.behind is manager.batch_processor.model_runner.calls is None
         assert compiler.graphs == graphs, "a step compiled again what the thread had compiled"
         manager.stop(block=True)  # the model has its own attention again

@@ -111,7 +111,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "_offload_to_cpu": ("18c95c351539", "extended: batching/manager.py"),
     },
     ModelRunner: {
-        "__init__": ("a9d4b9ef2f00", "relied upon: compiles the step that batching/runner.py compiles again"),
+        "__init__": ("a9d4b9ef2f00", "relied upon: pads, and compiles no step without options for that"),
         "_capture_graph": ("cb51ab2309b2", "wrapped: batching/runner.py"),
         "compute_batch": ("7d4ae3f3ba63", "wrapped: batching/runner.py"),
         "run_one_warmup": ("8dc178e45660 10d2388427eb", "relied upon: batching/runner.py"),

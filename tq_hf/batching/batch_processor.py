@@ -32,7 +32,11 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """Whether a step runs."""
 
     def __init__(self, manager: Any, **kwargs: Any) -> None:
+        options = kwargs["continuous_batching_config"]
+        # transformers would compile its own step, which chooses by one set of options for all.
+        compiled, options.decode_compile_config = options.decode_compile_config, None
         super().__init__(**kwargs)
+        options.decode_compile_config = compiled
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
         self.model_runner.take_over(manager.model, manager.graphs_are_requested)
         if self.cache.states is not None:

@@ -156,10 +156,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         """Complete a runner that is `like` one of transformers."""
         trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
-        # transformers has compiled its own step, which chooses by one set of options for all.
-        self.do_sample, self._compiled_decode = False, None
+        self.do_sample = False
         if (config := self.cb_config.decode_compile_config) is not None:
-            self.layers = CompiledLayers(model, config)
+            self.layers, self.pad_inputs = CompiledLayers(model, config), True
         self.list_warm_ups()
         self.missing = [*dict.fromkeys((requests, None) for requests, _ in self.missing), *self.missing]
 

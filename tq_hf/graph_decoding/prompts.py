@@ -56,7 +56,7 @@ class PromptReader:
     """First prompts of a model, whose layers may be compiled by `config`."""
 
     def __init__(self, model: Any, config: CompileConfig | None) -> None:
-        self.config, self.layers = repr(config), CompiledLayers(model, config)
+        self.layers = CompiledLayers(model, config)
         self.ways = {"captured": (self._captured, logger.info), "compiled": (self._compiled, logger.warning_once)}
         """Ways to read a prompt, without those that failed, and how to say that one did."""
         self.calls, self.graphs = Counter[Size](), dict[Size, CapturedPrompt]()
@@ -76,7 +76,7 @@ class PromptReader:
         how = None
         if config.compile_config is not None or tokens_read[model] > MANY_TOKENS:
             how = CompileConfig(**without_graphs(config.compile_config).to_dict() | {"dynamic": True})
-        if (held := readers.get(model)) is None or (how is not None and held.config != repr(how)):
+        if (held := readers.get(model)) is None or (how is not None and repr(held.layers.config) != repr(how)):
             held = readers[model] = cls(model, how)
         return held
 
@@ -115,7 +115,7 @@ class PromptReader:
 
     def _compiled(self, model: Any, ids: torch.Tensor, config: Any, inputs: Any) -> tuple[Any, Any] | None:
         """Read a prompt by compiled layers."""
-        if not self.layers.are_compiled:
+        if self.layers.config is None:
             return None
         cache = inputs[CACHE_NAME]
         reading = prompt.reading(lambda each, _, *states: cache.update(*states, each.layer_idx), self.layers.modules)
