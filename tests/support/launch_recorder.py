@@ -24,12 +24,14 @@ class Recorder:
         self.name, self.log = name, log
         self.options: list[dict[str, Any]] = []
         self.given: tuple[Any, ...] = ()
+        self.compiles = False
 
     def warmup(self, *arguments: Any, grid: tuple[int, int, int], **options: Any) -> Any:
         assert options["enable_fp_fusion"] is True  # Triton 3.9 warns where nobody says it
         self.options.append(options)
         self.given = without_tensors(arguments)
         if _compiles_only.get():
+            self.compiles = True
             return self._keep("only compiled", grid, arguments)
         kinds = iter(["compiled"])
 
@@ -38,7 +40,9 @@ class Recorder:
 
         by_triton = lambda grid: lambda *arguments: self._keep("compiled", grid, arguments)  # noqa: E731
         fixed = dict(function=None, packed_metadata=None, src=SimpleNamespace(signature={}))
-        return SimpleNamespace(run=run, **fixed, __getitem__=by_triton)
+        compiled = SimpleNamespace(run=run, **fixed, __getitem__=by_triton)
+        # Triton 3.5 and 3.6 say nothing more of a kernel that threads compile.
+        return SimpleNamespace(result=lambda: compiled) if self.compiles else compiled
 
     def _keep(self, how: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)

@@ -153,6 +153,8 @@ class Kernel:
             compiled = self.function.warmup(*given, *constants, grid=grid, **ALWAYS, **options)
             if only_compiles():
                 return None
+            if hasattr(compiled, "result"):  # threads compile it: wait for this kernel alone
+                compiled = compiled.result()
             launcher, passed = self.launcher(compiled), members(arguments)
             if launcher is None:
                 compiled.__getitem__(grid)(*arguments, *constants)
