@@ -420,7 +420,7 @@ def test_an_answer_comes_before_graphs_that_it_does_not_need(events: Events) -> 
 def test_kernels_are_compiled_together_before_steps_that_need_them(
     events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's and a single token's first, others while the engine rests. Prompts are not run again."""
+    """A prompt's and a single token's before the engine starts, others while it rests. Prompts are not run again."""
     inputs, run = prompts([40, 90, 200]), TurboQuantModelRunner._run_warm_up
 
     def compiling(states: torch.Tensor, code: Callable[[], object]) -> Callable[[], None]:

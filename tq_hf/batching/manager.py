@@ -365,9 +365,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         Args:
             now: Whether to run steps of all sizes now, which compiles and captures them.
             behind: Whether to capture graphs while there is no request, too, and to compile in the background: kernels
-                at first, of which a step waits for its own; steps once graphs of uncompiled steps are captured, or
-                after `COMPILE_AFTER` steps. `stop` waits for the graph that is captured or compiled. No effect in
-                tensor parallelism.
+                at first, steps once graphs of uncompiled steps are captured, or after `COMPILE_AFTER` steps. `stop`
+                waits for the graph that is captured or compiled. No effect in tensor parallelism.
         """
         with self._restoring_on_failure():
             if self.batch_processor is None:
@@ -375,7 +374,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             runner, alone = self._runner, self.distributed_helper.tp_size == 1
             if behind and alone and not self.warmed_up:
                 runner.warm_up_behind(self._wake_up_loop.set)
-                runner.compile_kernels(self.model, 2, behind=True)  # a step with a prompt, and one with a token
+                runner.compile_kernels(self.model, 2)  # a step with a prompt, and one with a token
             if now or not (alone or runner.layers is None):
                 runner.compile_kernels(self.model)
                 while runner.missing:
