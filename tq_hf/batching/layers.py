@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
+from ..attention import UNSUPPORTED
 from ..compat import outside_inference_mode
 from ..layers.base import Substitute
 from ..layers.expansion import up_projection
@@ -92,8 +93,7 @@ def turboquant_paged_attention(
         ValueError: The call is not a step of continuous batching, or needs an option that pages do not support.
     """
     cache = pages_of_step()
-    unknown = ("position_bias", "indices", "block_indices", "sinks")
-    names = [name for name in unknown if kwargs.get(name) is not None]
+    names = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if names or dropout or attention_mask is not None:
         what = ", ".join(names) or ("dropout" if dropout else "an attention mask")
         raise ValueError(
