@@ -38,6 +38,8 @@ logger = logging.get_logger(__name__)
 NAME = "turboquant"
 PROMPT = "turboquant_prompt"
 """Keyword argument of layers that run compiled, in a first prompt without padding (see `prompt`)."""
+UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
+"""Arguments of attention that neither a prompt like that nor pages take."""
 TAKE_BACK = "A cache has the tokens of this call in its first layers by now: call `cache.crop(0)`, or take a new one."
 
 
@@ -80,7 +82,7 @@ def turboquant_attention(
     if PROMPT in kwargs:
         return _attend_prompt(module, (query, key, value), attention_mask, dropout, scaling, is_causal, **kwargs)
     if isinstance(key, LazyStates) and torch.compiler.is_dynamo_compiling():
-        return _outside_of_graphs(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+        return outside_of_graphs(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     if "sinks" in kwargs or (attention_mask is not None and attention_mask.dtype != torch.bool):
         _check_call(module, attention_mask, kwargs.pop("sinks", None))
     view, latents = None, take() if torch.compiler.is_dynamo_compiling() else None
@@ -114,6 +116,10 @@ def turboquant_attention(
     return _attend_dense(*call, dropout=dropout, **kwargs)
 
 
+outside_of_graphs = torch.compiler.disable(turboquant_attention)
+"""Eager attention over lazy states of an eager update, which a compiler cannot trace."""
+
+
 class Prompt(threading.local):
     """The first prompt that this thread reads, by layers that run compiled or captured."""
 
@@ -144,7 +150,7 @@ def _attend_prompt(
 ) -> tuple[torch.Tensor, None]:
     """Attention of a first prompt whose layers run compiled, causal and over the new tokens alone."""
     mask, dropout, scaling, is_causal = refused
-    unknown = [kwargs.get(name) for name in ("position_bias", "indices", "block_indices", "sinks")]
+    unknown = [kwargs.get(name) for name in UNSUPPORTED]
     if dropout or any(each is not None for each in (mask, is_causal, *unknown)):
         _refuse_prompt(module)
     options = AttentionOptions.of_call(states[0].shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
@@ -290,12 +296,6 @@ def _read_packed(
     own = (query,) if view.new is None else (query, *view.new)
     sources = (*lost, *(part for part in own if part.requires_grad))
     return without_backward(out.clone(), sources) if sources and not out.requires_grad else out
-
-
-@torch.compiler.disable
-def _outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Attend eagerly, over lazy states of an eager update: a compiler cannot trace them."""
-    return turboquant_attention(*args, **kwargs)
 
 
 def _refuse_compressed(dropout: float) -> None:

@@ -110,8 +110,9 @@ def test_answers_are_those_of_generate(name: str, monkeypatch: pytest.MonkeyPatc
 FAMILIES = {
     **dict.fromkeys(("qwen3", "phi3", "gpt2"), "packed"),
     "jetmoe": "repeated heads",
+    **dict.fromkeys(("stablelm", "nemotron"), "nothing else"),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe", "bamba"), "states"),
-    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "states"),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h", "jamba"), "states"),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), "states and latents"),
     **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "mistral4"), "latents"),
     **dict.fromkeys(("longcat_flash", "sarvam_mla"), "latents"),

@@ -40,10 +40,7 @@ def batching() -> TurboQuantBatching:
         ("falcon_h1", "layers of the kind hybrid"),
         ("lara_mini", "sliding windows and linear layers"),
         ("diffllama", "attends twice in layer 0"),
-        ("stablelm", "do not hand the arguments of a call on to attention"),
-        ("nemotron", "do not hand the arguments of a call on to attention"),
         *((family, "layers of the kind indexed_attention") for family in INDEXED),
-        ("jamba", "do not hand the arguments of a call on to attention"),
     ],
 )
 def test_models_that_batches_would_answer_wrongly_are_refused_at_the_start(family: str, words: str) -> None:

@@ -362,8 +362,7 @@ def events(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> E
         events.append(graph)
 
     def work_ahead(self: Any, model: Any) -> bool:
-        waits = self.kernels is not None
-        if not (more := ahead(self, model)) and not waits:
+        if not (more := ahead(self, model)) and self.kernels is None:
             events.rest.set()
         return more
 

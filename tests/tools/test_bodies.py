@@ -207,14 +207,14 @@ def test_what_changes_nothing_is_accepted(served: Callable[..., str], odd_folder
             prompts[name] = "".join(map(chr, read[-1]))
 
     read: list[list[int]] = []
-    add = TurboQuantBatchingManager.add_request
+    add = TurboQuantBatchingManager.add_checked
 
     def noted(own: Any, ids: list[int], *more: Any, **options: Any) -> Any:
         read.append(ids)
         return add(own, ids, *more, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TurboQuantBatchingManager, "add_request", noted)
+        patch.setattr(TurboQuantBatchingManager, "add_checked", noted)
         served(ask, odd_folder)
     assert prompts["parts"] == "<user>What?What?<assistant>"
     assert prompts["calls"] == "<user>What?<assistant>Well.[4]<tool>4<assistant>"

@@ -137,6 +137,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
         self.prefixes: PrefixStore | None = None
         """Pages of prefixes in host memory and files."""
+        self.arguments: dict[str, Any] = {}
+        """Arguments of the running step that the engine passes to attention."""
         self.lengths: HostLengths | None = None
         """Lengths of the running step, on the host."""
         self._plans: dict[int, Any] = {}
@@ -339,23 +341,22 @@ class TurboQuantPagedCache(PagedAttentionCache):
             raise ValueError(f"A layer attends without an update of the cache. {INSTEAD}")
         return latents
 
-    def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
+    def state_step(self, layer_idx: int) -> StateStep:
         """Return the pages of states in a step. Each linear layer asks for them before it reads."""
         self.before_layer()
         assert self.states is not None
-        return self._planned(layer_idx, self.states, kwargs)
+        return self._planned(layer_idx, self.states)
 
-    def _planned(self, layer_idx: int, own: PoolAllocator, kwargs: dict[str, Any], total: int = 0) -> Any:
+    def _planned(self, layer_idx: int, own: PoolAllocator, total: int = 0) -> Any:
         """The plan of a step, which the first layer of each allocator makes for all layers of the allocator `own`."""
         if own.index not in self._plans or layer_idx == own.layer_indices[0]:
-            self._plans[own.index] = own.plan(kwargs, total, self.lengths)
+            self._plans[own.index] = own.plan(self.arguments, total, self.lengths)
         return self._plans[own.index]
 
     def layer_step(
         self,
         layer_idx: int,
         states: Tokens,
-        kwargs: dict[str, Any],
         options: AttentionOptions,
         weight: torch.Tensor | None = None,
         expanded: KeyValue | None = None,
@@ -366,14 +367,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
             layer_idx: Index of the layer.
             states: Queries `[1, Hq, T, Dk]`, keys `[1, Hkv, T, Dk]` and values `[1, Hkv, T, Dv]`, or with `weight`
                 latents `[1, 1, T, R]` and rotary keys `[1, 1, T, Dr]`.
-            kwargs: Arguments that the engine passes to attention.
             options: Causal and without biases.
             weight: Up-projection `[Hq * (Dk - Dr + Dv), R]` of latents.
             expanded: Keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` that the model made of latents, or `None`.
         """
         self.before_layer()
         owner, own, (query, *new) = self.owners[layer_idx], cast(Any, self.layer_to_allocator[layer_idx]), states
-        plan = self._planned(layer_idx, own, kwargs, query.shape[2])
+        plan = self._planned(layer_idx, own, query.shape[2])
         if weight is not None:
             pages = own.pages[owner]
             return latent_pages.latent_step(query, expanded, (*new,), weight, pages, plan, options, self.scratch)

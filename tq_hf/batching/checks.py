@@ -24,7 +24,7 @@ from ..layers.expansion import agrees
 from ..ops.dispatch import supports_paged_decode, supports_paged_latents, supports_paged_prompts, widest_paged_head
 from .allocators import LayerSpec, StateName, StateStep, layer_kinds, linear_layers, page_owners, paged_layers
 from .cache import TurboQuantPagedCache
-from .layers import NAME, PAGES, LinearLayers, NoPages
+from .layers import NAME, LinearLayers, running
 from .options import INSTEAD, number
 from .requests import one_line
 
@@ -75,13 +75,11 @@ class StepProbe(TurboQuantPagedCache):
         try:
             model.set_attn_implementation(NAME)
             self.linear.switch()
-            with probing, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with probing, running.step(self), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 inputs = dict(input_ids=ids % decoder.vocab_size, position_ids=ids, use_cache=False, cache=self)
                 parts = model.get_decoder(), model  # ModernBERT's "decoder" is its head
                 run = next(part for part in parts if "input_ids" in signature(type(part).forward).parameters)
-                run(**inputs | {PAGES: self} | ({CACHE_NAME: self} if self.holds_latents else {}))
-        except NoPages:
-            refuse(model, "has layers that do not hand the arguments of a call on to attention")
+                run(**inputs | ({CACHE_NAME: self} if self.holds_latents else {}))
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
                 raise
@@ -93,7 +91,7 @@ class StepProbe(TurboQuantPagedCache):
             restore_attention(before)
         self.linear.measure()
 
-    def state_step(self, layer_idx: int, kwargs: dict[str, Any]) -> StateStep:
+    def state_step(self, layer_idx: int) -> StateStep:
         return StateStep(torch.empty(0), torch.empty(0), None)
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
@@ -106,7 +104,7 @@ class StepProbe(TurboQuantPagedCache):
 
     def layer_step(self, layer_idx: int, states: Tokens, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Note the heads of a layer. Returns zeros in the shape of its attention."""
-        (query, key, value), (_, _, weight, expanded) = states, args
+        (query, key, value), (_, weight, expanded) = states, args
         if self.holds_latents and (weight is None or expanded is None):
             raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
         if weight is not None and not weight.is_meta and not agrees(weight, (key, value), expanded):

@@ -9,15 +9,16 @@ a session `forward` of each linear module is replaced by a function that takes t
 module's own `forward` with the requests of equally many new tokens as a batch `[B, n, hidden_size]`, and with a cache
 of their states (`RequestStates`). In a step of one new token per request, that is one call.
 
-A compiled layer calls the operator `tq_hf::attend_pages`, or `tq_hf::read_states` and `tq_hf::write_states` around its
-module. Operators take pages and arguments of the engine from the step that their thread runs (`running`), and write to
+Layers take the pages from the step that their thread runs (`running`). A compiled layer calls the operator
+`tq_hf::attend_pages`, or `tq_hf::read_states` and `tq_hf::write_states` around its module. These operators write to
 pages that are not inputs of the graph.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
+from ..attention import UNSUPPORTED
 from ..compat import outside_inference_mode
 from ..layers.base import Substitute
 from ..layers.expansion import up_projection
@@ -36,24 +38,35 @@ from .cache import TurboQuantPagedCache
 
 NAME = "turboquant_paged"
 
-PAGES = "turboquant_pages"
-"""Keyword argument with the step's cache. The engine's own argument `cache` reaches attention up to transformers 5.23.
-From 5.24 on, models take `cache` and call its `update`."""
+
+class Running(threading.local):
+    """The step that this thread runs: its pages, which no operator reads or writes where a thread only compiles."""
+
+    def __init__(self) -> None:  # torch.compile would read attributes of the class, and not the thread
+        self.pages: TurboQuantPagedCache | None = None
+        self.only_compiles = False
+
+    @contextmanager
+    def step(self, pages: TurboQuantPagedCache, only_compiles: bool = False) -> Iterator[None]:
+        """Context of a step over these pages."""
+        self.pages, self.only_compiles = pages, only_compiles
+        try:
+            yield
+        finally:
+            self.pages = None
 
 
-class NoPages(ValueError):
-    """A call has no pages."""
+running = Running()
 
 
-def pages_of_step(kwargs: dict[str, Any]) -> TurboQuantPagedCache:
-    """Return the cache of the step that `kwargs` are arguments of. Raise `ValueError` for any other call."""
-    cache = kwargs.get(PAGES)
-    if not isinstance(cache, TurboQuantPagedCache):
-        raise NoPages(
+def pages_of_step() -> TurboQuantPagedCache:
+    """Return the cache of the step that this thread runs. Raise `ValueError` outside of a step."""
+    if running.pages is None:
+        raise ValueError(
             "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
             "first (`manager.stop()`, or leave the `with`): the model then has its own attention again."
         )
-    return cache
+    return running.pages
 
 
 def turboquant_paged_attention(
@@ -74,15 +87,13 @@ def turboquant_paged_attention(
         key, value: `[1, Hkv, T, D]`; with latents keys `[1, Hq, T, Dk]` and values `[1, Hq, T, Dv]` of the new tokens.
         attention_mask, dropout: Not supported. The lengths of requests are the mask.
         scaling: Factor of the logits, by default `D ** -0.5`.
-        **kwargs: Arguments of the engine, with the `TurboQuantPagedCache` under `PAGES`, and the model's fields of
-            `AttentionOptions` (without `position_bias`).
+        **kwargs: The model's fields of `AttentionOptions` (without `position_bias`).
 
     Raises:
         ValueError: The call is not a step of continuous batching, or needs an option that pages do not support.
     """
-    cache = pages_of_step(kwargs)
-    unknown = ("position_bias", "indices", "block_indices", "sinks")
-    names = [name for name in unknown if kwargs.get(name) is not None]
+    cache = pages_of_step()
+    names = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if names or dropout or attention_mask is not None:
         what = ", ".join(names) or ("dropout" if dropout else "an attention mask")
         raise ValueError(
@@ -97,17 +108,7 @@ def turboquant_paged_attention(
         tensors = [query, key, value, module.__dict__[LAYER]]
         return attend_pages(tensors, weight, options.s_aux, options.scaling, options.softcap), None
     layer: Any = module.layer_idx
-    return cache.layer_step(layer, Tokens(query, key, value), kwargs, options, weight, expanded), None
-
-
-class Running(threading.local):
-    """The step that this thread runs. Without pages, as in a thread that compiles, operators read and write none."""
-
-    pages: TurboQuantPagedCache | None = None
-    arguments: dict[str, Any] = {}
-
-
-running = Running()
+    return cache.layer_step(layer, Tokens(query, key, value), options, weight, expanded), None
 
 
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
@@ -120,11 +121,11 @@ def attend_pages(
 ) -> torch.Tensor:
     """Call `TurboQuantPagedCache.layer_step` of the running step. `tensors` are queries, keys (or latents), values (or
     rotary keys) and the module's `LAYER`."""
-    if (pages := running.pages) is None:
+    if running.only_compiles:
         return _empty_output(tensors, weight).zero_()
     *states, layer = tensors
     options = AttentionOptions(scaling, True, softcap, s_aux)
-    return pages.layer_step(int(layer[0]), Tokens(*states), running.arguments, options, weight).contiguous()
+    return pages_of_step().layer_step(int(layer[0]), Tokens(*states), options, weight).contiguous()
 
 
 @attend_pages.register_fake
@@ -246,9 +247,9 @@ def _forward_of_rows(layer: int, module: Any, parameter: str, like: States) -> C
         return own(hidden_states, **{parameter: RequestStates(states)})
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        cache = pages_of_step(kwargs)
+        pages = pages_of_step()
         if not torch.compiler.is_dynamo_compiling():  # a step with prompts never is
-            return _step(cache, layer, run, hidden_states, kwargs)
+            return _step(pages, layer, run, hidden_states)
         number = vars(module)[LAYER]
         read = read_states(hidden_states, list(like.values()), number)
         states = dict(zip(like, read, strict=True))
@@ -258,11 +259,9 @@ def _forward_of_rows(layer: int, module: Any, parameter: str, like: States) -> C
     return forward
 
 
-def _step(
-    cache: TurboQuantPagedCache, layer: int, run: Callable, hidden_states: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor:
+def _step(cache: TurboQuantPagedCache, layer: int, run: Callable, hidden_states: torch.Tensor) -> torch.Tensor:
     """Output `[1, T, hidden_size]` of a linear layer for the new tokens of all requests."""
-    step = cache.state_step(layer, kwargs)
+    step = cache.state_step(layer)
     assert cache.states is not None
     if step.rows is None:
         states = cache.states.read(layer, step.sources)
@@ -286,11 +285,11 @@ def read_states(hidden_states: torch.Tensor, like: list[torch.Tensor], layer: to
         like: A tensor `[0, ...]` per state, with its shape and dtype.
         layer: Index of the layer, `[]` on the CPU.
     """
-    if (pages := running.pages) is None:
+    if running.only_compiles:
         return [states.zero_() for states in _read(hidden_states, like)]
+    pages, index = pages_of_step(), int(layer[0])
     assert pages.states is not None
-    sources = pages.state_step(int(layer[0]), running.arguments).sources
-    return list(pages.states.read(int(layer[0]), sources).values())
+    return list(pages.states.read(index, pages.state_step(index).sources).values())
 
 
 @read_states.register_fake
@@ -302,11 +301,11 @@ def _read(hidden_states: torch.Tensor, like: list[torch.Tensor], *arguments: Any
 def write_states(out: torch.Tensor, states: list[torch.Tensor], layer: torch.Tensor) -> torch.Tensor:
     """Write the states `[B, ...]` that `read_states` has read before. Returns a copy of `out`, the output of the layer,
     so that no compiler drops the call."""
-    if (pages := running.pages) is not None:
+    if not running.only_compiles:
+        pages, index = pages_of_step(), int(layer[0])
         assert pages.states is not None
-        targets = pages.state_step(int(layer[0]), running.arguments).targets
-        names = pages.states.shapes[int(layer[0])]
-        pages.states.write(int(layer[0]), targets, dict(zip(names, states, strict=True)))
+        named = dict(zip(pages.states.shapes[index], states, strict=True))
+        pages.states.write(index, pages.state_step(index).targets, named)
     return out.clone()
 
 

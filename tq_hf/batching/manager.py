@@ -246,6 +246,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         applied = self.options_of(config, options, len(input_ids))
         if not isinstance(request_id, str | None):
             raise ValueError(f"`request_id` is {shown(request_id)}; it must be a text.")
+        return self.add_checked(input_ids, applied, request_id, streaming, record_timestamps)
+
+    def add_checked(
+        self, prompt: list[int], applied: RequestOptions, request_id: str | None, streaming: bool, timed: bool = False
+    ) -> str | None:
+        """`add_request` of tokens and options that are checked."""
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
@@ -254,12 +260,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._cancelled = {name for name in self._cancelled if request_id not in (name, split_answer_id(name)[0])}
         ends, added = list(applied.eos_token_ids) or -1, None
         if self.is_tp_driver and self.background_thread_status.can_accept_new_requests() is not None:
-            state = RequestState(request_id, input_ids, logit_processor_kwargs={OPTIONS: applied})
+            state = RequestState(request_id, prompt, logit_processor_kwargs={OPTIONS: applied})
             self.output_router.fail_and_deliver(state, self._refusal())
             return request_id
         try:
             added = super().add_request(
-                input_ids, request_id, applied.max_new_tokens, streaming, record_timestamps, ends, **{OPTIONS: applied}
+                prompt, request_id, applied.max_new_tokens, streaming, timed, ends, **{OPTIONS: applied}
             )
         finally:
             if added is None:  # or the queue is full

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels, planning
 from ..prepared import CompiledLayers
 from .cache import TurboQuantPagedCache
-from .layers import PAGES, running
+from .layers import running
 from .processors import BatchOptions, Features, PreparedStep
 
 logger = logging.get_logger(__name__)
@@ -72,47 +72,51 @@ def copied(arguments: Any) -> Any:
     return replaced(arguments, torch.Tensor, copy_of)
 
 
-@functools.cache
+@cache
 def compiling_stream(device: torch.device) -> torch.cuda.Stream:
     """Stream of steps that are compiled in the background: one, as torch keeps a workspace of cuBLAS for each."""
     return torch.cuda.Stream(device)
 
 
-class BackgroundCompile(threading.Thread):
-    """Thread that compiles layers, while an engine runs them uncompiled.
+def compile_call(layers: CompiledLayers, pages: TurboQuantPagedCache, inference: bool, call: Any) -> None:
+    """Compile a layer by a recorded `call` of it, with or without `inference` mode. No page is read or written. Inputs
+    are copies with the sizes and views of the originals, so that the engine's own compile nothing again."""
+    layer, arguments, options = call
+    device = torch.device(pages.device)
+    stream = compiling_stream(device) if device.type == "cuda" else None
+    with running.step(pages, only_compiles=True), torch.cuda.stream(stream):
+        with torch.inference_mode(inference), torch.no_grad():
+            layers.forward[type(layer)](layer, *arguments, **options)
+    if stream is not None:
+        stream.synchronize()
 
-    Layers run on copies of the inputs of earlier steps (`calls`, which is emptied), and touch no page (`running`).
-    Copies have the sizes and views of the originals, so that the engine's own inputs compile nothing again. `then` is
-    called at the end.
-    """
+
+class BackgroundCompile(threading.Thread):
+    """Thread that compiles while an engine runs: calls the functions `work` one after the other, and `then` at the end.
+    A function is let go of once it has run: it holds the inputs of a layer."""
 
     error: Exception | None = None
     done = False
 
-    def __init__(
-        self, layers: CompiledLayers, device: torch.device, calls: list[Any], then: Callable[[], None]
-    ) -> None:
+    def __init__(self, work: list[Callable[[], Any]], then: Callable[[], None]) -> None:
         # A thread lets go of these arguments at its end: `then` holds the engine.
         super().__init__(name="tq_hf compiles", daemon=True, target=self._compile, args=(then,))
-        self.layers, self.device, self.calls, self.inference = layers, device, calls, torch.is_inference_mode_enabled()
+        self.work = work
+        self.start()
 
     def _compile(self, then: Callable[[], None]) -> None:
-        stream = compiling_stream(self.device) if self.device.type == "cuda" else None
         try:
-            with short_turns(), torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
-                while self.calls:
-                    layer, arguments, options = self.calls.pop(0)
-                    self.layers.forward[type(layer)](layer, *arguments, **options)
-            if stream is not None:
-                stream.synchronize()
+            with short_turns():
+                while self.work:
+                    self.work.pop(0)()
         except Exception as error:
             self.error = error
         self.done = True
         then()
 
     def cancel(self, timeout: float | None = None) -> None:
-        """Compile no further call, and wait for the one that is being compiled, up to `timeout` seconds."""
-        self.calls.clear()
+        """Call no further function, and wait for the one that runs, up to `timeout` seconds."""
+        self.work.clear()
         self.join(timeout)
 
 
@@ -147,7 +151,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     decoded = 0
     """Number of decode steps since `warm_up_behind`."""
     behind: BackgroundCompile | None = None
-    kernels: threading.Thread | None = None
+    """Thread that compiles layers."""
+    kernels: BackgroundCompile | None = None
     """Thread that waits for kernels of steps to be compiled."""
     wake_up: Callable[[], None]
     """Function that wakes the engine once steps or kernels are compiled."""
@@ -188,15 +193,17 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         calls, self.calls = [*chain(*self.calls.values())], None
         if (stream := self.inputs_and_outputs.compute_stream) is not None:
             stream.synchronize()  # calls were copied there
-        self.behind = BackgroundCompile(self.uncompiled, torch.device(self.cache.device), calls, self.wake_up)
-        self.behind.start()
+        compiles = partial(compile_call, self.uncompiled, self.cache, torch.is_inference_mode_enabled())
+        self.behind = BackgroundCompile([partial(compiles, call) for call in calls], self.wake_up)
 
     def _take_compiled(self) -> None:
+        if self.kernels is not None and self.kernels.done:
+            self.kernels = None  # a step that needs a kernel which does not compile raises the error
         if self.behind is None or not self.behind.done:
             return
         behind, self.behind = self.behind, None
         if behind.error is None:
-            self.layers = behind.layers
+            self.layers = self.uncompiled
             self.logit_processor.compiled = self._processors_are_compiled
             left = self.missing
             self.list_warm_ups()  # steps with prompts are not captured
@@ -240,31 +247,23 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
                 if not requests:
                     self._run_warm_up(model, 0, None, 2)  # few queries to few heads are split, which other kernels do
 
-        def finish() -> None:
-            with short_turns():
-                wait()
-            if behind:
-                self.kernels = None
-                self.wake_up()
-
         self.only_compiles = True
         try:
             wait = compile_kernels(torch.empty(0, dtype=self.cache.dtype, device=self.cache.device), run_all)
         finally:
             self.only_compiles = False
         if behind:
-            self.kernels = threading.Thread(target=finish, daemon=True)
-            self.kernels.start()
+            self.kernels = BackgroundCompile([wait], self.wake_up)
         else:
-            finish()
+            with short_turns():
+                wait()
 
     def cancel(self, timeout: float | None = None) -> None:
         """Compile no further step, and wait for what is being compiled behind, up to `timeout` seconds each."""
         self.calls = None
-        if self.behind is not None:
-            self.behind.cancel(timeout)
-        if (kernels := self.kernels) is not None:
-            kernels.join(timeout)
+        for thread in (self.behind, self.kernels):
+            if thread is not None:
+                thread.cancel(timeout)
 
     def warm_up(self, model: torch.nn.Module) -> None:
         """Run the next warm-up of `missing`. No step may be running."""
@@ -303,7 +302,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         a batch may have. If a learned embedding has fewer positions, they are clamped: an index outside of the
         embedding leaves a GPU unusable."""
         self._take_compiled()
-        batch_data[PAGES] = self.cache
+        self.cache.arguments = batch_data
         if self.cache.holds_latents:
             batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
@@ -321,11 +320,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         graphs = vars(device).setdefault("graphs_by_features", {})  # freed together with the buffers that they read
         kind = Features(grammar=True) if self.features.grammar else self.features, self.layers is None
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
-        running.pages, running.arguments = self.cache, batch_data
-        try:
+        with running.step(self.cache):
             super().compute_batch(model, batch_data)
-        finally:
-            running.pages, running.arguments = None, {}
         if self.features.grammar:
             self._choose_allowed(batch_data)
         if self.calls is not None and self.inputs_and_outputs.use_block_table and not self.only_compiles:

@@ -13,7 +13,6 @@ model's tokens as it is.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..cache import TurboQuantCache
 from ..compat import as_input, longer_inputs, optimized_for_decode, outside_inference_mode, prefill
 from ..layers.base import FullAttentionLayer
 from ..layers.rollback import take_back
+from ..prepared import joined
 from ..stores.sizes import STEP_TOKENS
 from .loop import Loop, check_layers, latest_steps, tensors_of
 from .step import CapturedStep, LateFlags, StepInputs, layers_with_states, sliding_layers
@@ -249,14 +249,13 @@ class AssistedLoop(Loop):
         """Decode from the logits `[1, vocabulary]` of the prompt until the sequence has ended."""
         step = None
         try:
-            with ExitStack() as contexts:
-                self._prepare_model(contexts)
+            with optimized_for_decode(self.model), joined(self.model):
                 step = self._begin(inputs)
                 self._accept(step, logits, None)
                 # The assistant reads its prompt before, with the experts for many tokens.
-                contexts.enter_context(optimized_for_decode(getattr(self.drafts, "model", self.model)))
-                while not self._ended(step):
-                    self._advance(step)
+                with optimized_for_decode(getattr(self.drafts, "model", self.model)):
+                    while not self._ended(step):
+                        self._advance(step)
         finally:  # a call that an exception ended is left to `crop`
             for ring in sliding_layers((*self.layers, *self.drafts.layers)):
                 ring.close_ring(None if step is None else int(step.at - step.shift) - 1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..cache import TurboQuantCache
 from ..compat import CACHE_NAME, arguments_of_generate, check_required_names, compiles_steps, prefill, switches_rope
 from .assisted import AssistedLoop, check_room_for_drafts, drafts_of, expect_drafts
-from .loop import Loop, check_layers
+from .loop import Loop, check_layers, without_graphs
 from .prompts import PromptReader
 
 
@@ -67,7 +67,7 @@ def graph_decoding(
     check_required_names("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
     arguments = arguments_of_generate()
     mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
-    cache, drafts = _check(model, generation_config, mode, model_kwargs, arguments), None
+    (cache, compiles), drafts = _check(model, generation_config, mode, model_kwargs, arguments), None
     if mode == GenerationMode.ASSISTED_GENERATION:
         drafts = drafts_of(model, cache, input_ids, generation_config, arguments)
         if input_ids.shape[1] and not int(cache.get_seq_length()) and stopping_criteria.max_length is not None:
@@ -89,8 +89,8 @@ def graph_decoding(
             "`custom_generate`, pass fewer `max_new_tokens`, or keep the states that there are: set "
             "`model.config.original_max_position_embeddings = 10**9`."
         )
-    compiles = input_ids.is_cuda and compiles_steps(model, cache, generation_config)
-    read = PromptReader.of(model, generation_config, input_ids.numel()).read if compiles else prefill
+    captures = compiles is not None and input_ids.is_cuda
+    read = PromptReader.of(model, generation_config, input_ids.numel()).read if captures else prefill
     outputs, model_kwargs = read(model, input_ids, generation_config, model_kwargs)
     if model_kwargs[CACHE_NAME] is not cache:
         raise ValueError(
@@ -99,14 +99,16 @@ def graph_decoding(
         )
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
     del outputs
-    call = (model, cache, input_ids, logits_processor, stopping_criteria, generation_config, arguments.get("streamer"))
+    streamer = arguments.get("streamer")
+    call = (model, cache, input_ids, logits_processor, stopping_criteria, generation_config, compiles, streamer)
     loop = Loop(*call) if drafts is None else AssistedLoop(drafts, *call)
     return loop.run(logits, model_kwargs)
 
 
 def _check(
     model: Any, config: GenerationConfig, mode: GenerationMode, inputs: dict[str, Any], arguments: dict[str, Any]
-) -> TurboQuantCache:
+) -> tuple[TurboQuantCache, CompileConfig | None]:
+    """Return the cache, and how steps are compiled, if they are."""
     cache = inputs.get(CACHE_NAME)
     advice = "Leave out `custom_generate`, or "
     if model.config.is_encoder_decoder:
@@ -129,7 +131,8 @@ def _check(
     if arguments.get("synced_gpus"):
         raise ValueError(f"`graph_decoding` does not wait for other ranks (`synced_gpus`). {advice}`synced_gpus`.")
     devices = sorted(map(str, set((getattr(model, "hf_device_map", None) or {}).values())))
-    if len(devices) > 1 and compiles_steps(model, cache, config):
+    compiles = without_graphs(config.compile_config) if compiles_steps(model, cache, config) else None
+    if len(devices) > 1 and compiles is not None:
         raise ValueError(
             f"The model is spread over the devices {', '.join(devices)}, and a CUDA graph is captured on one. {advice}"
             'load the model on one device (`device_map="cuda"`), or by tensor parallelism, with one graph per process.'
@@ -137,4 +140,4 @@ def _check(
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(f"`graph_decoding` does not return `{name}`. {advice}set it to False.")
-    return cache
+    return cache, compiles

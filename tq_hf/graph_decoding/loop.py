@@ -35,7 +35,6 @@ from ..compat import (
     attention_implementation,
     autocast_dtype,
     capture_failure,
-    compiles_steps,
     ending_failed_capture,
     mark_static_shape,
     optimized_for_decode,
@@ -122,6 +121,7 @@ class Loop:
         logits_processor: Any,
         stopping_criteria: StoppingCriteriaList,
         config: GenerationConfig,
+        compile_config: CompileConfig | None,
         streamer: BaseStreamer | None,
     ) -> None:
         self.model, self.cache, self.prompt = model, cache, prompt
@@ -142,8 +142,7 @@ class Loop:
         assert cache.preallocated_for is not None
         self.width = max(cache.preallocated_for + 1, self.max_length or 0)
         """Number of tokens that the history has room for."""
-        self.compile_config = without_graphs(config.compile_config) if compiles_steps(model, cache, config) else None
-        self.captures = self.compile_config is not None and prompt.is_cuda
+        self.compile_config, self.captures = compile_config, compile_config is not None and prompt.is_cuda
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
         self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
@@ -165,7 +164,8 @@ class Loop:
                         break
                     check_room(1, self.cached, self.room)
                 if step.inputs is None:
-                    self._prepare_model(contexts)
+                    contexts.enter_context(optimized_for_decode(self.model))
+                    contexts.enter_context(joined(self.model))
                     step = self._step(inputs, step)
                 self._advance(step)
         self.flags.finish(ended)
@@ -173,11 +173,6 @@ class Loop:
             self.length -= self.flags.lag
             self.cache.crop(-self.flags.lag)
         return self._result(step.history)
-
-    def _prepare_model(self, contexts: ExitStack) -> None:
-        """Prepare the model for steps, until the end of `contexts`."""
-        contexts.enter_context(optimized_for_decode(self.model))
-        contexts.enter_context(joined(self.model))
 
     def _result(self, history: torch.Tensor) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Result of `generate()`, with the tokens in `history` `[B, W]`."""

@@ -40,8 +40,6 @@ logger = logging.get_logger(__name__)
 MANY_TOKENS = 4_000_000
 """Tokens of prompts after which layers are compiled unasked: compiling would have taken less time than it would have
 saved."""
-tokens_read: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Tokens of prompts by model."""
 LEAST_TOKENS, MOST_TOKENS = 64, 512
 """Tokens of a sequence in the smallest graph; tokens of all sequences in the largest."""
 KNOWN = {CACHE_NAME, "attention_mask", "logits_to_keep", "position_ids", "use_cache"}
@@ -54,6 +52,9 @@ CALLS = 4
 
 class PromptReader:
     """First prompts of a model, whose layers may be compiled by `config`."""
+
+    tokens = 0
+    """Number of tokens of all prompts."""
 
     def __init__(self, model: Any, config: CompileConfig | None) -> None:
         self.layers = CompiledLayers(model, config)
@@ -72,12 +73,13 @@ class PromptReader:
     def of(cls, model: Any, config: GenerationConfig, tokens: int) -> PromptReader:
         """The reader of a model, made once. Counts `tokens` more. Layers are compiled from the first call on that says
         how, or after `MANY_TOKENS`."""
-        tokens_read[model] = tokens_read.get(model, 0) + tokens
-        how = None
-        if config.compile_config is not None or tokens_read[model] > MANY_TOKENS:
+        held, how = readers.get(model), None
+        tokens += 0 if held is None else held.tokens
+        if config.compile_config is not None or tokens > MANY_TOKENS:
             how = CompileConfig(**without_graphs(config.compile_config).to_dict() | {"dynamic": True})
-        if (held := readers.get(model)) is None or (how is not None and repr(held.layers.config) != repr(how)):
+        if held is None or (how is not None and repr(held.layers.config) != repr(how)):
             held = readers[model] = cls(model, how)
+        held.tokens = tokens
         return held
 
     def read(self, model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:

@@ -312,7 +312,7 @@ class Engine:
                 prompts.append(PromptTokens(tokens, applied))
                 for _ in range(applied.num_return_sequences):
                     answers.append(Choice(self, len(answers), prompts[-1], body))
-            return Exchange(self, body, prompts, options, answers)
+            return Exchange(self, body, prompts, answers)
         except ValueError as error:
             raise Refused(sentence(error)) from None
 
@@ -343,23 +343,19 @@ class Engine:
 class Exchange:
     """A request that was read, and its answers. All methods belong to the event loop."""
 
-    def __init__(
-        self, engine: Engine, body: Any, prompts: list[PromptTokens], options: dict[str, Any], answers: list[Choice]
-    ) -> None:
-        self.engine, self.body, self.prompts, self.options, self.answers = engine, body, prompts, options, answers
+    def __init__(self, engine: Engine, body: Any, prompts: list[PromptTokens], answers: list[Choice]) -> None:
+        self.engine, self.body, self.prompts, self.answers = engine, body, prompts, answers
         self.ready: asyncio.Queue[Choice | Refused] = asyncio.Queue()
         """Answers with an output that was not read yet."""
-        each = options["num_return_sequences"]
-        self.names = [answer_ids(uuid4().hex, each) for _ in prompts]
+        self.names = [answer_ids(uuid4().hex, each.options.num_return_sequences) for each in prompts]
         """Ids of answers in the engine, by prompt. Clients may choose the same ids."""
         self.closed = False
 
     def _ask(self) -> None:
-        """Hand the prompts to the engine, from a thread: options of many prompts take long to check."""
+        """Hand the prompts to the engine, from a thread."""
         for names, prompt in zip(self.names, self.prompts, strict=True):
             if not self.closed:
-                own = {"max_new_tokens": prompt.options.max_new_tokens, "streaming": bool(self.body.stream)}
-                self.engine.manager.add_request(prompt.tokens, names[0], **self.options | own)
+                self.engine.manager.add_checked(*prompt, names[0], bool(self.body.stream))
         if self.closed:
             self._cancel()
 
@@ -414,5 +410,5 @@ class Exchange:
 
     def usage(self) -> tuple[int, int, int]:
         """Number of tokens of all prompts, of all answers, and of prompts that were found in pages."""
-        cached = sum(each.cached for each in self.answers[:: self.options["num_return_sequences"]])
+        cached = sum(each.cached for each in self.answers[:: len(self.names[0])])
         return sum(len(each.tokens) for each in self.prompts), sum(each.count for each in self.answers), cached
