@@ -92,8 +92,6 @@ def join(model: nn.Module, device: str | None = None) -> None:
     """Join projections of a model in place, until `separate`; those on devices of one kind, by default on all."""
     found, modules = list[list[Any]](), [*model.modules()]
     for parent in modules:
-        if not any(names[0] in parent._modules for names in GROUPS):
-            continue
         children = dict(parent.named_children())  # one that has two names is shared, and has the first only
         found += [each for names in GROUPS if _are_alike(each := [children.get(name) for name in names], device)]
     used = Counter(id(x) for each in modules if found for x in each.parameters(recurse=False))

@@ -34,10 +34,27 @@ def test_graphs_and_asynchronous_batches_are_on(model: PreTrainedModel) -> None:
     with Session(model) as session:
         session.run(prompts([5]), greedy(2))
         resolved, runner = session.manager.continuous_batching_config, session.manager.batch_processor.model_runner
-        assert resolved.use_cuda_graph == (False, True) and runner.use_cuda_graph_decode
+        assert resolved.use_cuda_graph == (True, True) and runner.use_cuda_graph_decode
         assert session.manager.batch_processor.use_async_batching
         pairs = session.manager.batch_processor.inputs_and_outputs.io_pairs
         assert all(pair.device_io.graphs._storage for pair in pairs)
+
+
+def test_steps_with_prompts_and_few_tokens_are_graphs(model: PreTrainedModel) -> None:
+    """Of 64 and 512 tokens here, from the fourth of a size on; what they are replayed with are other requests."""
+    batches = [
+        prompts(lengths) for lengths in ([40], [9, 30], [64], [20, 21], [150, 300], [300], [280], [1, 2, 400], [9])
+    ]
+    with Session(model, use_cuda_graph=False) as session:
+        expected = [session.run(inputs, greedy(NEW)) for inputs in batches]
+    with Session(model) as session:
+        found = [session.run(inputs, greedy(NEW)) for inputs in batches]
+        graphs = [
+            pair.device_io.graphs._storage for pair in session.manager.batch_processor.inputs_and_outputs.io_pairs
+        ]
+        assert session.pages_in_use() == 0
+    assert {key[0] for storage in graphs for key in storage if len(key) > 1} >= {64, 512}
+    assert all(agreement(*both) > 0.7 for both in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,32 @@ def capture(padded: None, monkeypatch: pytest.MonkeyPatch) -> Capture:
 
 
 @pytest.fixture
+def replayed(padded: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Keys of the steps with prompts that are replayed, as from graphs: with what the host had at their capture."""
+    keys, real = list[tuple[int, ...]](), model_runner.ModelRunner.__init__
+
+    @wraps(real)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.use_cuda_graph_varlen = True
+
+    def capture(self: Any, forward: Any, stream: Any, *args: Any) -> None:
+        assert self.cache.lengths is None
+        forward(*args)
+        graph = SimpleNamespace(replay=lambda: replay(self, forward, args), reset=lambda: None)
+        self.inputs_and_outputs.set_graph(graph)
+
+    def replay(self: Any, forward: Any, args: tuple[Any, ...]) -> None:
+        keys.append(self.buffers()[1]._get_graph_key())
+        self.cache.arguments = args[1]
+        forward(*args)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
+    monkeypatch.setattr(runner.TurboQuantModelRunner, "_capture_graph", capture)
+    return keys
+
+
+@pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(runner.logger, "warning_once", said.append)
@@ -125,6 +152,22 @@ def test_a_step_that_fails_before_its_capture_is_no_capture_that_failed(capture:
     with Session(model, max_requests_per_batch=2) as session:
         results = session.batching.generate_batch(prompts([5]), greedy(4), session.options)
     assert [result.error for result in results.values()] == ["a bit fell over"] and not said and not capture.begun
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
+def test_steps_with_prompts_and_few_tokens_are_replayed(
+    replayed: list[tuple[int, ...]], ahead: bool, request: pytest.FixtureRequest
+) -> None:
+    """From the fourth of a size on, whatever their requests: others with history, some that are answered, none."""
+    more, new = request.getfixturevalue("asynchronous") if ahead else {}, 5
+    with Session(model_of(), max_batch_tokens=600, **more) as session:
+        for lengths in ([40], [9, 30], [20, 21, 22], [130], [300], [280], [400], [1, 2, 400], [450], [470], [560], [5]):
+            inputs = prompts(lengths, seed=sum(lengths))
+            assert session.run(inputs, greedy(new)) == [session.oracle.generate(prompt, new) for prompt in inputs]
+        (longer,) = prompts([700])  # read in two steps, the second with history
+        assert session.run([longer], greedy(new)) == [session.oracle.chunked(longer, new, [600])]
+        assert session.pages_in_use() == 0
+    assert {key[0] for key in replayed} >= {64, 512} and len(replayed) >= 4
 
 
 def test_a_warm_up_of_more_tokens_than_a_model_has_positions(

@@ -247,8 +247,7 @@ def engine_options(
         what = f"dense layers ({dense} by `skip_layers`)" if dense else "these latents (MLA)"
         logger.warning_once(f"No kernel reads pages of {what}: torch does, and steps are not captured in CUDA graphs.")
     if options.use_cuda_graph is None:
-        # Steps with prompts come in all sizes, and each size would need a graph.
-        options.use_cuda_graph = (False, kernels)
+        options.use_cuda_graph = (not reads and supports_paged_prompts(states, layout), kernels)
     if options.use_async_batching is None:
         options.use_async_batching = True
     if processes and options.max_memory_percent is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -37,6 +38,9 @@ logger = logging.get_logger(__name__)
 
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
+MOST_TOKENS, CALLS = 512, 4
+"""Tokens of the largest step with prompts that is a graph (in longer ones the device is busy while the host launches
+kernels); and such steps of a size before its capture, which takes as long as it saves for some six."""
 SHORT_TURN = 1e-4
 """Seconds of a short turn. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
 5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""
@@ -124,7 +128,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     """transformers' model runner. Kernels are launched one by one if a decode step cannot be captured in a graph.
 
     A decode step has a graph per number of requests (1, 2, 4, ...) and pair of input buffers. Each is captured when a
-    step first needs the graph; in a server, also while there is no request (`work_ahead`).
+    step first needs the graph; in a server, also while there is no request (`work_ahead`). A step with prompts and few
+    tokens has a graph per number of tokens (64, 128, ...), room for history and pair.
     """
 
     graphs_are_requested = False
@@ -133,6 +138,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     logit_processor: BatchOptions
     features = Features()
     """Processors that the running step needs after the model."""
+    prompt_steps: Counter[tuple[int, ...]]
+    """Number of steps with prompts by the key of their graph."""
     steps: dict[int, PreparedStep]
     """Steps that are not over, by the id of their input buffers."""
     missing: list[tuple[int, int | None]]
@@ -161,7 +168,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         """Complete a runner that is `like` one of transformers."""
         trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
-        self.do_sample = False
+        self.do_sample, self.prompt_steps = False, Counter[tuple[int, ...]]()
         if (config := self.cb_config.decode_compile_config) is not None:
             self.layers, self.pad_inputs = CompiledLayers(model, config), True
         self.list_warm_ups()
@@ -180,9 +187,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
         Call before the first step."""
         self.ahead, self.wake_up = True, wake_up
-        if not self.use_cuda_graph_varlen:  # no graph comes of a prompt
-            self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
-            self.missing += [(0, 0)] * self.cache.plans_prompts  # the last: a request would wait for it
+        # No graph comes of a long prompt.
+        self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
+        self.missing += [(0, 0)] * self.cache.plans_prompts  # the last: a request would wait for it
         if self.layers is not None:
             self.uncompiled, self.layers, self.calls = self.layers, None, {}
             # A processor would wait for the thread to compile.
@@ -313,6 +320,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if self.only_compiles:  # and little history, which cuDNN would read
             lengths = [*((new, min(length, new + 100 * BLOCK_TOKENS)) for new, length in lengths), (1, 1)]
         self.cache.lengths = tuple(new for new, _ in lengths), tuple(length - new for new, length in lengths)
+        if host.use_cuda_graph_varlen:  # as its graph does, the step reads them on the device
+            self.cache.lengths = None
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
@@ -348,6 +357,21 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             tokens = batch_data["input_ids"][0, batch_data["logits_indices"]]
             processor.choose(processor.logits[: len(tokens)], tokens, self.features, io.get_cb_kwargs()[-1])
 
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        """Pad the numbers of tokens of the next step, and of tokens that it reads. A step with prompts and few tokens
+        has a power of two of them: it may be a graph."""
+        tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+        may_be_graph = self.use_cuda_graph_varlen and not use_decode_fast_path and tokens <= MOST_TOKENS
+        for io in self.buffers():
+            io.use_cuda_graph_varlen = may_be_graph  # pads the greatest length, too
+        return min(1 << (tokens - 1).bit_length(), self.cache.max_batch_tokens) if may_be_graph else tokens, read
+
+    def _captures_prompts(self) -> bool:
+        """Whether the running step with prompts is a graph."""
+        _, device = self.buffers()
+        self.prompt_steps[key := device._get_graph_key()] += 1
+        return device.use_cuda_graph_varlen and self.prompt_steps[key] >= CALLS
+
     def buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
         """Buffers of the step on the host and on the device: one pair, or the same ones."""
         io = self.inputs_and_outputs
@@ -361,6 +385,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if self.only_compiles:
             return self._forward_process_and_sample, False
         forward, captured = super()._get_forward_fn(use_block_table)
+        captured = captured and (use_block_table or self._captures_prompts())
         # With prompts, linear layers are called once for each length, and latents are expanded by their module.
         prompts = self.cache.states is None and not self.cache.holds_latents
         if self.layers is not None and (use_block_table or (prompts and self.layers.takes_prompts)):
@@ -424,8 +449,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         except RuntimeError as error:
             if not computed:
                 raise
-            failed = capture_failure(model, error)
+            decodes = self.inputs_and_outputs.use_block_table
+            failed = capture_failure(model, error, "A decode step" if decodes else "A step with few tokens of prompts")
             if self.graphs_are_requested:
                 raise RuntimeError(f"{failed} Leave out `use_cuda_graph`.") from error
             logger.warning_once(f"{failed} Kernels of each step are launched one by one, which is slower.")
-            self.use_cuda_graph_decode = False
+            setattr(self, "use_cuda_graph_decode" if decodes else "use_cuda_graph_varlen", False)
