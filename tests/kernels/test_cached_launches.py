@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.codec import launch as codec
+from tq_kernels.common.device import target
 from tq_kernels.common.launcher import Kernel, States, Strides, compile_in_threads
 from tq_kernels.common.schedule import Mask
 from tq_kernels.decode import append as appends
 from tq_kernels.decode import launch as decode
+from tq_kernels.decode.plan import plan_decode
 from tq_kernels.prefix import launch as prefix
 from tq_kernels.types import AttentionOptions, PackedBlocks
 
@@ -106,6 +108,15 @@ def test_nothing_is_launched_where_kernels_are_only_compiled(log) -> None:
     assert called == [["only compiled"] * 4]
     assert call() == ["compiled"] * 4 and call() == ["launched"] * 4
     wait()
+
+
+def test_steps_of_few_sequences_over_pages_have_the_same_kernels() -> None:
+    def kernel(batch: int) -> Any:
+        shape = (batch, 32, 8, 1, CONFIG.layout(128), 256, 128)
+        return plan_decode(*shape, False, 0, False, False, target(torch.device("cpu")), 1, (4, 256, 32)).split
+
+    assert {kernel(batch) for batch in (2, 9, 32)} == {kernel(1)}
+    assert len({kernel(batch) for batch in (32, 33, 64, 65)}) == 3
 
 
 def test_triton_is_asked_about_a_tensor_on_another_device() -> None:

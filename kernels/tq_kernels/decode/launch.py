@@ -24,7 +24,7 @@ from ..layout import BlockLayout
 from ..turing.split import decode_split_fragments
 from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, Pages, Sequences
 from .append import AppendNumbers, PageWork, append_and_rotate, append_to_pages
-from .plan import plan_decode
+from .plan import padded_sequences, plan_decode
 from .reduce import OutStrides, reduce_splits
 from .split import decode_split
 
@@ -399,7 +399,7 @@ class DecodeLaunch:
         warps, block_h = (config.warps, triton.next_power_of_2(kv_heads)) if encodes else (1, 1)
         copies, rotations = batch * -(-kv_heads // block_h), -(-batch * kv_heads * n.rows // warps)
         workers = min(batch, max(1, on.multiprocessors // (2 * kv_heads))) if encodes else 0
-        place = PageShape(*pages.place, triton.next_power_of_2(max(batch, least)))
+        place = PageShape(*pages.place, padded_sequences(batch, least))
         constants = (*shapes, place, block_h, warps, encodes)
         numbers = (PageWork(*of_query, copies, rotations, workers), n)
         options = {"num_warps": warps}

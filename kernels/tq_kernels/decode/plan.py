@@ -21,6 +21,9 @@ from ..layout import BlockLayout
 from .reduce import ReduceShape
 from .tiles import DecodeShape
 
+FEW_SEQUENCES = 32
+"""Number of sequences over pages for which steps are compiled at least: their lengths fit a warp. A number of its own
+for each power of two took nine compilations of three kernels."""
 REDUCE_DENSE = 16
 """Dense slots of a row that `reduce_splits` loads at a time. Constant: kernels must not change as a residual grows."""
 
@@ -183,6 +186,11 @@ class Plan:
     reduce: ReduceShape
 
 
+def padded_sequences(batch: int, least: int) -> int:
+    """Number of sequences of pages that kernels are compiled for: one for up to `FEW_SEQUENCES`, then powers of two."""
+    return triton.next_power_of_2(max(batch, least, FEW_SEQUENCES))
+
+
 @lru_cache(maxsize=4096)
 def plan_decode(
     batch: int,
@@ -220,7 +228,7 @@ def plan_decode(
     # not change as it grows).
     reduced = max(batch, least) * kv_heads * row_tiles
     reduce_slots = min(triton.next_power_of_2(resident // reduced + 2), 16384 // triton.next_power_of_2(dvp))
-    pages = (*place, triton.next_power_of_2(max(batch, least))) if place else (0,) * 4
+    pages = (*place, padded_sequences(batch, least)) if place else (0,) * 4
     key_chunks, value_chunks = config.key_chunks, config.value_chunks
     return Plan(
         config=config,
