@@ -207,10 +207,8 @@ class TurboQuantBatching(ContinuousMixin):
         if isinstance(manager, TurboQuantBatchingManager) and manager.batch_processor is None:
             check_model(self.model, self.config)
             manager.switch_to_cb_friendly_attn(self.model)
-            try:
-                manager.warmup()
-            finally:
-                manager.restore_attention()
+            manager.warmup()  # which restores the attention if it fails
+            manager.restore_attention()
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         """Destroy the manager of the last session and free its memory."""
