@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tq_kernels.types import AttentionOptions, Tokens
@@ -107,8 +107,7 @@ def turboquant_paged_attention(
     if torch.compiler.is_dynamo_compiling():
         tensors = [query, key, value, module.__dict__[LAYER]]
         return attend_pages(tensors, weight, options.s_aux, options.scaling, options.softcap), None
-    layer: Any = module.layer_idx
-    return cache.layer_step(layer, Tokens(query, key, value), options, weight, expanded), None
+    return cache.layer_step(cast(int, module.layer_idx), Tokens(query, key, value), options, weight, expanded), None
 
 
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
