@@ -341,11 +341,11 @@ class TurboQuantPagedCache(PagedAttentionCache):
             raise ValueError(f"A layer attends without an update of the cache. {INSTEAD}")
         return latents
 
-    def state_step(self, layer_idx: int) -> StateStep:
-        """Return the pages of states in a step. Each linear layer asks for them before it reads."""
+    def state_step(self, layer_idx: int) -> tuple[StateAllocator, StateStep]:
+        """Return the allocator of states, and their pages in a step. Each linear layer asks before it reads."""
         self.before_layer()
         assert self.states is not None
-        return self._planned(layer_idx, self.states)
+        return self.states, self._planned(layer_idx, self.states)
 
     def _planned(self, layer_idx: int, own: PoolAllocator, total: int = 0) -> Any:
         """The plan of a step, which the first layer of each allocator makes for all layers of the allocator `own`."""

@@ -70,7 +70,6 @@ class StepProbe(TurboQuantPagedCache):
         """Layers with attention."""
         self.twice, self.unexplained = list[int](), list[int]()
         """Layers that attended again, and layers whose keys and values are not their latents times `kv_b_proj`."""
-        self.states: Any = self  # whose pages are read and written by linear layers
         before, ids = attention_of_parts(model), torch.arange(TOKENS, device=model.device)[None]
         try:
             model.set_attn_implementation(NAME)
@@ -91,8 +90,8 @@ class StepProbe(TurboQuantPagedCache):
             restore_attention(before)
         self.linear.measure()
 
-    def state_step(self, layer_idx: int) -> StateStep:
-        return StateStep(torch.empty(0), torch.empty(0), None)
+    def state_step(self, layer_idx: int) -> tuple[Any, StateStep]:
+        return self, StateStep(torch.empty(0), torch.empty(0), None)
 
     def read(self, layer: int, pages: torch.Tensor) -> dict[StateName, torch.Tensor]:
         """None: a text begins."""

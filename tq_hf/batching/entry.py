@@ -19,7 +19,7 @@ from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
-from .options import check_refused, options_of, prompt_ids, shown, with_defaults
+from .options import options_of, prompt_ids, shown, with_defaults
 from .prefixes import PrefixFolder, checked
 from .requests import named, one_line
 
@@ -176,7 +176,6 @@ class TurboQuantBatching(ContinuousMixin):
             if not isinstance(value, kind | None):
                 raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
         generation_config = with_defaults(generation_config, self.generation_config)
-        check_refused(vars(generation_config))
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
@@ -208,10 +207,8 @@ class TurboQuantBatching(ContinuousMixin):
         if isinstance(manager, TurboQuantBatchingManager) and manager.batch_processor is None:
             check_model(self.model, self.config)
             manager.switch_to_cb_friendly_attn(self.model)
-            try:
-                manager.warmup()
-            finally:
-                manager.restore_attention()
+            manager.warmup()  # which restores the attention if it fails
+            manager.restore_attention()
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         """Destroy the manager of the last session and free its memory."""

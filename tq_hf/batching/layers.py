@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tq_kernels.types import AttentionOptions, Tokens
@@ -107,8 +107,7 @@ def turboquant_paged_attention(
     if torch.compiler.is_dynamo_compiling():
         tensors = [query, key, value, module.__dict__[LAYER]]
         return attend_pages(tensors, weight, options.s_aux, options.scaling, options.softcap), None
-    layer: Any = module.layer_idx
-    return cache.layer_step(layer, Tokens(query, key, value), options, weight, expanded), None
+    return cache.layer_step(cast(int, module.layer_idx), Tokens(query, key, value), options, weight, expanded), None
 
 
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
@@ -247,9 +246,8 @@ def _forward_of_rows(layer: int, module: Any, parameter: str, like: States) -> C
         return own(hidden_states, **{parameter: RequestStates(states)})
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        pages = pages_of_step()
         if not torch.compiler.is_dynamo_compiling():  # a step with prompts never is
-            return _step(pages, layer, run, hidden_states)
+            return _step(layer, run, hidden_states)
         number = vars(module)[LAYER]
         read = read_states(hidden_states, list(like.values()), number)
         states = dict(zip(like, read, strict=True))
@@ -259,20 +257,19 @@ def _forward_of_rows(layer: int, module: Any, parameter: str, like: States) -> C
     return forward
 
 
-def _step(cache: TurboQuantPagedCache, layer: int, run: Callable, hidden_states: torch.Tensor) -> torch.Tensor:
+def _step(layer: int, run: Callable, hidden_states: torch.Tensor) -> torch.Tensor:
     """Output `[1, T, hidden_size]` of a linear layer for the new tokens of all requests."""
-    step = cache.state_step(layer)
-    assert cache.states is not None
+    allocator, step = pages_of_step().state_step(layer)
     if step.rows is None:
-        states = cache.states.read(layer, step.sources)
+        states = allocator.read(layer, step.sources)
         out = run(hidden_states.transpose(0, 1), states)
-        cache.states.write(layer, step.targets, states)
+        allocator.write(layer, step.targets, states)
         return out.transpose(0, 1)
     out = torch.zeros_like(hidden_states)
     for requests, rows in step.rows:
-        states = cache.states.read(layer, step.sources[requests])
+        states = allocator.read(layer, step.sources[requests])
         out[0, rows] = run(hidden_states[0, rows], states)
-        cache.states.write(layer, step.targets[requests], states)
+        allocator.write(layer, step.targets[requests], states)
     return out
 
 
@@ -287,9 +284,8 @@ def read_states(hidden_states: torch.Tensor, like: list[torch.Tensor], layer: to
     """
     if running.only_compiles:
         return [states.zero_() for states in _read(hidden_states, like)]
-    pages, index = pages_of_step(), int(layer[0])
-    assert pages.states is not None
-    return list(pages.states.read(index, pages.state_step(index).sources).values())
+    allocator, step = pages_of_step().state_step(int(layer[0]))
+    return list(allocator.read(int(layer[0]), step.sources).values())
 
 
 @read_states.register_fake
@@ -302,10 +298,9 @@ def write_states(out: torch.Tensor, states: list[torch.Tensor], layer: torch.Ten
     """Write the states `[B, ...]` that `read_states` has read before. Returns a copy of `out`, the output of the layer,
     so that no compiler drops the call."""
     if not running.only_compiles:
-        pages, index = pages_of_step(), int(layer[0])
-        assert pages.states is not None
-        named = dict(zip(pages.states.shapes[index], states, strict=True))
-        pages.states.write(index, pages.state_step(index).targets, named)
+        allocator, step = pages_of_step().state_step(int(layer[0]))
+        named = dict(zip(allocator.shapes[int(layer[0])], states, strict=True))
+        allocator.write(int(layer[0]), step.targets, named)
     return out.clone()
 
 

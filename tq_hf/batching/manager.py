@@ -235,10 +235,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             ValueError: The prompt is not a list of the model's tokens, or an option would change the answer and is not
                 applied, or is outside its range. `request_id` is not a text.
         """
-        if max_new_tokens is not None:
-            options["max_new_tokens"] = max_new_tokens
-        if eos_token_id is not None:
-            options["eos_token_id"] = eos_token_id
+        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        options |= {name: value for name, value in given.items() if value is not None}
         config = self.generation_config
         if generation_config is not None:
             config = with_defaults(generation_config, config)

@@ -232,15 +232,15 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         self._take_compiled()
         if self.behind is not None or self.kernels is not None:
             return False  # nothing can be captured while another thread uses the device
-        if self.missing and self.missing[0][1] is None:
+        if not self.missing:
+            if self.calls:
+                self._begin_compiling()
+            return False
+        if self.missing[0][1] is None:
             self.compile_kernels(model, 1, behind=True)
-            return True
-        if self.missing:
+        else:
             self.warm_up(model)
-            return True
-        if self.calls:
-            self._begin_compiling()
-        return False
+        return True
 
     def compile_kernels(self, model: torch.nn.Module, steps: int | None = None, behind: bool = False) -> None:
         """Compile the kernels of the next `steps` of `missing` that only compile, by default of all, several at a time.

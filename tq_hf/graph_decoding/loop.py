@@ -44,6 +44,7 @@ from ..compat import (
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import SlidingLayer
+from ..memory import leaves_of
 from ..prepared import joined
 from ..saving.fingerprint import adapters
 from ..tensors.layer import check_room
@@ -331,10 +332,7 @@ def tensors_of(layer: Any) -> list[torch.Tensor]:
     if isinstance(layer, TurboQuantLayer):
         store = layer.store
         return [] if store is None else [*chain(*store.tensors.by_kind().values()), *(store.device_counts or ())]
-    if isinstance(layer, LinearAttentionLayer):
-        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-        return [state for state in states if state is not None]
-    return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
+    return [value for _, _, value in leaves_of(layer).values() if isinstance(value, torch.Tensor)]
 
 
 latest_steps: WeakKeyDictionary[TurboQuantCache, Any] = WeakKeyDictionary()

@@ -85,7 +85,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.channel_scales: ChannelScales | None = None
         """Fixed channel scales of every store of this layer; `None` to estimate them from the first prompt."""
         self.needs_queries = True
-        self._model_config = None if model_config is None else weakref.ref(model_config)
+        self._model_config: Callable[[], Any] = (lambda: None) if model_config is None else weakref.ref(model_config)
         self.reader: weakref.ref[Any] | None = None
         self.is_untouched = False
         self.expands = False
@@ -206,7 +206,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.record_past:
             store.take_steps_of(STEP_TOKENS)
         self.store = store
-        model_config = None if self._model_config is None else self._model_config()
+        model_config = self._model_config()
         # A config's own attribute lookup is slow Python.
         model_type = None if model_config is None else object.__getattribute__(model_config, "model_type")
         advice.warn_about_states(key_states, store.layout, model_type)
@@ -303,14 +303,13 @@ class TurboQuantLayer(FullAttentionLayer):
         return self.dense(view)
 
     def _warn_about_dequantized_steps(self, view: View) -> None:
-        config = None if self._model_config is None else self._model_config()
+        config = self._model_config()
         chosen = config is None or takes_attention_functions(type(config))
         advice.warn_about_dequantized_steps(view.tensors.layout, chosen and not self._may_read_packed())
 
     def _may_read_packed(self) -> bool:
         """Whether the model's config names "turboquant" or no attention function, or is unknown."""
-        config = None if self._model_config is None else self._model_config()
-        return attention_implementation(config) in ("turboquant", None)
+        return attention_implementation(self._model_config()) in ("turboquant", None)
 
     @property
     def reads_packed(self) -> bool:

@@ -161,8 +161,6 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
     safetensors_file.check_fields(saved, types | {"skip_layers": list, "layers": list}, "The configuration")
     if saved["preset"] is not None and saved["preset"] not in PRESETS:
         raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")
-    if not all(type(index) is int for index in saved["skip_layers"]):
-        raise ValueError("Its `skip_layers` are not numbers: the file is damaged.")
     config = TurboQuantConfig(**saved)
     if preset is not None:
         asked = TurboQuantConfig.from_preset(preset) if isinstance(preset, str) else preset

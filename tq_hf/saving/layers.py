@@ -29,16 +29,13 @@ from .safetensors_file import check_fields
 
 def describe(layer: Any, index: int) -> State:
     with _named(index):
-        if not hasattr(layer, "state"):
-            description, tensors = RecordedLayer(layer).state()
-        elif layer.is_initialized:
-            description, tensors = layer.state()
-        else:
+        if hasattr(layer, "state") and not layer.is_initialized:
             raise ValueError(
                 "holds no tokens although others do. If an exception ended the first call, make a new cache and "
                 "run the model again. If this layer has no attention, or the model ends before it, make the cache from "
                 "a config of the layers there are (`num_hidden_layers`)."
             )
+        description, tensors = (layer if hasattr(layer, "state") else RecordedLayer(layer)).state()
     return {"class": type(layer).__name__} | description, tensors
 
 
