@@ -46,11 +46,11 @@ def prompt(model, batch: int = 2, tokens: int = 150, padded: int = 0) -> dict[st
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
 
-def both(model, inputs, residual_length=32, **options):
+def both(model, inputs, **options):
     """What the loop and `generate()` alone return, and their caches."""
     results = []
     for loop in ({}, {"custom_generate": graph_decoding}):
-        cache = TurboQuantCache(model.config, "4bit_nc", residual_length=residual_length, max_cache_len=ROOM)
+        cache = TurboQuantCache(model.config, "4bit_nc", residual_length=32, max_cache_len=ROOM)
         torch.manual_seed(7)
         results.append((model.generate(**inputs, **as_input(cache), **options, **loop), cache))
     return results
@@ -465,11 +465,10 @@ def test_generate_reads_short_prompts_by_a_graph(model, captured, monkeypatch) -
         monkeypatch.setattr(graph_entry, "prefill", captured.read)
     else:
         monkeypatch.setattr(PromptReader, "of", lambda *_: captured)
-    # On a GPU, a product of padded rows may differ in a last bit, and a code of a block with it.
-    dense = 32 if model.device.type == "cpu" else ROOM
+    atol = min(rounding(model.device, 1e-5), 1e-4)  # see `compare`
     for inputs in (prompt(model, 2, 150), prompt(model, 2, 140), prompt(model, 2, 150)):
-        (expected, plain), (found, cache) = both(model, inputs, dense, **GREEDY)
-        assert torch.equal(found, expected) and same_caches(cache, plain)
+        (expected, plain), (found, cache) = both(model, inputs, **GREEDY)
+        assert torch.equal(found, expected) and same_caches(cache, plain, atol)
     assert len(captured.graphs) == 1
 
 
