@@ -303,7 +303,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         a batch may have. If a learned embedding has fewer positions, they are clamped: an index outside of the
         embedding leaves a GPU unusable."""
         self._take_compiled()
-        self.cache.arguments = batch_data
+        self.cache.arguments = {name: x for name, x in batch_data.items() if x is not self.cache}  # else a circle
         if self.cache.holds_latents:
             batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
