@@ -174,6 +174,7 @@ def test_what_sleeps_holds_no_pages_and_answers_as_before(monkeypatch: pytest.Mo
         found = session.run([prompt], greedy(8))
         manager, pool = session.manager, weakref.ref(session.cache.cache_tensor)
         size, pages = session.cache.cache_tensor.nbytes, session.cache.num_blocks
+        assert session.cache.arguments and session.cache not in session.cache.arguments.values(), "freed at once"
         assert session.batching.sleep() == size and pool() is None
         assert session.batching.sleep() == 0
         steps = Steps(monkeypatch)

@@ -19,7 +19,7 @@ from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
-from .options import options_of, prompt_ids, shown, with_defaults
+from .options import check_refused, options_of, prompt_ids, shown, with_defaults
 from .prefixes import PrefixFolder, checked
 from .requests import named, one_line
 
@@ -176,6 +176,7 @@ class TurboQuantBatching(ContinuousMixin):
             if not isinstance(value, kind | None):
                 raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
         generation_config = with_defaults(generation_config, self.generation_config)
+        check_refused(vars(generation_config))  # before a kept manager is destroyed
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)

@@ -77,17 +77,15 @@ def copied(arguments: Any) -> Any:
 
 
 @cache
-def compiling_stream(device: torch.device) -> torch.cuda.Stream:
+def compiling_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Stream of steps that are compiled in the background: one, as torch keeps a workspace of cuBLAS for each."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def compile_call(layers: CompiledLayers, pages: TurboQuantPagedCache, inference: bool, call: Any) -> None:
     """Compile a layer by a recorded `call` of it, with or without `inference` mode. No page is read or written. Inputs
     are copies with the sizes and views of the originals, so that the engine's own compile nothing again."""
-    layer, arguments, options = call
-    device = torch.device(pages.device)
-    stream = compiling_stream(device) if device.type == "cuda" else None
+    (layer, arguments, options), stream = call, compiling_stream(torch.device(pages.device))
     with running.step(pages, only_compiles=True), torch.cuda.stream(stream):
         with torch.inference_mode(inference), torch.no_grad():
             layers.forward[type(layer)](layer, *arguments, **options)
@@ -309,7 +307,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         a batch may have. If a learned embedding has fewer positions, they are clamped: an index outside of the
         embedding leaves a GPU unusable."""
         self._take_compiled()
-        self.cache.arguments = batch_data
+        self.cache.arguments = {name: x for name, x in batch_data.items() if x is not self.cache}  # else a circle
         if self.cache.holds_latents:
             batch_data[CACHE_NAME] = self.cache  # the engine's `cache` is not the model's before 5.24
         # transformers would write this to the config, and remove it after the step: another thread could not trace.
