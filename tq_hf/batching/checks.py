@@ -246,7 +246,9 @@ def engine_options(
         what = f"dense layers ({dense} by `skip_layers`)" if dense else "these latents (MLA)"
         logger.warning_once(f"No kernel reads pages of {what}: torch does, and steps are not captured in CUDA graphs.")
     if options.use_cuda_graph is None:
-        options.use_cuda_graph = (not reads and supports_paged_prompts(states, layout), kernels)
+        # Ranks capture all graphs before a session, and those of prompts come in one.
+        prompts = not reads and (model.tp_size or 1) == 1 and supports_paged_prompts(states, layout)
+        options.use_cuda_graph = (prompts, kernels)
     if options.use_async_batching is None:
         options.use_async_batching = True
     if processes and options.max_memory_percent is None:
