@@ -329,8 +329,8 @@ def changes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def compiled_frame() -> Any:
-    """Id of the graph that is being compiled (torch 2.9 to 2.15)."""
-    return torch._guards.CompileContext.current_compile_id()
+    """Context of the graph that is being compiled (torch 2.9 to 2.15). Ids of graphs come again after a reset."""
+    return torch._guards.CompileContext.try_get()
 
 
 def has_forward_hooks(module: Any) -> bool:

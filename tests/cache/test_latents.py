@@ -32,7 +32,7 @@ from tests.support.helpers import (
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
 from tq_hf.compat import as_input
-from tq_hf.layers.expansion import ExpandedStates, Expansion
+from tq_hf.layers.expansion import ExpandedStates, Expansion, leave, take
 from tq_hf.layers.handle import Handle
 from tq_hf.ops import dispatch
 
@@ -418,3 +418,11 @@ def test_threads_with_a_broken_graph_keep_their_latents(number):
         found = list(threads.map(torch.compile(step, backend="eager"), caches))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     torch._dynamo.reset()
+
+
+def test_what_a_broken_graph_left_is_not_taken_after_a_reset():
+    """Ids of graphs come again."""
+    for step in (lambda x: leave("latents") or x, lambda x: x + (take() is None)):
+        torch._dynamo.reset()
+        found = torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert found == 1

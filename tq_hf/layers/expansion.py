@@ -141,7 +141,7 @@ def _mark_frame() -> None:
 
 @torch.compiler.assume_constant_result
 def _is_marked() -> bool:
-    return _frame == compiled_frame()
+    return _frame is compiled_frame()
 
 
 def leave(handle: Any) -> None:
