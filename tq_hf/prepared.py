@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+MOST_TOKENS, CALLS = 512, 4
+"""Tokens of the largest prompts that are CUDA graphs: with longer ones the device is busy while the host launches. And
+prompts of a size before its capture, which takes as long as it saves for six (8B, H200)."""
 GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of projections of the same states, in the order in which modules call them."""
 

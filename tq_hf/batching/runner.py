@@ -29,7 +29,7 @@ from ..compat import (
 from ..config import number_of_positions
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels, planning
-from ..prepared import CompiledLayers
+from ..prepared import CALLS, MOST_TOKENS, CompiledLayers
 from .cache import TurboQuantPagedCache
 from .layers import running
 from .processors import BatchOptions, Features, PreparedStep
@@ -38,9 +38,6 @@ logger = logging.get_logger(__name__)
 
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
-MOST_TOKENS, CALLS = 512, 4
-"""Tokens of the largest step with prompts that is a graph (in longer ones the device is busy while the host launches
-kernels); and such steps of a size before its capture, which takes as long as it saves for some six."""
 SHORT_TURN = 1e-4
 """Seconds of a short turn. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
 5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""

@@ -31,7 +31,7 @@ from ..compat import (
 from ..config import holds_latents
 from ..layers.compressed import TurboQuantLayer
 from ..layers.handle import resolve
-from ..prepared import CompiledLayers, joined
+from ..prepared import CALLS, MOST_TOKENS, CompiledLayers, joined
 from ..saving.fingerprint import adapters
 from .loop import WARM_UP, capture, without_graphs
 
@@ -40,14 +40,12 @@ logger = logging.get_logger(__name__)
 MANY_TOKENS = 4_000_000
 """Tokens of prompts after which layers are compiled unasked: compiling would have taken less time than it would have
 saved."""
-LEAST_TOKENS, MOST_TOKENS = 64, 512
-"""Tokens of a sequence in the smallest graph; tokens of all sequences in the largest."""
+LEAST_TOKENS = 64
+"""Tokens of a sequence in the smallest graph."""
 KNOWN = {CACHE_NAME, "attention_mask", "logits_to_keep", "position_ids", "use_cache"}
 """Inputs of models whose prompts graphs read."""
 Size = tuple[int, int, int]
 """Sequences and tokens of a graph, and rows of positions, 0 where the model makes its own."""
-CALLS = 4
-"""Prompts of a size before its capture, which takes as long as it saves for six (8B, H200)."""
 
 
 class PromptReader:

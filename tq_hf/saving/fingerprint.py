@@ -150,10 +150,8 @@ def _shard(decoder: torch.nn.Module) -> str | None:
 
 def _samples(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in decoder.named_modules():
-        if not module._parameters:
-            continue
         # Load weights that accelerate has offloaded, for the time of this read.
-        offloaded = any(parameter is not None and parameter.is_meta for parameter in module._parameters.values())
+        offloaded = any(parameter.is_meta for parameter in module.parameters(recurse=False))
         with align_module_device(module) if offloaded else nullcontext():
             for name, parameter in module.named_parameters(recurse=False):
                 for part, tensor in _parts(parameter.to_local() if isinstance(parameter, DTensor) else parameter):

@@ -22,8 +22,7 @@ from .reduce import ReduceShape
 from .tiles import DecodeShape
 
 FEW_SEQUENCES = 32
-"""Number of sequences over pages for which steps are compiled at least: their lengths fit a warp. A number of its own
-for each power of two took nine compilations of three kernels."""
+"""Number of sequences over pages that kernels of steps are compiled for, at least. Their lengths fit a warp."""
 REDUCE_DENSE = 16
 """Dense slots of a row that `reduce_splits` loads at a time. Constant: kernels must not change as a residual grows."""
 
