@@ -123,12 +123,20 @@ def test_inductor_gives_the_tokens_of_eager_decoding():
     assert torch.equal(generate(model, cache, inputs(), compile_config=compile_config("inductor")), expected)
 
 
-def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_cache():
-    """Without positions of the caller's they follow from the cache's length, which the first layer's step changes."""
-    model = build("llama", num_hidden_layers=2, attention="turboquant")
-    compiled = torch.compile(model, backend="inductor", fullgraph=True)
+@pytest.mark.parametrize("backend", ["recorded", slow("inductor")])
+def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_cache(backend):
+    """Without positions of the caller's they follow from the cache's length, which the first layer's step changes. What
+    inductor computes from a tensor comes late, unless an operator has read the tensor before."""
+    model, operators = build("llama", num_hidden_layers=2, attention="turboquant"), []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        operators.extend(name for node in graph.graph.nodes if (name := str(node.target)).startswith("tq_hf."))
+        return graph.forward
+
+    compiled = torch.compile(model, backend=record if backend == "recorded" else backend, fullgraph=True)
     found, expected = (two_steps(model, call, MAX_LENGTH) for call in (compiled, model))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert backend == "inductor" or operators[0] == "tq_hf.tokens_held.default"
 
 
 def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
@@ -243,11 +251,11 @@ def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, 
 
 
 @pytest.mark.parametrize(
-    ("attention", "preallocated"), [("turboquant", None), ("sdpa", 900), slow("turboquant", 900), slow("sdpa", None)]
+    ("attention", "preallocated"), [("turboquant", None), ("turboquant", 900), slow("sdpa", 900), slow("sdpa", None)]
 )
 def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated):
     """What no graph can hold leaves it: prompts, growing caches. In the end the same calls compile nothing."""
-    model = build("llama", num_hidden_layers=2, attention=attention)
+    model = build("llama", num_hidden_layers=1, attention=attention)
     compiled = torch.compile(model, backend="eager")
     graphs = []
     for _ in range(3):
@@ -257,7 +265,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
             actual, expected = (m(ids, **as_input(c)).logits for m, c in zip((compiled, model), caches, strict=True))
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] <= 8 + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
+    assert graphs[0] <= 7 + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
 
 
 def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():

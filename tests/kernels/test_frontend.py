@@ -143,14 +143,6 @@ def test_the_kernels_that_choose_tokens_become_machine_code_that_keeps_to_regist
     assert (search.stack, drop.stack) == (0, 0) and search.registers <= 128
 
 
-@pytest.mark.usefixtures("frontend_only")
-@pytest.mark.parametrize("shape", [(128, 128, "bf16"), (72, 12, "fp32"), (192, 256, "fp16")], ids=str)
-@pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
-def test_the_kernel_of_prompts_is_taken(arch: int | str, balanced: bool, shape: tuple[int, int, str]) -> None:
-    build_prompt(arch, dim=shape[0], value_dim=shape[1], dtype=shape[2], balanced=balanced)
-
-
 def test_the_kernel_of_prompts_becomes_machine_code_that_keeps_to_registers() -> None:
     for dim in (128, 512):
         for balanced in (True, False):
