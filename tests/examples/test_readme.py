@@ -183,7 +183,9 @@ SMALLER = {
 
 @pytest.mark.parametrize("name", SMALLER)
 def test_code_of_a_notebook_runs_in_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "\n\n".join(source(cell) for cell in cells(ROOT / "examples" / f"{name}.ipynb") if cell["cell_type"] == "code")
+    code = "\n\n".join(
+        source(cell) for cell in cells(ROOT / "examples" / f"{name}.ipynb") if cell["cell_type"] == "code"
+    )
     for there, smaller in SMALLER[name].items():
         assert code.count(there) == 1
         code = code.replace(there, smaller)
