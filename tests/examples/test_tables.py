@@ -3,6 +3,7 @@ committed pictures show what the package and the results files say."""
 
 import json
 import re
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,7 @@ def test_cells_are_shown_in_rows_as_wide_as_their_headings(kind: str, record: di
             assert before.count("|") == line.count("|")
 
 
+figure_of = lru_cache(plots.figure_of)
 DRAWN = {name: panels for name, (make_panels, _) in plots.PICTURES.items() if (panels := make_panels())}
 
 
@@ -390,13 +392,13 @@ def test_a_picture_is_dark_where_the_system_is(name: str) -> None:
 
 
 def test_contexts_are_labelled_by_their_length() -> None:
-    labels = [text.get_text() for text in plots.figure_of("overview").axes[1].get_xticklabels()]
+    labels = [text.get_text() for text in figure_of("overview").axes[1].get_xticklabels()]
     assert labels == ["512", "2k", "8k", "32k", "128k"]
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_no_curve_leaves_its_panel(name: str) -> None:
-    for axes in plots.figure_of(name).axes:
+    for axes in figure_of(name).axes:
         (low, high), (bottom, top) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
         for line in axes.lines:
             assert all(bottom <= y <= top for y in line.get_ydata()), line.get_ydata()
@@ -422,7 +424,7 @@ def words_of(figure: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_nothing_is_written_over_something_else_or_beyond_the_edge(name: str) -> None:
-    figure = plots.figure_of(name)
+    figure = figure_of(name)
     boxes = words_of(figure)
     assert len(boxes) > 10
     over = [
@@ -439,7 +441,7 @@ def test_nothing_is_written_over_something_else_or_beyond_the_edge(name: str) ->
 @pytest.mark.parametrize("name", DRAWN)
 def test_labels_of_an_axis_are_apart(name: str) -> None:
     """By more than a space between two words: without that, "1 × 32k 1 × 128k" reads as one."""
-    figure = plots.figure_of(name)
+    figure = figure_of(name)
     figure.draw_without_rendering()
     for axes in figure.axes:
         boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
@@ -447,7 +449,7 @@ def test_labels_of_an_axis_are_apart(name: str) -> None:
 
 
 def test_a_label_is_nearer_to_its_point_than_to_any_other() -> None:
-    (axes,) = plots.figure_of("quality").axes
+    (axes,) = figure_of("quality").axes
     axes.figure.draw_without_rendering()
     places = {tuple(point) for line in axes.lines for point in line.get_xydata() if line.get_marker() != "None"}
     pixels = {place: tuple(axes.transData.transform(place)) for place in places}
@@ -463,7 +465,7 @@ def test_a_label_is_nearer_to_its_point_than_to_any_other() -> None:
 @pytest.mark.parametrize("name", DRAWN)
 def test_labels_are_placed_in_the_pixels_of_the_file(name: str) -> None:
     """An SVG has 72 pixels an inch: offsets in pixels of another figure put labels elsewhere."""
-    assert plots.figure_of(name).dpi == 72
+    assert figure_of(name).dpi == 72
 
 
 @pytest.mark.parametrize(
