@@ -5,13 +5,14 @@ import torch
 
 from examples.measure.report.tables import latents
 from examples.provenance import provenance
+from tests.support.helpers import slow
 from tests.support.kernel_cases import INTERPRETED, child, runs_kernels
 
 test_attentions_agree_in_the_interpreter = child(__file__)
 
 
 @runs_kernels
-@pytest.mark.parametrize(("heads", "context"), [(16, 500), (20, 300), (70, 300)])
+@pytest.mark.parametrize(("heads", "context"), [(16, 500), (20, 300), slow(70, 300)])
 def test_packed_and_dense_latents_give_the_same(heads: int, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from examples.measure.speed import bench_latents
     from tests.support.kernel_cases import DEVICE, relative_rms
