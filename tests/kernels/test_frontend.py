@@ -50,7 +50,7 @@ PAGED: dict[str, Callable[..., Any]] = {
 }
 SHAPES: list[tuple[int | str, dict[str, Any]]] = [
     *[(90, dict(dim=dim)) for dim in (64, 72, 128, 192, 256)],
-    *[(90, dict(preset=preset)) for preset in BITS if preset != "4bit_nc"],
+    *[(90, dict(preset=preset)) for preset in BITS if preset not in ("4bit_nc", "3.5bit_nc")],
     *[(90, dict(dtype="fp32", dim=dim)) for dim in (64, 192)],
     (90, dict(dtype="bf16")),
     *[(80, dict(dim=dim)) for dim in (72, 256)],
@@ -162,7 +162,7 @@ def test_a_kernel_becomes_machine_code(kernel: str) -> None:
     assert KERNELS[kernel](90, BITS["4bit_nc"]).asm["cubin"]
 
 
-@pytest.mark.parametrize("kernel", PAGED)
+@pytest.mark.parametrize("kernel", ["encode", "windows"])
 def test_a_kernel_over_pages_becomes_machine_code(kernel: str) -> None:
     PAGED[kernel](90, "4bit_nc", 128)
 
