@@ -1,5 +1,5 @@
-"""Every cell of a results file is shown, whatever its kind, also where a measurement failed or is missing; and the
-committed pictures show what the package and the results files say."""
+"""Cells of a results file are shown also where a measurement failed or is missing (the others are those of the pages,
+`test_readme.py`); and the committed pictures show what the package and the results files say."""
 
 import json
 import re
@@ -25,25 +25,6 @@ FROM = {
 }
 
 
-def kernel_cell(heads: list[int], batch: int, preset: str, time: float) -> dict[str, Any]:
-    shape = {"batch": batch, "length": 32768, "heads": heads, "preset": preset}
-    times = {"sdpa_us": {"cudnn": 62.5, "flash": 71.5}, "eager_us": time, "graph_us": time + 1}
-    return shape | times | {"speedup": 62.5 / time, "of_read": 0.5}
-
-
-KERNELS = {
-    "read_gb_s": 4400.2,
-    "encode_us": {"4bit_nc": 119.9},
-    "step": {"layers": 32, "launches": 3, "cpu_us": 31.4},
-    "errors": [{"heads": [32, 8, 128], "preset": "4bit_nc", "relative_rms": 3.9e-4}],
-    "cells": [
-        kernel_cell([32, 8, 128], 1, "4bit_nc", 25.0),
-        kernel_cell([32, 8, 128], 8, "k8v4", 50.0),
-        kernel_cell([16, 8, 256], 8, "4bit_nc", 125.0),
-    ],
-}
-PAGES_CELL = {"heads": [32, 8, 128], "preset": "4bit_nc", "batch": 8, "length": 32768}
-PAGES = {"cells": [PAGES_CELL | {"tensors_us": {"2": 94.0, "130": 95.44}, "pages_us": {"2": 98.7, "130": 95.44}}]}
 GENERATE = {
     "rows": [
         {"batch": 1, "context": 2048, "cache": "DynamicCache", "ms_per_step": 21.5, "peak_bytes_beyond_weights": 2**30},
@@ -52,15 +33,6 @@ GENERATE = {
         {"batch": 8, "context": 32768, "cache": "4bit_nc, graph_decoding, host work × 2", "ms_per_step": 8.4}
         | {"peak_bytes_beyond_weights": 2**31},
     ]
-}
-CELL = {"new": 2048, "history": 30720, "preset": "4bit_nc", "way": "fused", "ms": 3.5, "speed_of_flash": 0.87}
-PREFIX = {
-    "cells": [CELL | {"tflops": 308.6, "extra_mib": 16.0, "relative_rms": 2.8e-3}],
-    "sweep": [{"new": 17, "history": 4096, "ms": {"fused": 0.087, "flash": 0.042}}],
-}
-PREFILL = {
-    "first_token": [{"prompt": 32768, "DynamicCache": 0.168, "4bit_nc": 0.1695, "ratio": 1.0075}],
-    "million": [{"tokens": 131072, "seconds": 0.6, "cache_bytes": 150 * 2**20, "peak_bytes_beyond": 900 * 2**20}],
 }
 COMPARED = {"tokens": 24, "equal": 23, "near_ties": 1, "furthest_behind": 0.0125}
 KERNELS_OF_A_STEP = {"groups": {"all-reduce": 441.4, "other": 59.6}, "gaps_us": 120.0, "wall_us": 5200.0}
@@ -130,27 +102,6 @@ QUALITY = {
     ],
     "skipped": {"hqq int4": "hqq is not installed"},
 }
-CPU = {
-    "rows": [
-        {"cell": "prefill", "cache": "DynamicCache", "ms": 480.04, "speed": 1.0},
-        {"cell": "decode", "cache": "DynamicCache", "ms": 9.83, "speed": 1.0},
-        {"cell": "decode", "cache": "4bit_nc", "ms": 12.511, "speed": 0.786},
-    ]
-}
-BALANCE = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")} | {
-    "rows": [
-        quality_row("float32 cache", 0.0),
-        *(
-            quality_row(f"4bit_nc, {balanced}, seed {seed}", kl * (seed + 1)) | {"recall": 0.5} | stressed
-            for stressed, kls in (({}, (0.001, 0.002)), ({"stress": "2 pairs x30"}, (0.003, 0.04)))
-            for balanced, kl in zip(("balanced", "not balanced"), kls, strict=True)
-            for seed in range(2)
-        ),
-    ]
-}
-PADDED = {
-    "rows": [quality_row("3bit_nc, defaults", 0.5), quality_row("3bit_nc, defaults", 0.25) | {"stress": "9 padding"}]
-}
 TIMES = {"first_token_s_p50": 0.512, "first_token_s_p99": 2.25, "per_token_s_p50": 0.0125, "per_token_s_p99": None}
 SERVED = {
     "kind": "trace",
@@ -181,22 +132,6 @@ SERVE = {
         SERVED | {"engine": "stock, sdpa", "error": "out of memory"},
     ],
 }
-OFFLOAD = {
-    "preset": "4bit_nc",
-    "tokens": 16384,
-    "pages_checked": 138,
-    "pages_equal": 137,
-    "copies": {
-        "out": {"ms": 5.5, "bytes": 289 * 2**20, "gb_s": 55.1, "copies": 3},
-        "back": {"ms": 7.25, "bytes": 289 * 2**20, "gb_s": 41.8, "copies": 3},
-    },
-    "next_token": {
-        "pages from the CPU": {"ms": 14.5, "all_ms": [14.9, 14.5, 14.2], "step_ms": 3.6, "tokens_left": [181] * 3},
-        "prompt read again": {"ms": 362.5, "all_ms": [387.4, 362.5], "step_ms": 3.7, "tokens_left": [181] * 2},
-    },
-    "request": {"pages": 136, "bytes": 256 * 2**20, "bf16_bytes": 2**30, "bf16_copy_ms": 20.0},
-}
-ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
 
 TRELLIS = QUALITY | {
     "comparisons": [
@@ -210,20 +145,9 @@ CODE = {"code": "2: c", "states": 4, "squared_error": 0.09, "over_scalar": 0.767
 EXPECTED = [
     ("trellis", TRELLIS, ["| `3bit_nc`, packed only | **0.75×** (0.70 to 0.80) 0.005 |", "1 cells"]),
     ("trellis", {"rows": [CODE | {"instructions": None}]}, ["| 2: c | 4 | 0.09000 | 0.767× | 500 ns | – |"]),
-    ("kernels", KERNELS, ["| 1 × 32k | 62.5 µs (cudnn) | **2.50×** 25.0 µs, 50% | – |", "**0.50×** 125.0 µs"]),
-    (
-        "kernels",
-        KERNELS,
-        ["`4bit_nc` 3.9e-04", "4,400 GB/s", "`4bit_nc` 120 µs", "eager step of 32 layers: 3 launches and 31 µs"],
-    ),
     ("generate", GENERATE, ["| DynamicCache | **21.5** ms, 1.0 GiB | – | out of memory |", "1 × 2k | 1 × 1,000 | 8 ×"]),
     ("generate", GENERATE, ["| `4bit_nc`, compiled | – | **6.5** ms, 0.0 GiB | – |"]),
     ("generate", GENERATE, ["| `4bit_nc`, graph_decoding, host work × 2 | – | – | **8.4** ms, 2.0 GiB |"]),
-    ("pages", PAGES, ["| 2 dense tokens | 130 dense tokens |"]),
-    ("pages", PAGES, ["| 32/8/128 | 8 × 32k | `4bit_nc` | **1.05×** 94.0 µs | **1.00×** 95.4 µs |"]),
-    ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
-    ("prefix", PREFIX, ["| new on history | fused | flash |", "| 17 on 4,096 | 0.087 | 0.042 |"]),
-    ("prefill", PREFILL, ["| 32,768 | 168.0 ms | 169.5 ms | 1.01× |", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),
     (
         "multi-gpu",
         MULTI_GPU,
@@ -265,19 +189,6 @@ EXPECTED = [
             "| stock, sdpa | all at once | out of memory | – |",
         ],
     ),
-    ("offload", OFFLOAD, ["| pages from the CPU | **14.5** ms (1.0×) | 14.2 to 14.9 ms, 3 | 3.60 ms |"]),
-    ("offload", OFFLOAD, ["| prompt read again | **362.5** ms (25.0×) |", "back | 289 MiB | 7.25 ms | 41.8 GB/s |"]),
-    ("offload", OFFLOAD, ["1,024 MiB | 20.00 ms | 53.7 GB/s |", "137 of 138 pages", "1,024 MiB, 4.00 times as many"]),
-    (
-        "cpu",
-        CPU,
-        ["| ms (speed) | prefill | decode |", "| DynamicCache | 480 (1.00×) | 9.83 (1.00×) |", "| – | 12.51 (0.79×) |"],
-    ),
-    ("ablation", ABLATION, ["10.0M parameters; 36 documents", "| `4bit_nc`, packed only | 158 |", "0.00029, –"]),
-    ("ablation", ABLATION | PADDED, ["| KL, facts recalled | none | 9 padding |", "| 0.5, – | 0.25, – |"]),
-    ("balance", BALANCE, ["mean of 2 rotations", "unbalanced, KL, facts | none | 2 pairs x30 |"]),
-    ("balance", BALANCE, ["| `4bit_nc`, balanced | **0.50×** 0.0015, 50.0% | **1.50×** 0.0045, 50.0% |"]),
-    ("balance", BALANCE, ["| `4bit_nc`, not balanced | **1.00×** 0.003, 50.0% | **20.00×** 0.06, 50.0% |"]),
 ]
 
 
