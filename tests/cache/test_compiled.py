@@ -1,5 +1,7 @@
 """Compiled decoding with a preallocated cache, through plain generate(), on a CPU."""
 
+from itertools import product
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,7 @@ from packaging.version import Version
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from tests.support.helpers import CPU, compile_config, slow
+from tests.support.helpers import CPU, compile_config, quick_of, slow
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
@@ -216,30 +218,20 @@ def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None,
     return [first, model.generate(torch.cat([first, ids[:, 600:]], dim=1), **options)]
 
 
-PAIRWISE = [
-    ("llama", "turboquant", "generate", 256),
-    ("llama", "turboquant", "graph_decoding", 77),
-    ("llama", "sdpa", "generate", 77),
-    ("llama", "sdpa", "graph_decoding", None),
-    ("gemma3", "turboquant", "generate", None),
-    ("gemma3", "turboquant", "graph_decoding", 256),
-]
+MODELS = (("llama", "turboquant"), ("llama", "sdpa"), ("gemma3", "turboquant"))
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "loop", "chunk"),
-    [
-        case if case in PAIRWISE else slow(*case)
-        for case in [
-            (*model, loop, chunk)
-            for model in [("llama", "turboquant"), ("llama", "sdpa"), ("gemma3", "turboquant")]
-            for loop in ("generate", "graph_decoding")
-            for chunk in (None, 256, 77)
-        ]
-    ],
+    ("made", "loop", "chunk"),
+    quick_of(
+        product(MODELS, ("generate", "graph_decoding"), (None, 256, 77)),
+        *[(MODELS[0], "generate", 256), (MODELS[0], "graph_decoding", 77), (MODELS[1], "generate", 77)],
+        *[(MODELS[1], "graph_decoding", None), (MODELS[2], "generate", None), (MODELS[2], "graph_decoding", 256)],
+    ),
 )
-def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, chunk):
+def test_prompts_are_read_in_chunks_without_a_graph_each(made, loop, chunk):
     """transformers would compile chunks as it compiles steps. Tokens are those of a growing cache, in one graph."""
+    name, attention = made
     model = build(name, attention=attention)
     expected = two_turns(model, TurboQuantCache(model.config, **OPTIONS), chunk)
     own_loop = dict(custom_generate=graph_decoding) if loop == "graph_decoding" else {}
