@@ -2,7 +2,9 @@
 `test_readme.py`); and the committed pictures show what the package and the results files say."""
 
 import json
+import math
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -25,72 +27,6 @@ FROM = {
 }
 
 
-GENERATE = {
-    "rows": [
-        {"batch": 1, "context": 2048, "cache": "DynamicCache", "ms_per_step": 21.5, "peak_bytes_beyond_weights": 2**30},
-        {"batch": 1, "context": 1000, "cache": "4bit_nc, compiled", "ms_per_step": 6.5, "peak_bytes_beyond_weights": 0},
-        {"batch": 8, "context": 32768, "cache": "DynamicCache", "error": "out of memory"},
-        {"batch": 8, "context": 32768, "cache": "4bit_nc, graph_decoding, host work × 2", "ms_per_step": 8.4}
-        | {"peak_bytes_beyond_weights": 2**31},
-    ]
-}
-COMPARED = {"tokens": 24, "equal": 23, "near_ties": 1, "furthest_behind": 0.0125}
-KERNELS_OF_A_STEP = {"groups": {"all-reduce": 441.4, "other": 59.6}, "gaps_us": 120.0, "wall_us": 5200.0}
-OF_A_GRAPH = {"against_eager": COMPARED, "kernels": KERNELS_OF_A_STEP | {"us_by_events": 5100.0}}
-ONE = {"replicas": 1, "tp": 1, "load": "strong", "prompts": 8, "tokens_per_second": 1000.0, "first_token_s_p50": 0.5}
-ONE |= {"first_token_s_p99": 2.0, "prompts_by_replica": [8], "room": 4000, "first_answer_s": 7.2}
-REPLICAS = {"requests": 8, "lengths": [1200, 2900], "new_tokens": 128, "rows": [ONE]}  # nothing to compare with
-MULTI_GPU = {
-    "one_gpu": {
-        "graph_decoding, 8 x 32768": OF_A_GRAPH | {"ms_per_step": 9.0, "bytes_held": 9 * 2**30},
-        "pages, 32 x 2048": {"ms_per_step": 12.0},
-        "eager 4bit_nc, 8 x 32768": {"ms_per_step": 37.5},
-    },
-    "tensor_parallel": {
-        "graph_decoding, 8 x 32768": [
-            OF_A_GRAPH | {"ms_per_step": ms, "bytes_held": int(4.5 * 2**30)} for ms in (5.5, 6.0)
-        ],
-        "pages, 32 x 2048": [{"ms_per_step": 8.0}, {"error": "RuntimeError: one | two"}],
-        "logits": [{"relative_rms": 0.0625, "mean_kl": 0.002, "same_top1": 0.75}] * 2,
-        "all_reduce": [{"8": {"bytes": 65536, "us": {"nccl": 9.04, "one_shot": 5.0}}}] * 2,
-    },
-    "device_map": {
-        "eager 4bit_nc, 8 x 32768": {"ms_per_step": 38.5},
-        "greedy": {"tokens": 64, "equal": 63},
-        "bytes_by_device": {"cuda:0": 5 * 2**30, "cuda:1": 4 * 2**30},
-    },
-}
-
-
-def quality_row(cache: str, kl: float, injection: float = 0.0) -> dict[str, Any]:
-    sizes = {"cache": cache, "bytes_all_in": 158.2, "bytes_packed": 134.0, "injection": injection}
-    shares = {"delta_ppl": 0.0005, "top1": 0.995, "passkey_recall": 1.0, "recall": None}
-    return sizes | {"kl": kl, "kl_95": [kl, kl], "kl_p99": kl} | shares
-
-
-QUALITY = {
-    "parameters": 10034816,
-    "documents": 36,
-    "document_tokens": 4096,
-    "chunk": 128,
-    "rows": [
-        quality_row("4bit_nc", 0.00023),
-        quality_row("4bit_nc, packed only", 0.00056),
-        quality_row("transformers fp8", float("nan")),
-        quality_row("4bit_nc", 0.00029, injection=10.0),
-    ],
-    "comparisons": [
-        {
-            "ours": "4bit_nc",
-            "theirs": "vLLM 4bit_nc",
-            "kl_ratio": 0.4,
-            "kl_ratio_95": [0.37, 0.43],
-            "bytes_all_in": [158, 134],
-            "bytes_packed": [134, 134],
-        }
-    ],
-    "skipped": {"hqq int4": "hqq is not installed"},
-}
 TIMES = {"first_token_s_p50": 0.512, "first_token_s_p99": 2.25, "per_token_s_p50": 0.0125, "per_token_s_p99": None}
 SERVED = {
     "kind": "trace",
@@ -122,38 +58,10 @@ SERVE = {
     ],
 }
 
-TRELLIS = QUALITY | {
-    "comparisons": [
-        {"preset": "3bit_nc", "kind": "packed only", "code": "c", "stress": "x0", "kl": 0.005}
-        | {"over_scalar": 0.75, "over_scalar_95": [0.7, 0.8], "over_unstressed": 1.0}
-    ],
-    "skipped": {"a": "no time"},
-}
 CODE = {"code": "2: c", "states": 4, "squared_error": 0.09, "over_scalar": 0.767, "ns_a_channel": 500.4}
 
 EXPECTED = [
-    ("trellis", TRELLIS, ["| `3bit_nc`, packed only | **0.75×** (0.70 to 0.80) 0.005 |", "1 cells"]),
     ("trellis", {"rows": [CODE | {"instructions": None}]}, ["| 2: c | 4 | 0.09000 | 0.767× | 500 ns | – |"]),
-    ("generate", GENERATE, ["| DynamicCache | **21.5** ms, 1.0 GiB | – | out of memory |", "1 × 2k | 1 × 1,000 | 8 ×"]),
-    ("generate", GENERATE, ["| `4bit_nc`, compiled | – | **6.5** ms, 0.0 GiB | – |"]),
-    ("generate", GENERATE, ["| `4bit_nc`, graph_decoding, host work × 2 | – | – | **8.4** ms, 2.0 GiB |"]),
-    (
-        "multi-gpu",
-        MULTI_GPU,
-        ["| graph_decoding, 8 × 32k | 9.00 ms | 6.00 ms | **1.50×** | – |", "72 tokens", "69 are"],
-    ),
-    ("replicas", REPLICAS, ["| 1 × 1 | the file | 8 | 1,000 | – |"]),
-    ("multi-gpu", MULTI_GPU, ["| pages, 32 × 2k | 12.00 ms | RuntimeError: one / two | – | – |"]),
-    ("multi-gpu", MULTI_GPU, ["| eager `4bit_nc`, 8 × 32k | 37.50 ms | – | – | 38.50 ms |", "63 of 64 tokens"]),
-    ("multi-gpu", MULTI_GPU, ["| 9.00 GiB | 4.50 + 4.50 GiB | – | 5.00 + 4.00 GiB |", "| all-reduce | 441 | 441 |"]),
-    ("multi-gpu", MULTI_GPU, ["by 6.2e-02", "75% of", "An all-reduce of 64 KiB in a graph: nccl 9.0 µs, one_shot 5.0"]),
-    ("quality", QUALITY, ["| `4bit_nc` | 158 | 134 | 0.00023 (0.00023 to 0.00023) |", "| 99.5% | 100.0% | – |"]),
-    ("quality", QUALITY, ["| `4bit_nc`, packed only |", "| transformers fp8 | 158 | 134 | NaN | NaN | NaN |"]),
-    (
-        "quality",
-        QUALITY,
-        ["| `4bit_nc` | 0.00023, – | 0.00029, – |", "| 0.40 (0.37 to 0.43) |", "(hqq is not installed)"],
-    ),
     (
         "serve",
         SERVE,
@@ -181,10 +89,39 @@ def test_cells_are_shown_in_rows_as_wide_as_their_headings(kind: str, record: di
     text = tables.RENDERERS[kind](FROM | record)
     assert [part for part in shown if part not in text] == []
     assert "`python examples/x.py` on A GPU" in text and "torch 2.11.0" in text and "2026-11-21" in text
+    assert_rows_are_as_wide_as_their_headings(text)
+
+
+def assert_rows_are_as_wide_as_their_headings(text: str) -> None:
     lines = text.splitlines()
     for before, line in zip(lines, lines[1:], strict=False):
         if before.startswith("|") and line.startswith("|"):
             assert before.count("|") == line.count("|")
+
+
+BROKEN: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "error": ("generate-nvidia-h200", lambda of: of["rows"][0].update(error="out of memory"), "| out of memory |"),
+    "error of a rank": (
+        "multi-gpu-nvidia-h200-parallel",
+        lambda of: of["tensor_parallel"].update({"pages, 32 x 2048": [{"error": "RuntimeError: one | two"}]}),
+        "| RuntimeError: one / two |",
+    ),
+    "no number": ("quality-needle-10m", lambda of: of["rows"][3].update(kl=math.nan, kl_p99=math.nan), "| NaN |"),
+    "nothing to compare with": ("replicas-nvidia-h200", lambda of: of.update(rows=of["rows"][-1:]), "| – |"),
+}
+"""A results file, what becomes of it, and how that is shown."""
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_a_measurement_lacks_is_shown(what: str) -> None:
+    name, change, shown = BROKEN[what]
+    record = json.loads((plots.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    render = tables.RENDERERS[make_tables.kind_of(plots.RESULTS / f"{name}.json")]
+    before = render(record).count(shown)
+    change(record)
+    text = render(record)
+    assert text.count(shown) > before or what == "nothing to compare with" and shown in text
+    assert_rows_are_as_wide_as_their_headings(text)
 
 
 figure_of = lru_cache(plots.figure_of)
