@@ -127,15 +127,13 @@ assert callable(tq_hf.graph_decoding)
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Where a process in an empty directory finds names in an environment in which the project is installed, of which
-    `home` is the folder of its files. With the wheel it has generated tokens, by a loop that is a function though
-    `tq_hf.graph_decoding` is also the name of a room, to which importing one of its modules would bind it."""
+    `home` is the folder of its files."""
     if request.param == "wheel":
         python = request.getfixturevalue("of_the_wheel")
     else:
         python = make_environment(tmp_path_factory.mktemp(request.param) / "venv")
         pip("--python", python, "install", "--no-deps", "editables", "--editable", ROOT)
-    generates = LOOP + GENERATE if request.param == "wheel" else ""
-    names = json.loads(run(python, INSTALLED + generates, tmp_path_factory.mktemp("empty")))
+    names = json.loads(run(python, INSTALLED, tmp_path_factory.mktemp("empty")))
     return {"names": names, "home": python.parent.parent if request.param == "wheel" else ROOT}
 
 
@@ -308,18 +306,11 @@ def test_importing_adds_little_to_transformers(imported: dict[str, Any]) -> None
     assert {re.split(r"\W", top)[0] for top in others} <= {"torch", "transformers"}
 
 
-@pytest.fixture(scope="module")
-def without_triton(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a command without Triton prints. It has generated tokens."""
-    return run(sys.executable, NO_TRITON + AS_COMMAND + GENERATE, tmp_path_factory.mktemp("empty")).splitlines()
-
-
-def test_without_triton_it_imports_and_generates_on_the_cpu(without_triton: list[str]) -> None:
-    assert len(without_triton) == 2
-
-
-def test_a_command_registers_attention_before_it_loads_a_model(without_triton: list[str]) -> None:
-    assert without_triton == ["False", "True TurboQuantCache"]
+def test_a_command_of_the_wheel_generates_without_triton(of_the_wheel: Path, tmp_path: Path) -> None:
+    """It registers attention before it loads a model. The loop is a function, though `tq_hf.graph_decoding` is also the
+    name of a room, to which importing one of its modules would bind it."""
+    printed = run(of_the_wheel, NO_TRITON + AS_COMMAND + LOOP + GENERATE, tmp_path)
+    assert printed.splitlines() == ["False", "True TurboQuantCache"]
 
 
 def imported_modules(path: Path, module: str) -> set[str]:

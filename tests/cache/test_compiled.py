@@ -260,6 +260,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
     assert graphs[0] <= 7 + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
 
 
+@pytest.mark.skipif(not OLD_TRANSFORMERS, reason="counted by the test before")
 def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
     model = build("llama", num_hidden_layers=1, attention="turboquant")
     torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], **as_input(TurboQuantCache(model.config)))

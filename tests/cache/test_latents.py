@@ -240,7 +240,8 @@ def test_attention_is_switched_between_steps(absorbed):
     assert len(absorbed) == 3 * LAYERS
 
 
-@pytest.mark.parametrize("graph", [slow(False), True], ids=["generate", "graph_decoding"])
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
 def test_the_same_tokens_are_generated(graph, absorbed):
     model = build("glm4_moe_lite")
     options = padded_prompt(9) | dict(max_new_tokens=6, do_sample=False, pad_token_id=0)

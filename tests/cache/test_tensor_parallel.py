@@ -50,7 +50,7 @@ def folder(tmp_path_factory, model, request) -> Path:
     return shared
 
 
-def leave_results(folder: Path, model: PreTrainedModel) -> Path:
+def leave_results(folder: Path, model: PreTrainedModel, *more: str) -> Path:
     """Run the worker processes."""
     model.save_pretrained(folder / "model")
     rescaled(model, 1, 20.0, 2).save_pretrained(folder / "loud")
@@ -60,13 +60,17 @@ def leave_results(folder: Path, model: PreTrainedModel) -> Path:
     with torch.no_grad():
         model(torch.full((2, 150), 5), **as_input(cache))
     cache.save(folder / "alone.safetensors", model)
-    run_ranks("-m", "tests.support.tensor_parallel_worker", str(folder))
+    run_ranks("-m", "tests.support.tensor_parallel_worker", str(folder), *more)
     return folder
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"found-{rank}.json").read_text(encoding="utf-8")) for rank in RANKS]
 
 
 @pytest.fixture(scope="module")
 def found(folder) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"found-{rank}.json").read_text(encoding="utf-8")) for rank in RANKS]
+    return read_results(folder)
 
 
 @pytest.mark.parametrize("preset", ANSWERED)
@@ -105,10 +109,11 @@ def test_compiled_decoding_is_one_graph(found):
         assert found[rank]["compiled"]["graphs"] == 1 and not found[rank]["compiled"]["breaks"]
 
 
-def test_local_shards_without_module_guards_give_the_same_tokens_for_caches_of_any_size(found):
+@pytest.mark.slow
+def test_local_shards_without_module_guards_give_the_same_tokens_for_caches_of_any_size(tmp_path, model):
     """As in bench_multi_gpu.py: guards on the cache stay, so that a larger one is compiled anew."""
-    for rank in RANKS:
-        local = found[rank]["local_shards"]
+    for found in read_results(leave_results(tmp_path, model, "local")):
+        local = found["local_shards"]
         assert local["tokens"] == [local["expected"]] * 2
         assert local["graphs"] == 2
         assert local["sharded"] == 1, "the embedding alone: it counts on DTensor to find its rows"
