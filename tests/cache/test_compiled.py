@@ -247,7 +247,8 @@ def test_prompts_are_read_in_chunks_without_a_graph_each(made, loop, chunk):
 )
 def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated):
     """What no graph can hold leaves it: prompts, growing caches. In the end the same calls compile nothing."""
-    model = build("llama", num_hidden_layers=1, attention=attention)
+    layers = 1 if attention == "turboquant" else 2
+    model = build("llama", num_hidden_layers=layers, attention=attention)
     compiled = torch.compile(model, backend="eager")
     graphs = []
     for _ in range(3):
@@ -257,7 +258,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
             actual, expected = (m(ids, **as_input(c)).logits for m, c in zip((compiled, model), caches, strict=True))
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] <= 7 + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
+    assert graphs[0] <= 6 + layers + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
 
 
 @pytest.mark.skipif(not OLD_TRANSFORMERS, reason="counted by the test before")
