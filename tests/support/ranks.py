@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,10 +35,16 @@ def run_ranks(*arguments: str, ranks: int = 2, **options: object) -> list[str]:
     """Run a Python process a rank to its end. Returns what each prints."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = started(store, *arguments, ranks=ranks, **options)
-    try:
-        outputs = [process.communicate(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+
+    def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+        """Wait for one, and end the others if it fails."""
+        try:
+            return process.communicate(timeout=600)
+        finally:
+            for each in processes if process.returncode != 0 else ():
+                each.kill()
+
+    with ThreadPoolExecutor(ranks) as threads:
+        outputs = list(threads.map(end, processes))
     assert [process.returncode for process in processes] == [0] * ranks, "".join(e[-8000:] for _, e in outputs)
     return [output for output, _ in outputs]
