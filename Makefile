@@ -21,8 +21,11 @@ OLDEST_STAMP := $(OLDEST)/.installed
 # What meets transformers' own code: its calls, graphs of its models, layers, files, and configs of its families.
 OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py \
 	$(addprefix cache/test_compiled.py::test_,prompts_are_read_in_chunks_without_a_graph_each other_families_compile \
-	the_first_call_of_a_growing_cache_is_not_traced_into_the_store) saving layers \
-	$(addprefix tools/test_,cli.py estimate.py model_configs.py published_heads.py) kernels/test_frontend.py test_ways.py test_fence.py)
+	the_first_call_of_a_growing_cache_is_not_traced_into_the_store) \
+	saving/test_serialization.py saving/test_interrupted.py layers \
+	$(addprefix tools/test_estimate.py::test_,an_estimate_is_what_a_cache_holds_after_a_prefill \
+	an_estimate_of_decoding_is_what_a_cache_holds_after_a_step layers_of_full_size_are_estimated_exactly) \
+	tools/test_cli.py kernels/test_frontend.py test_ways.py test_fence.py)
 # By itself: it asks for an older transformers (tests/cache/test_eviction.py).
 PRUNING := kvpress==0.5.5
 # By itself: a torch that comes with CUDA asks for a Triton of its own.
@@ -100,8 +103,7 @@ format: $(STAMP)
 test: lint test-newest test-oldest
 
 test-newest: $(STAMP)
-	$(PARALLEL) $(PYTEST) $(SPREAD) -m "$(QUICK)" --nbmake --ignore=tests/kernels tests \
-		examples/quickstart.ipynb examples/serving.ipynb
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "$(QUICK)" --ignore=tests/kernels tests
 
 # What touches transformers most, on its oldest supported version, and every kernel on the oldest Triton.
 test-oldest: $(OLDEST_STAMP)
@@ -124,6 +126,7 @@ test-kernels: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PARALLEL) $(PYTEST) $(SPREAD) -m "slow and not cuda" tests
+	$(PARALLEL) $(PYTEST) $(SPREAD) --nbmake examples/quickstart.ipynb examples/serving.ipynb
 
 test-cuda: $(STAMP)
 	$(PYTEST) -m cuda tests

@@ -36,8 +36,8 @@ LONGEST = tuple(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run notebooks and the longest files first, so that no worker is left with one at the end."""
-    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith((".ipynb", *LONGEST)))
+    """Run the longest files first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONGEST))
 
 
 def pytest_collection_finish() -> None:

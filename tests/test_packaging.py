@@ -111,36 +111,30 @@ def of_the_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 INSTALLED = """
 import importlib.util, json, sys
-import tq_hf.graph_decoding.loop, tq_hf, tq_kernels
 
-found = {"files": [tq_hf.__file__, tq_kernels.__file__], "loop": callable(tq_hf.graph_decoding), "names": {}}
+names = {}
 for name in ("kernels", "tests", "examples", "conftest", "tq_kernels", "tq_hf"):
     spec = importlib.util.find_spec(name)
-    found["names"][name] = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin])]
-print(json.dumps(found))
+    names[name] = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin])]
+print(json.dumps(names))
+"""
+LOOP = """
+import tq_hf.graph_decoding.loop, tq_hf
+assert callable(tq_hf.graph_decoding)
 """
 
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process in an empty directory finds in an environment in which the project is installed, of which `home`
-    is the folder of its files. It has generated tokens."""
+    """Where a process in an empty directory finds names in an environment in which the project is installed, of which
+    `home` is the folder of its files."""
     if request.param == "wheel":
         python = request.getfixturevalue("of_the_wheel")
     else:
         python = make_environment(tmp_path_factory.mktemp(request.param) / "venv")
         pip("--python", python, "install", "--no-deps", "editables", "--editable", ROOT)
-    found = json.loads(run(python, INSTALLED + GENERATE, tmp_path_factory.mktemp("empty")))
-    return found | {"home": python.parent.parent if request.param == "wheel" else ROOT}
-
-
-def test_an_installation_imports_and_generates_from_an_empty_directory(installed: dict[str, Any]) -> None:
-    assert all(Path(file).is_relative_to(installed["home"]) for file in installed["files"]), installed
-
-
-def test_the_loop_is_a_function_whatever_is_imported_before(installed: dict[str, Any]) -> None:
-    """`tq_hf.graph_decoding` is also the name of a room, to which importing one of its modules would bind it."""
-    assert installed["loop"]
+    names = json.loads(run(python, INSTALLED, tmp_path_factory.mktemp("empty")))
+    return {"names": names, "home": python.parent.parent if request.param == "wheel" else ROOT}
 
 
 TYPED = """
@@ -188,10 +182,11 @@ def test_the_types_of_the_public_api_reach_a_user(of_the_wheel: Path, tmp_path: 
     assert errors == ["arg-type", "arg-type"] and done.stdout.count("error:") == 2, done.stdout
 
 
-def test_an_installation_exposes_no_other_names(installed: dict[str, Any]) -> None:
-    found = dict(installed["names"])
-    assert found.pop("tq_hf") and found.pop("tq_kernels")
-    ours = (str(ROOT), str(installed["home"]))
+def test_an_installation_has_both_packages_and_no_other_names(installed: dict[str, Any]) -> None:
+    found, home = dict(installed["names"]), installed["home"]
+    (package,), (kernels,) = found.pop("tq_hf"), found.pop("tq_kernels")
+    assert Path(package).is_relative_to(home) and Path(kernels).is_relative_to(home)
+    ours = (str(ROOT), str(home))
     assert [place for places in found.values() for place in places if place.startswith(ours)] == []
 
 
@@ -311,18 +306,11 @@ def test_importing_adds_little_to_transformers(imported: dict[str, Any]) -> None
     assert {re.split(r"\W", top)[0] for top in others} <= {"torch", "transformers"}
 
 
-@pytest.fixture(scope="module")
-def without_triton(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a command without Triton prints. It has generated tokens."""
-    return run(sys.executable, NO_TRITON + AS_COMMAND + GENERATE, tmp_path_factory.mktemp("empty")).splitlines()
-
-
-def test_without_triton_it_imports_and_generates_on_the_cpu(without_triton: list[str]) -> None:
-    assert len(without_triton) == 2
-
-
-def test_a_command_registers_attention_before_it_loads_a_model(without_triton: list[str]) -> None:
-    assert without_triton == ["False", "True TurboQuantCache"]
+def test_a_command_of_the_wheel_generates_without_triton(of_the_wheel: Path, tmp_path: Path) -> None:
+    """It registers attention before it loads a model. The loop is a function, though `tq_hf.graph_decoding` is also the
+    name of a room, to which importing one of its modules would bind it."""
+    printed = run(of_the_wheel, NO_TRITON + AS_COMMAND + LOOP + GENERATE, tmp_path)
+    assert printed.splitlines() == ["False", "True TurboQuantCache"]
 
 
 def imported_modules(path: Path, module: str) -> set[str]:

@@ -15,6 +15,7 @@ from packaging.version import Version
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import tq_hf
+from tests.support.helpers import slow
 from tests.support.tiny_models import build, dense_attention
 from tq_hf import TurboQuantCache, attention
 from tq_hf.compat import CACHE_NAME, as_input
@@ -57,8 +58,14 @@ def test_an_exact_recipe_answers_as_transformers_cache(family: str, room: int | 
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("way", ["preallocated", "compiled", "graph_decoding", "prompt_lookup"])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        slow(family, way) if family != "llama" and way == "compiled" else (family, way)
+        for family in FAMILIES
+        for way in ("preallocated", "compiled", "graph_decoding", "prompt_lookup")
+    ],
+)
 def test_every_way_answers_as_a_cache_that_grows(family: str, way: str) -> None:
     model = model_of(family)
     rows = 1 if way == "prompt_lookup" else 2  # transformers looks up one sequence

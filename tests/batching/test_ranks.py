@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,7 @@ import pytest
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.batching_cases import Session, greedy, mixed, model_of, prompts
 from tests.support.batching_worker import LENGTHS, NEW
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.slow
@@ -27,15 +23,7 @@ def test_ranks_answer_as_one_process_and_hold_half_of_the_heads_each(name: str, 
         make, heads = mixed if name == "gemma3" else model_of, [2, 2]
         model = make(name, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
     model.save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    run = subprocess.run(
-        [*command, "-m", "tests.support.batching_worker", str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-8000:]
+    run_ranks("-m", "tests.support.batching_worker", str(tmp_path))
     with Session(model) as session:
         expected = session.run(prompts(LENGTHS), greedy(NEW))
         again = session.run(prompts(LENGTHS), greedy(NEW))

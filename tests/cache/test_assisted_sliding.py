@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, MistralConfig
 
 from tests.cache.test_assisted import drafts
-from tests.support.helpers import compile_config, every_pair, slow
+from tests.support.helpers import compile_config, every_pair, quick_of, slow
 from tests.support.recorded_graph import RecordedGraph
 from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, noisy, random_weights
 from tq_hf import TurboQuantCache, graph_decoding
@@ -92,11 +92,18 @@ def check(model, tokens: int, pads: int = 0, **options) -> TurboQuantCache:
     return cache
 
 
+FAMILIES = ("mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss")
+
+
 @pytest.mark.parametrize(
-    ("name", "tokens", "way"),
-    every_pair(("mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"), (90, 140), ("lookup", "assistant")),
+    ("name", "tokens", "way", "pads"),
+    quick_of(
+        ((*case, pads) for case in every_pair(FAMILIES, (90, 140), ("lookup", "assistant")) for pads in (0, 3)),
+        *zip(FAMILIES, (90, 90) * 3, ("lookup", "assistant") * 3, [0] * 6, strict=True),
+        ("gemma3", 140, "assistant", 0),
+        ("gpt_oss", 140, "lookup", 0),
+    ),
 )
-@pytest.mark.parametrize("pads", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, way, pads) -> None:
     model, assistant = models(name, 96, device)
     cache = check(model, tokens, pads, **drafts((model, assistant), way))
@@ -105,7 +112,11 @@ def test_tokens_and_windows_are_those_of_plain_decoding(device, name, tokens, wa
 
 
 @pytest.mark.parametrize(
-    ("size", "number", "way"), every_pair(((3, 2), (3, 30), (24, 21), (24, 60)), (1, 15), ("lookup", "assistant"))
+    ("size", "number", "way"),
+    quick_of(
+        every_pair(((3, 2), (3, 30), (24, 21), (24, 60)), (1, 15), ("lookup", "assistant")),
+        *[((3, 2), 1, "lookup"), ((3, 30), 15, "lookup"), ((24, 21), 15, "assistant"), ((24, 60), 1, "assistant")],
+    ),
 )
 def test_windows_may_be_smaller_than_a_step(device, size, number, way) -> None:
     """Then a step overwrites more rows than the window has, and its first queries do not see its first rows."""
@@ -143,9 +154,18 @@ def test_a_model_without_sliding_layers_takes_an_assistant_with_them_and_the_oth
         check(model, 60, **drafts((model, assistant), way))
 
 
-@WAYS
 @pytest.mark.parametrize(
-    "second", [{}, {"custom_generate": None}, {"prompt_lookup_num_tokens": 9}], ids=["plain", "generate", "more-drafts"]
+    ("second", "way"),
+    [
+        ({}, "assistant"),
+        ({"custom_generate": None}, "lookup"),
+        ({"prompt_lookup_num_tokens": 9}, "assistant"),
+        *[
+            slow({}, "lookup"),
+            slow({"custom_generate": None}, "assistant"),
+            slow({"prompt_lookup_num_tokens": 9}, "lookup"),
+        ],
+    ],
 )
 def test_a_cache_goes_on_in_every_way_after_drafts(device, second, way, tmp_path) -> None:
     """The windows are in order after each call: for other loops, in a file, and with one token taken back."""
@@ -219,8 +239,10 @@ def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> Non
     assert_same_windows(cache, other)
 
 
-@WAYS
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("gpt_oss", "lookup"), ("gemma3", "assistant"), slow("gpt_oss", "assistant"), slow("gemma3", "lookup")],
+)
 def test_a_stream_that_ends_early_leaves_what_was_streamed(name, way, device, tmp_path) -> None:
     """Nothing of a step that the streamer has not had, nor rows beyond a window once another call has come."""
     model, assistant = models(name, 24, device)

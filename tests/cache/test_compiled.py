@@ -1,5 +1,7 @@
 """Compiled decoding with a preallocated cache, through plain generate(), on a CPU."""
 
+from itertools import product
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,7 @@ from packaging.version import Version
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from tests.support.helpers import CPU, compile_config, slow
+from tests.support.helpers import CPU, compile_config, quick_of, slow
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
@@ -123,12 +125,20 @@ def test_inductor_gives_the_tokens_of_eager_decoding():
     assert torch.equal(generate(model, cache, inputs(), compile_config=compile_config("inductor")), expected)
 
 
-def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_cache():
-    """Without positions of the caller's they follow from the cache's length, which the first layer's step changes."""
-    model = build("llama", num_hidden_layers=2, attention="turboquant")
-    compiled = torch.compile(model, backend="inductor", fullgraph=True)
+@pytest.mark.parametrize("backend", ["recorded", slow("inductor")])
+def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_cache(backend):
+    """Without positions of the caller's they follow from the cache's length, which the first layer's step changes. What
+    inductor computes from a tensor comes late, unless an operator has read the tensor before."""
+    model, operators = build("llama", num_hidden_layers=2, attention="turboquant"), []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        operators.extend(name for node in graph.graph.nodes if (name := str(node.target)).startswith("tq_hf."))
+        return graph.forward
+
+    compiled = torch.compile(model, backend=record if backend == "recorded" else backend, fullgraph=True)
     found, expected = (two_steps(model, call, MAX_LENGTH) for call in (compiled, model))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert backend == "inductor" or operators[0] == "tq_hf.tokens_held.default"
 
 
 def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
@@ -208,30 +218,20 @@ def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None,
     return [first, model.generate(torch.cat([first, ids[:, 600:]], dim=1), **options)]
 
 
-PAIRWISE = [
-    ("llama", "turboquant", "generate", 256),
-    ("llama", "turboquant", "graph_decoding", 77),
-    ("llama", "sdpa", "generate", 77),
-    ("llama", "sdpa", "graph_decoding", None),
-    ("gemma3", "turboquant", "generate", None),
-    ("gemma3", "turboquant", "graph_decoding", 256),
-]
+MODELS = (("llama", "turboquant"), ("llama", "sdpa"), ("gemma3", "turboquant"))
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "loop", "chunk"),
-    [
-        case if case in PAIRWISE else slow(*case)
-        for case in [
-            (*model, loop, chunk)
-            for model in [("llama", "turboquant"), ("llama", "sdpa"), ("gemma3", "turboquant")]
-            for loop in ("generate", "graph_decoding")
-            for chunk in (None, 256, 77)
-        ]
-    ],
+    ("made", "loop", "chunk"),
+    quick_of(
+        product(MODELS, ("generate", "graph_decoding"), (None, 256, 77)),
+        *[(MODELS[0], "generate", 256), (MODELS[0], "graph_decoding", 77), (MODELS[1], "generate", 77)],
+        *[(MODELS[1], "graph_decoding", None), (MODELS[2], "generate", None), (MODELS[2], "graph_decoding", 256)],
+    ),
 )
-def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, chunk):
+def test_prompts_are_read_in_chunks_without_a_graph_each(made, loop, chunk):
     """transformers would compile chunks as it compiles steps. Tokens are those of a growing cache, in one graph."""
+    name, attention = made
     model = build(name, attention=attention)
     expected = two_turns(model, TurboQuantCache(model.config, **OPTIONS), chunk)
     own_loop = dict(custom_generate=graph_decoding) if loop == "graph_decoding" else {}
@@ -243,11 +243,12 @@ def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, 
 
 
 @pytest.mark.parametrize(
-    ("attention", "preallocated"), [("turboquant", None), ("sdpa", 900), slow("turboquant", 900), slow("sdpa", None)]
+    ("attention", "preallocated"), [("turboquant", None), ("turboquant", 900), slow("sdpa", 900), slow("sdpa", None)]
 )
 def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated):
     """What no graph can hold leaves it: prompts, growing caches. In the end the same calls compile nothing."""
-    model = build("llama", num_hidden_layers=2, attention=attention)
+    layers = 1 if attention == "turboquant" else 2
+    model = build("llama", num_hidden_layers=layers, attention=attention)
     compiled = torch.compile(model, backend="eager")
     graphs = []
     for _ in range(3):
@@ -257,9 +258,10 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
             actual, expected = (m(ids, **as_input(c)).logits for m, c in zip((compiled, model), caches, strict=True))
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] <= 8 + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
+    assert graphs[0] <= 6 + layers + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
 
 
+@pytest.mark.skipif(not OLD_TRANSFORMERS, reason="counted by the test before")
 def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
     model = build("llama", num_hidden_layers=1, attention="turboquant")
     torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], **as_input(TurboQuantCache(model.config)))

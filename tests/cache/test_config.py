@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import compile_config, states
+from tests.support.helpers import compile_config, slow, states
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, tokens
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
@@ -259,7 +259,7 @@ def assembled(model: Any, room: int | None) -> TurboQuantCache:
         (None, {"num_beams": 3}),
         (400, {}),
         (400, {"custom_generate": graph_decoding}),
-        (400, {"compile_config": compile_config()}),
+        slow(400, {"compile_config": compile_config()}),
     ],
     ids=["growing", "beams", "preallocated", "graph_decoding", "compiled"],
 )

@@ -1,6 +1,7 @@
 """Cross-attention over a compressed cache: its queries are of other tokens than its keys."""
 
 import re
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from transformers import (
 
 from examples.measure.quality.family_check import difference
 from examples.measure.quality.family_configs import tiny_model
+from tests.support.helpers import every_pair
 from tests.support.kernel_cases import gpu
 from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
@@ -136,15 +138,15 @@ CASES = [("bart", length, tokens) for length in (34, 200, 1500) for tokens in (1
 CASES += [("bart", 200, 200), ("marian", 200, 1), ("t5", 200, 4), ("t5", 200, 200), ("whisper", 1500, 4)]
 
 
-@pytest.mark.parametrize("room", [None, 1600])
-@pytest.mark.parametrize(("name", "length", "tokens"), CASES)
+@pytest.mark.parametrize(
+    ("name", "length", "tokens", "room"),
+    [(*case, room) for case, room in zip(CASES, cycle((None, 1600)), strict=False)],
+)
 def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys(name: str, length: int, tokens: int, room: int | None):
     check(name, length, tokens, room)
 
 
-@pytest.mark.parametrize("room", [None, 300])
-@pytest.mark.parametrize("name", ["bart", "t5"])
-@pytest.mark.parametrize("tokens", [1, 8, 200])
+@pytest.mark.parametrize(("name", "tokens", "room"), every_pair(("bart", "t5"), (1, 8, 200), (None, 300)))
 def test_padding_of_an_encoder_is_left_out(name: str, tokens: int, room: int | None):
     check(name, 200, tokens, room, padding=150)
 
@@ -280,9 +282,9 @@ def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys_on_a_gpu(
 REFUSED = r"with 9 tokens of the decoder, and then with 20 of the encoder.*EncoderDecoderCache\(TurboQuantCache\("
 
 
-@pytest.mark.parametrize("room", [None, 64])
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-@pytest.mark.parametrize("name", ["bart", "marian", "t5"])
+@pytest.mark.parametrize(
+    ("name", "attention", "room"), every_pair(("bart", "marian", "t5"), ("sdpa", "turboquant"), (None, 64))
+)
 def test_one_cache_for_both_attentions_is_refused(name: str, attention: str, room: int | None):
     """It stays as it was: empty, and good for what the sentence says."""
     model, inputs = build(name, attention), inputs_of(name, 20)

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import cycle
 
 import pytest
 import torch
@@ -144,8 +145,7 @@ def forward(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, new_tokens
         return model(ids, attention_mask=mask, position_ids=positions, **as_input(cache)).logits
 
 
-@pytest.mark.parametrize("padding", [(0, 0, 0), (37, 0, 150)], ids=["unpadded", "left_padded"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "padding"), zip(CONFIGS, cycle([(37, 0, 150), (0, 0, 0)]), strict=False), ids=str)
 def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
     """One packed cache, read by the attention function and dequantized, after each kind of change."""
     model = model_named(name, attention="turboquant")
@@ -210,8 +210,10 @@ def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
     assert_close(logits[2], logits[0])
 
 
-@pytest.mark.parametrize("scenario", ["greedy", "left_padded", "chunked_left_padded", "multi_turn", "beam", "assisted"])
-@pytest.mark.parametrize("skip_layers", [(0,), (-1,)], ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("scenario", "skip_layers"),
+    zip(("greedy", "left_padded", "chunked_left_padded", "multi_turn", "beam", "assisted"), cycle([(0,), (-1,)])),
+)
 def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scenario, skip_layers):
     model = model_named("llama", attention="sdpa")
     expected = SCENARIOS[scenario](model, lambda: DynamicCache(config=model.config))

@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.helpers import (
     compile_config,
     dequantized,
     encoded,
+    quick_of,
     relative_error,
     slow,
     states,
@@ -66,8 +68,7 @@ def ids(tokens: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
-@pytest.mark.parametrize("room", [None, 1024], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "room"), zip(CONFIGS, (None, 1024), strict=True))
 def test_what_is_held_is_the_latent(name, room):
     model = build(name)
     cache, plain = TurboQuantCache(model.config, max_cache_len=room), DynamicCache(config=model.config)
@@ -120,7 +121,7 @@ def test_the_error_of_a_latent_is_that_of_its_codebook(name):
     ("name", "attention"),
     [
         ("deepseek_v3", "turboquant"),
-        ("glm4_moe_lite", "sdpa"),
+        slow("glm4_moe_lite", "sdpa"),
         slow("deepseek_v3", "sdpa"),
         slow("glm4_moe_lite", "turboquant"),
     ],
@@ -204,9 +205,16 @@ def read_padded(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
     return torch.cat(logits[1:], 1)
 
 
-@pytest.mark.parametrize("read", [read_chunks, read_edited, read_padded], ids=lambda read: read.__name__)
-@pytest.mark.parametrize("room", [None, 1024], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("name", ["deepseek_v3", slow("glm4_moe_lite")])
+READS = (read_chunks, read_edited, read_padded)
+
+
+@pytest.mark.parametrize(
+    ("name", "room", "read"),
+    quick_of(
+        product(CONFIGS, (None, 1024), READS),
+        *[("deepseek_v3", 1024, read_chunks), ("deepseek_v3", None, read_edited), ("deepseek_v3", 1024, read_padded)],
+    ),
+)
 def test_absorbed_queries_give_what_expanded_latents_give(name, room, read, absorbed):
     model = build(name)
     expected = logits_of(model, "sdpa", read, room)
@@ -232,6 +240,7 @@ def test_attention_is_switched_between_steps(absorbed):
     assert len(absorbed) == 3 * LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", [False, True], ids=["generate", "graph_decoding"])
 def test_the_same_tokens_are_generated(graph, absorbed):
     model = build("glm4_moe_lite")

@@ -4,11 +4,12 @@ On a machine without a GPU the file runs again in a child process under Triton's
 """
 
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
 
-from tests.support.helpers import assert_unchanged, compile_config, every_pair, slow, snapshot
+from tests.support.helpers import assert_unchanged, compile_config, every_pair, quick_of, snapshot
 from tests.support.kernel_cases import INTERPRETED, child
 from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
@@ -78,11 +79,7 @@ def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, devic
 @once
 @pytest.mark.parametrize(
     ("attention", "masked"),
-    [
-        ("turboquant", True),
-        ("sdpa", False),
-        *(slow(*case) for case in [("turboquant", False), ("sdpa", True), ("eager", True), ("eager", False)]),
-    ],
+    quick_of(product(("turboquant", "sdpa", "eager"), (True, False)), ("turboquant", True), ("sdpa", False)),
 )
 def test_a_compiled_step_too_many_is_refused(attention, masked):
     """On a GPU the assertion in the kernel fails, and the process's GPU is lost: not tested here."""
@@ -100,18 +97,17 @@ def test_a_compiled_step_too_many_is_refused(attention, masked):
 
 
 @once
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
+@pytest.mark.parametrize(("attention", "compiled"), [("turboquant", False), ("sdpa", True), ("eager", False)])
 def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
+    """A compiled one over packed blocks is in `test_compiled.py`."""
     torch._dynamo.reset()
     model = model_on("cpu")
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(compile_config=compile_config(fullgraph=False)) if compiled else dict(disable_compile=True)
+    options |= dict(attention_mask=torch.ones_like(PROMPT), max_length=ROOM + 6)
     with pytest.raises(ValueError, match="exceeds its `max_cache_len`"):
-        model.generate(
-            PROMPT, attention_mask=torch.ones_like(PROMPT), **as_input(cache), max_length=ROOM + 6, **options
-        )
+        model.generate(PROMPT, **as_input(cache), **options)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [ROOM] * 2
 
 

@@ -51,11 +51,10 @@ def refused(holder: str, prompt: str, way: str) -> str | None:
 
 
 CELLS = list(product(HOLDERS, PROMPTS, WAYS))
-LONG = [("growing", prompt, "torch.compile") for prompt in PROMPTS]
-LONG += [("preallocated", prompt, "torch.compile") for prompt in ("chunked", "one token", "whole")]
+LONG = [(holder, prompt, "torch.compile") for holder in ("growing", "preallocated") for prompt in PROMPTS]
 LONG += [("pages", *cell) for cell in product(PROMPTS, WAYS) if cell[0] != "second turn" and cell[1] != "generate"]
-"""Compile for seconds what `test_compiled.py` and other cells compile, too, or are an engine's whose caller it does not
-know: a second turn and `generate` stand for them."""
+"""Compile for seconds what `test_compiled.py` compiles, too (a model that its user compiled), or are an engine's whose
+caller it does not know: a second turn and `generate` stand for them."""
 
 
 @pytest.fixture(scope="module")

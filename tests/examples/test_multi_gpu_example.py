@@ -1,29 +1,27 @@
 """`examples/multi_gpu.py` finds a pass key on a CPU, in one process and with heads split over two."""
 
-import os
 import re
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "multi_gpu.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+from tests.support.ranks import ROOT, run_ranks
+
+SCRIPT = str(ROOT / "examples" / "multi_gpu.py")
 
 
-def output(*launcher: str) -> str:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(SCRIPT)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["layers", "heads"])
-def test_the_pass_key_is_found_and_each_process_holds_its_share(launcher: tuple[str, ...]) -> None:
-    text = output(*launcher)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["layers", "heads"])
+def test_the_pass_key_is_found_and_each_process_holds_its_share(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if ranks == 1:
+        monkeypatch.setattr(sys, "argv", [SCRIPT])
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        runpy.run_path(SCRIPT, run_name="__main__")
+        text = capsys.readouterr().out
+    else:
+        text = "".join(run_ranks(SCRIPT, ranks=ranks))
     assert text.count("314159>>") == 1
     held = [float(size) for size in re.findall(r"process \d: ([\d.]+) MiB on cpu", text)]
-    assert len(held) == (2 if launcher else 1)
-    assert held[0] == pytest.approx(1.69 / len(held), abs=0.02)
+    assert held == [pytest.approx(1.69 / ranks, abs=0.02)] * ranks

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, Gemma4TextConfig, GPT2Config, LlamaConf
 from examples.measure.quality import published_runs
 from examples.measure.quality.family_check import NOT_TESTABLE
 from examples.measure.quality.family_configs import model_types, tiny_config
+from tests.support.helpers import slow
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
@@ -47,7 +48,9 @@ KINDS_OF_CONFIGS = (
 )
 
 
-@pytest.mark.parametrize("model_type", KINDS_OF_CONFIGS)
+@pytest.mark.parametrize(
+    "model_type", [slow(name) if name in ("paligemma", "cwm") else name for name in KINDS_OF_CONFIGS]
+)
 def test_models_have_published_heads(model_type: str) -> None:
     has_published_heads(model_type)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from examples import serve_many
 from examples.measure.report.tables import RENDERERS
 from examples.measure.speed import bench_replicas
 from examples.measure.speed.bench_replicas import Run, behind, compared, falling_lengths, runs_of
@@ -26,6 +27,7 @@ from examples.serve_many import SharedPrompts, answer
 from tests.support.batching_cases import Oracle, greedy, model_of
 from tests.support.batching_cases import options as batching_options
 from tests.support.batching_cases import prompts as batching_prompts
+from tests.support.ranks import run_ranks, started
 from tq_hf import TurboQuantBatching
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="processes meet over gloo")
@@ -33,11 +35,6 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="processes 
 SCRIPT = str(ROOT / "examples" / "serve_many.py")
 NEW = 8
 BLOCKS = 40
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-}
 
 
 @pytest.fixture
@@ -65,30 +62,41 @@ def alone(prompts: Path) -> tuple[list[str], int]:
     return texts, BLOCKS * 256
 
 
+def printed_by_one(arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the script prints in this process, as the only one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["serve_many.py", *arguments])
+        patch.chdir(folder)
+        serve_many.main()
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("processes", "tp"),
     [
-        pytest.param(2, 2, id="one replica of two"),
+        pytest.param(1, 1, id="one replica"),
+        pytest.param(2, 2, id="one replica of two", marks=pytest.mark.slow),
         pytest.param(2, 1, id="two replicas", marks=pytest.mark.slow),
         pytest.param(4, 2, id="two replicas of two", marks=pytest.mark.slow),
     ],
 )
-def test_answers_are_written_and_those_of_one_process(processes: int, tp: int, prompts: Path) -> None:
-    """Into the working folder, by the command as the pages have it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    run = subprocess.run(
-        [*command, SCRIPT, *arguments(prompts, tp)],
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        cwd=prompts.parent,
-    )
-    assert run.returncode == 0, run.stderr[-8000:]
+def test_answers_are_written_and_those_of_generate(
+    processes: int, tp: int, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into the working folder."""
+    if processes == 1:
+        output = printed_by_one(arguments(prompts, tp), prompts.parent, capsys)
+    else:
+        output, *_ = run_ranks(SCRIPT, *arguments(prompts, tp), ranks=processes, cwd=prompts.parent)
     rows = [json.loads(line) for line in prompts.with_name("answers.jsonl").read_text(encoding="utf-8").splitlines()]
     expected, room = alone(prompts)
     assert [row["answer"] for row in rows] == expected
     assert all(row["answer"].startswith(row["key"]) for row in rows)
-    told, title, _, values = run.stdout.splitlines()[-4:]
+    told, title, _, values = output.splitlines()[-4:]
     assert told == "The answers are in answers.jsonl."
     assert title.startswith("| replicas | GPUs each |")
     found = re.findall(r"[\d.,]+", values)
@@ -140,19 +148,8 @@ def test_a_replica_that_is_slow_takes_what_it_has_room_for_and_others_the_rest()
 def test_a_rank_that_dies_ends_the_other_with_a_sentence_within_seconds(prompts: Path) -> None:
     """Without torchrun, which would end it before it could say anything."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     answers = f"--answers={prompts.with_name('answers.jsonl')}"
-    command = [sys.executable, "-m", "tests.support.dying_rank", SCRIPT, *arguments(prompts, 2, new=200), answers]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=os.environ | ENVIRONMENT | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in (0, 1)
-    ]
+    ranks = started(store, "-m", "tests.support.dying_rank", SCRIPT, *arguments(prompts, 2, new=200), answers, cwd=ROOT)
     try:
         ranks[1].communicate(timeout=300)
         died = time.monotonic()
@@ -169,8 +166,6 @@ def test_a_rank_that_dies_ends_the_other_with_a_sentence_within_seconds(prompts:
 def test_what_cannot_be_replicas_is_said(
     prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from examples import serve_many
-
     def said(*options: str) -> str:
         monkeypatch.setattr(sys, "argv", ["serve_many.py", str(SHIPPED_MODEL), "--prompts", str(prompts), *options])
         with pytest.raises(SystemExit):

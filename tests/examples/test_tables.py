@@ -1,8 +1,11 @@
-"""Every cell of a results file is shown, whatever its kind, also where a measurement failed or is missing; and the
-committed pictures show what the package and the results files say."""
+"""Cells of a results file are shown also where a measurement failed or is missing (the others are those of the pages,
+`test_readme.py`); and the committed pictures show what the package and the results files say."""
 
 import json
+import math
 import re
+from collections.abc import Callable
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,132 +27,6 @@ FROM = {
 }
 
 
-def kernel_cell(heads: list[int], batch: int, preset: str, time: float) -> dict[str, Any]:
-    shape = {"batch": batch, "length": 32768, "heads": heads, "preset": preset}
-    times = {"sdpa_us": {"cudnn": 62.5, "flash": 71.5}, "eager_us": time, "graph_us": time + 1}
-    return shape | times | {"speedup": 62.5 / time, "of_read": 0.5}
-
-
-KERNELS = {
-    "read_gb_s": 4400.2,
-    "encode_us": {"4bit_nc": 119.9},
-    "step": {"layers": 32, "launches": 3, "cpu_us": 31.4},
-    "errors": [{"heads": [32, 8, 128], "preset": "4bit_nc", "relative_rms": 3.9e-4}],
-    "cells": [
-        kernel_cell([32, 8, 128], 1, "4bit_nc", 25.0),
-        kernel_cell([32, 8, 128], 8, "k8v4", 50.0),
-        kernel_cell([16, 8, 256], 8, "4bit_nc", 125.0),
-    ],
-}
-PAGES_CELL = {"heads": [32, 8, 128], "preset": "4bit_nc", "batch": 8, "length": 32768}
-PAGES = {"cells": [PAGES_CELL | {"tensors_us": {"2": 94.0, "130": 95.44}, "pages_us": {"2": 98.7, "130": 95.44}}]}
-GENERATE = {
-    "rows": [
-        {"batch": 1, "context": 2048, "cache": "DynamicCache", "ms_per_step": 21.5, "peak_bytes_beyond_weights": 2**30},
-        {"batch": 1, "context": 1000, "cache": "4bit_nc, compiled", "ms_per_step": 6.5, "peak_bytes_beyond_weights": 0},
-        {"batch": 8, "context": 32768, "cache": "DynamicCache", "error": "out of memory"},
-        {"batch": 8, "context": 32768, "cache": "4bit_nc, graph_decoding, host work × 2", "ms_per_step": 8.4}
-        | {"peak_bytes_beyond_weights": 2**31},
-    ]
-}
-CELL = {"new": 2048, "history": 30720, "preset": "4bit_nc", "way": "fused", "ms": 3.5, "speed_of_flash": 0.87}
-PREFIX = {
-    "cells": [CELL | {"tflops": 308.6, "extra_mib": 16.0, "relative_rms": 2.8e-3}],
-    "sweep": [{"new": 17, "history": 4096, "ms": {"fused": 0.087, "flash": 0.042}}],
-}
-PREFILL = {
-    "first_token": [{"prompt": 32768, "DynamicCache": 0.168, "4bit_nc": 0.1695, "ratio": 1.0075}],
-    "million": [{"tokens": 131072, "seconds": 0.6, "cache_bytes": 150 * 2**20, "peak_bytes_beyond": 900 * 2**20}],
-}
-COMPARED = {"tokens": 24, "equal": 23, "near_ties": 1, "furthest_behind": 0.0125}
-KERNELS_OF_A_STEP = {"groups": {"all-reduce": 441.4, "other": 59.6}, "gaps_us": 120.0, "wall_us": 5200.0}
-OF_A_GRAPH = {"against_eager": COMPARED, "kernels": KERNELS_OF_A_STEP | {"us_by_events": 5100.0}}
-ONE = {"replicas": 1, "tp": 1, "load": "one", "prompts": 8, "tokens_per_second": 1000.0, "first_token_s_p50": 0.5}
-ONE |= {"first_token_s_p99": 2.0, "prompts_by_replica": [8], "room": 4000, "first_answer_s": 7.2}
-AGREED = {"answers": 8, "equal": 7, "looked_at": 1, "near_ties": 0, "furthest_behind": 0.12}
-REPLICAS = {
-    "requests": 8,
-    "lengths": [1200, 2900],
-    "new_tokens": 128,
-    "rows": [
-        ONE,
-        ONE
-        | {"replicas": 2, "load": "weak", "tokens_per_second": 1900.0, "prompts_by_replica": [9, 7]}
-        | {"agreement": AGREED},
-    ],
-}
-MULTI_GPU = {
-    "one_gpu": {
-        "graph_decoding, 8 x 32768": OF_A_GRAPH | {"ms_per_step": 9.0, "bytes_held": 9 * 2**30},
-        "pages, 32 x 2048": {"ms_per_step": 12.0},
-        "eager 4bit_nc, 8 x 32768": {"ms_per_step": 37.5},
-    },
-    "tensor_parallel": {
-        "graph_decoding, 8 x 32768": [
-            OF_A_GRAPH | {"ms_per_step": ms, "bytes_held": int(4.5 * 2**30)} for ms in (5.5, 6.0)
-        ],
-        "pages, 32 x 2048": [{"ms_per_step": 8.0}, {"error": "RuntimeError: one | two"}],
-        "logits": [{"relative_rms": 0.0625, "mean_kl": 0.002, "same_top1": 0.75}] * 2,
-        "all_reduce": [{"8": {"bytes": 65536, "us": {"nccl": 9.04, "one_shot": 5.0}}}] * 2,
-    },
-    "device_map": {
-        "eager 4bit_nc, 8 x 32768": {"ms_per_step": 38.5},
-        "greedy": {"tokens": 64, "equal": 63},
-        "bytes_by_device": {"cuda:0": 5 * 2**30, "cuda:1": 4 * 2**30},
-    },
-}
-
-
-def quality_row(cache: str, kl: float, injection: float = 0.0) -> dict[str, Any]:
-    sizes = {"cache": cache, "bytes_all_in": 158.2, "bytes_packed": 134.0, "injection": injection}
-    shares = {"delta_ppl": 0.0005, "top1": 0.995, "passkey_recall": 1.0, "recall": None}
-    return sizes | {"kl": kl, "kl_95": [kl, kl], "kl_p99": kl} | shares
-
-
-QUALITY = {
-    "parameters": 10034816,
-    "documents": 36,
-    "document_tokens": 4096,
-    "chunk": 128,
-    "rows": [
-        quality_row("4bit_nc", 0.00023),
-        quality_row("4bit_nc, packed only", 0.00056),
-        quality_row("transformers fp8", float("nan")),
-        quality_row("4bit_nc", 0.00029, injection=10.0),
-    ],
-    "comparisons": [
-        {
-            "ours": "4bit_nc",
-            "theirs": "vLLM 4bit_nc",
-            "kl_ratio": 0.4,
-            "kl_ratio_95": [0.37, 0.43],
-            "bytes_all_in": [158, 134],
-            "bytes_packed": [134, 134],
-        }
-    ],
-    "skipped": {"hqq int4": "hqq is not installed"},
-}
-CPU = {
-    "rows": [
-        {"cell": "prefill", "cache": "DynamicCache", "ms": 480.04, "speed": 1.0},
-        {"cell": "decode", "cache": "DynamicCache", "ms": 9.83, "speed": 1.0},
-        {"cell": "decode", "cache": "4bit_nc", "ms": 12.511, "speed": 0.786},
-    ]
-}
-BALANCE = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")} | {
-    "rows": [
-        quality_row("float32 cache", 0.0),
-        *(
-            quality_row(f"4bit_nc, {balanced}, seed {seed}", kl * (seed + 1)) | {"recall": 0.5} | stressed
-            for stressed, kls in (({}, (0.001, 0.002)), ({"stress": "2 pairs x30"}, (0.003, 0.04)))
-            for balanced, kl in zip(("balanced", "not balanced"), kls, strict=True)
-            for seed in range(2)
-        ),
-    ]
-}
-PADDED = {
-    "rows": [quality_row("3bit_nc, defaults", 0.5), quality_row("3bit_nc, defaults", 0.25) | {"stress": "9 padding"}]
-}
 TIMES = {"first_token_s_p50": 0.512, "first_token_s_p99": 2.25, "per_token_s_p50": 0.0125, "per_token_s_p99": None}
 SERVED = {
     "kind": "trace",
@@ -180,73 +57,11 @@ SERVE = {
         SERVED | {"engine": "stock, sdpa", "error": "out of memory"},
     ],
 }
-OFFLOAD = {
-    "preset": "4bit_nc",
-    "tokens": 16384,
-    "pages_checked": 138,
-    "pages_equal": 137,
-    "copies": {
-        "out": {"ms": 5.5, "bytes": 289 * 2**20, "gb_s": 55.1, "copies": 3},
-        "back": {"ms": 7.25, "bytes": 289 * 2**20, "gb_s": 41.8, "copies": 3},
-    },
-    "next_token": {
-        "pages from the CPU": {"ms": 14.5, "all_ms": [14.9, 14.5, 14.2], "step_ms": 3.6, "tokens_left": [181] * 3},
-        "prompt read again": {"ms": 362.5, "all_ms": [387.4, 362.5], "step_ms": 3.7, "tokens_left": [181] * 2},
-    },
-    "request": {"pages": 136, "bytes": 256 * 2**20, "bf16_bytes": 2**30, "bf16_copy_ms": 20.0},
-}
-ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
 
-TRELLIS = QUALITY | {
-    "comparisons": [
-        {"preset": "3bit_nc", "kind": "packed only", "code": "c", "stress": "x0", "kl": 0.005}
-        | {"over_scalar": 0.75, "over_scalar_95": [0.7, 0.8], "over_unstressed": 1.0}
-    ],
-    "skipped": {"a": "no time"},
-}
 CODE = {"code": "2: c", "states": 4, "squared_error": 0.09, "over_scalar": 0.767, "ns_a_channel": 500.4}
 
 EXPECTED = [
-    ("trellis", TRELLIS, ["| `3bit_nc`, packed only | **0.75×** (0.70 to 0.80) 0.005 |", "1 cells"]),
     ("trellis", {"rows": [CODE | {"instructions": None}]}, ["| 2: c | 4 | 0.09000 | 0.767× | 500 ns | – |"]),
-    ("kernels", KERNELS, ["| 1 × 32k | 62.5 µs (cudnn) | **2.50×** 25.0 µs, 50% | – |", "**0.50×** 125.0 µs"]),
-    (
-        "kernels",
-        KERNELS,
-        ["`4bit_nc` 3.9e-04", "4,400 GB/s", "`4bit_nc` 120 µs", "eager step of 32 layers: 3 launches and 31 µs"],
-    ),
-    ("generate", GENERATE, ["| DynamicCache | **21.5** ms, 1.0 GiB | – | out of memory |", "1 × 2k | 1 × 1,000 | 8 ×"]),
-    ("generate", GENERATE, ["| `4bit_nc`, compiled | – | **6.5** ms, 0.0 GiB | – |"]),
-    ("generate", GENERATE, ["| `4bit_nc`, graph_decoding, host work × 2 | – | – | **8.4** ms, 2.0 GiB |"]),
-    ("pages", PAGES, ["| 2 dense tokens | 130 dense tokens |"]),
-    ("pages", PAGES, ["| 32/8/128 | 8 × 32k | `4bit_nc` | **1.05×** 94.0 µs | **1.00×** 95.4 µs |"]),
-    ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
-    ("prefix", PREFIX, ["| new on history | fused | flash |", "| 17 on 4,096 | 0.087 | 0.042 |"]),
-    ("prefill", PREFILL, ["| 32,768 | 168.0 ms | 169.5 ms | 1.01× |", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),
-    (
-        "multi-gpu",
-        MULTI_GPU,
-        ["| graph_decoding, 8 × 32k | 9.00 ms | 6.00 ms | **1.50×** | – |", "72 tokens", "69 are"],
-    ),
-    ("replicas", REPLICAS, ["| 1 × 1 | the file | 8 | 1,000 | **1.00×** | 0.50 / 2.00 s | 4,000 | 7.2 s | – |"]),
-    (
-        "replicas",
-        REPLICAS,
-        ["| 2 × 1 | as many prompts a replica | 9 + 7 | 1,900 | **1.90×** |", "| 7 of 8; of 1 others 0"],
-    ),
-    ("replicas", REPLICAS, ["are near ties, the furthest 0.12 behind |", "8 prompts of 1,200 to 2,900 tokens"]),
-    ("replicas", REPLICAS | {"rows": [ONE | {"load": "strong"}]}, ["| 1 × 1 | the file | 8 | 1,000 | – |"]),
-    ("multi-gpu", MULTI_GPU, ["| pages, 32 × 2k | 12.00 ms | RuntimeError: one / two | – | – |"]),
-    ("multi-gpu", MULTI_GPU, ["| eager `4bit_nc`, 8 × 32k | 37.50 ms | – | – | 38.50 ms |", "63 of 64 tokens"]),
-    ("multi-gpu", MULTI_GPU, ["| 9.00 GiB | 4.50 + 4.50 GiB | – | 5.00 + 4.00 GiB |", "| all-reduce | 441 | 441 |"]),
-    ("multi-gpu", MULTI_GPU, ["by 6.2e-02", "75% of", "An all-reduce of 64 KiB in a graph: nccl 9.0 µs, one_shot 5.0"]),
-    ("quality", QUALITY, ["| `4bit_nc` | 158 | 134 | 0.00023 (0.00023 to 0.00023) |", "| 99.5% | 100.0% | – |"]),
-    ("quality", QUALITY, ["| `4bit_nc`, packed only |", "| transformers fp8 | 158 | 134 | NaN | NaN | NaN |"]),
-    (
-        "quality",
-        QUALITY,
-        ["| `4bit_nc` | 0.00023, – | 0.00029, – |", "| 0.40 (0.37 to 0.43) |", "(hqq is not installed)"],
-    ),
     (
         "serve",
         SERVE,
@@ -264,19 +79,6 @@ EXPECTED = [
             "| stock, sdpa | all at once | out of memory | – |",
         ],
     ),
-    ("offload", OFFLOAD, ["| pages from the CPU | **14.5** ms (1.0×) | 14.2 to 14.9 ms, 3 | 3.60 ms |"]),
-    ("offload", OFFLOAD, ["| prompt read again | **362.5** ms (25.0×) |", "back | 289 MiB | 7.25 ms | 41.8 GB/s |"]),
-    ("offload", OFFLOAD, ["1,024 MiB | 20.00 ms | 53.7 GB/s |", "137 of 138 pages", "1,024 MiB, 4.00 times as many"]),
-    (
-        "cpu",
-        CPU,
-        ["| ms (speed) | prefill | decode |", "| DynamicCache | 480 (1.00×) | 9.83 (1.00×) |", "| – | 12.51 (0.79×) |"],
-    ),
-    ("ablation", ABLATION, ["10.0M parameters; 36 documents", "| `4bit_nc`, packed only | 158 |", "0.00029, –"]),
-    ("ablation", ABLATION | PADDED, ["| KL, facts recalled | none | 9 padding |", "| 0.5, – | 0.25, – |"]),
-    ("balance", BALANCE, ["mean of 2 rotations", "unbalanced, KL, facts | none | 2 pairs x30 |"]),
-    ("balance", BALANCE, ["| `4bit_nc`, balanced | **0.50×** 0.0015, 50.0% | **1.50×** 0.0045, 50.0% |"]),
-    ("balance", BALANCE, ["| `4bit_nc`, not balanced | **1.00×** 0.003, 50.0% | **20.00×** 0.06, 50.0% |"]),
 ]
 
 
@@ -287,12 +89,42 @@ def test_cells_are_shown_in_rows_as_wide_as_their_headings(kind: str, record: di
     text = tables.RENDERERS[kind](FROM | record)
     assert [part for part in shown if part not in text] == []
     assert "`python examples/x.py` on A GPU" in text and "torch 2.11.0" in text and "2026-11-21" in text
+    assert_rows_are_as_wide_as_their_headings(text)
+
+
+def assert_rows_are_as_wide_as_their_headings(text: str) -> None:
     lines = text.splitlines()
     for before, line in zip(lines, lines[1:], strict=False):
         if before.startswith("|") and line.startswith("|"):
             assert before.count("|") == line.count("|")
 
 
+BROKEN: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "error": ("generate-nvidia-h200", lambda of: of["rows"][0].update(error="out of memory"), "| out of memory |"),
+    "error of a rank": (
+        "multi-gpu-nvidia-h200-parallel",
+        lambda of: of["tensor_parallel"].update({"pages, 32 x 2048": [{"error": "RuntimeError: one | two"}]}),
+        "| RuntimeError: one / two |",
+    ),
+    "no number": ("quality-needle-10m", lambda of: of["rows"][3].update(kl=math.nan, kl_p99=math.nan), "| NaN |"),
+    "nothing to compare with": ("replicas-nvidia-h200", lambda of: of.update(rows=of["rows"][-1:]), "| – |"),
+}
+"""A results file, what becomes of it, and how that is shown."""
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_a_measurement_lacks_is_shown(what: str) -> None:
+    name, change, shown = BROKEN[what]
+    record = json.loads((plots.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    render = tables.RENDERERS[make_tables.kind_of(plots.RESULTS / f"{name}.json")]
+    before = render(record).count(shown)
+    change(record)
+    text = render(record)
+    assert text.count(shown) > before or what == "nothing to compare with" and shown in text
+    assert_rows_are_as_wide_as_their_headings(text)
+
+
+figure_of = lru_cache(plots.figure_of)
 DRAWN = {name: panels for name, (make_panels, _) in plots.PICTURES.items() if (panels := make_panels())}
 
 
@@ -390,13 +222,13 @@ def test_a_picture_is_dark_where_the_system_is(name: str) -> None:
 
 
 def test_contexts_are_labelled_by_their_length() -> None:
-    labels = [text.get_text() for text in plots.figure_of("overview").axes[1].get_xticklabels()]
+    labels = [text.get_text() for text in figure_of("overview").axes[1].get_xticklabels()]
     assert labels == ["512", "2k", "8k", "32k", "128k"]
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_no_curve_leaves_its_panel(name: str) -> None:
-    for axes in plots.figure_of(name).axes:
+    for axes in figure_of(name).axes:
         (low, high), (bottom, top) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
         for line in axes.lines:
             assert all(bottom <= y <= top for y in line.get_ydata()), line.get_ydata()
@@ -422,7 +254,7 @@ def words_of(figure: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_nothing_is_written_over_something_else_or_beyond_the_edge(name: str) -> None:
-    figure = plots.figure_of(name)
+    figure = figure_of(name)
     boxes = words_of(figure)
     assert len(boxes) > 10
     over = [
@@ -439,7 +271,7 @@ def test_nothing_is_written_over_something_else_or_beyond_the_edge(name: str) ->
 @pytest.mark.parametrize("name", DRAWN)
 def test_labels_of_an_axis_are_apart(name: str) -> None:
     """By more than a space between two words: without that, "1 × 32k 1 × 128k" reads as one."""
-    figure = plots.figure_of(name)
+    figure = figure_of(name)
     figure.draw_without_rendering()
     for axes in figure.axes:
         boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
@@ -447,7 +279,7 @@ def test_labels_of_an_axis_are_apart(name: str) -> None:
 
 
 def test_a_label_is_nearer_to_its_point_than_to_any_other() -> None:
-    (axes,) = plots.figure_of("quality").axes
+    (axes,) = figure_of("quality").axes
     axes.figure.draw_without_rendering()
     places = {tuple(point) for line in axes.lines for point in line.get_xydata() if line.get_marker() != "None"}
     pixels = {place: tuple(axes.transData.transform(place)) for place in places}
@@ -463,7 +295,7 @@ def test_a_label_is_nearer_to_its_point_than_to_any_other() -> None:
 @pytest.mark.parametrize("name", DRAWN)
 def test_labels_are_placed_in_the_pixels_of_the_file(name: str) -> None:
     """An SVG has 72 pixels an inch: offsets in pixels of another figure put labels elsewhere."""
-    assert plots.figure_of(name).dpi == 72
+    assert figure_of(name).dpi == 72
 
 
 @pytest.mark.parametrize(

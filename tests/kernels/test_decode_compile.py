@@ -7,7 +7,7 @@ Needs no GPU: `sass.py` compiles for any target and counts.
 
 from __future__ import annotations
 
-import itertools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,9 +25,9 @@ from examples.measure.compile.builds import (
     build_small,
 )
 from examples.measure.compile.sass import SHARED, build_split, code, inner_loop, per_element, plan, resources
-from tests.support.helpers import slow
+from tests.support.helpers import quick_of, slow
 from tests.support.kernel_cases import INTERPRETED
-from tests.support.limits import cards, within
+from tests.support.limits import ALIKE, within
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -52,8 +52,13 @@ def shared_bytes(arch: int | str) -> int:
     return SHARED[arch] * 1024 - (1024 if arch not in ("gfx942", 75) else 0)
 
 
-@pytest.mark.parametrize("preset", [slow(p) if p in ("3.5bit_nc", "k3v4_nc") else p for p in BITS])
-@pytest.mark.parametrize("storage", ["cache", "pages"])
+CACHED, PAGED = (
+    product(["cache"], ("k8v4", "4bit_nc", "3bit_nc", "2bit_nc")),
+    product(["pages"], ("4bit_nc", "2bit_nc")),
+)
+
+
+@pytest.mark.parametrize(("storage", "preset"), quick_of(product(("cache", "pages"), BITS), *CACHED, *PAGED))
 def test_instructions_per_element_on_sm_90(storage: str, preset: str) -> None:
     compiled, p = split_of(storage, 90, preset)
     loop, total, paged = inner_loop(compiled), per_element(compiled, p, 128, False)["total"], storage == "pages"
@@ -69,7 +74,13 @@ def test_instructions_per_element_on_sm_90(storage: str, preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("dim", "preset", "budget"),
-    [(80, "4bit_nc", 3.2), (96, "4bit_nc", 2.5), (192, "4bit_nc", 2.1), (384, "3bit_nc", 3.65), (512, "4bit_nc", 3.0)],
+    [
+        (80, "4bit_nc", 3.2),
+        slow(96, "4bit_nc", 2.5),
+        slow(192, "4bit_nc", 2.1),
+        (384, "3bit_nc", 3.65),
+        (512, "4bit_nc", 3.0),
+    ],
 )
 def test_no_instructions_for_channels_that_there_are_not(dim: int, preset: str, budget: float) -> None:
     key_bits, value_bits = BITS[preset]
@@ -88,13 +99,7 @@ def test_every_width_has_a_plan() -> None:
                     assert dim <= chunks * tile and padded_dim(dim) % (2 * chunks) == 0
 
 
-QUICK_HEADS_OF_512 = [("4bit_nc", 1), ("4bit_nc", 4), ("2bit_nc", 1)]
-
-
-@pytest.mark.parametrize(
-    ("preset", "queries"),
-    [case if case in QUICK_HEADS_OF_512 else slow(*case) for case in itertools.product(BITS, (1, 4))],
-)
+@pytest.mark.parametrize(("preset", "queries"), quick_of(product(BITS, (1, 4)), ("4bit_nc", 1), ("4bit_nc", 4)))
 def test_heads_of_512_have_no_stack_in_the_loop(preset: str, queries: int) -> None:
     """Of 4 and of 16 rows."""
     key_bits, value_bits = BITS[preset]
@@ -127,7 +132,7 @@ def test_what_a_program_of_the_merge_takes(arch, batch, heads, dim, slots, warps
     assert used.stack == 0 and used.shared < SHARED[arch] * 1024
 
 
-@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
+@pytest.mark.parametrize("preset", [slow("k8v4"), "4bit_nc", "3bit_nc"])
 def test_instructions_per_element_on_turing(preset: str) -> None:
     key_bits, value_bits = BITS[preset]
     compiled = build_split(75, key_bits=key_bits, value_bits=value_bits)
@@ -142,15 +147,25 @@ def test_instructions_per_element_on_turing(preset: str) -> None:
 CARDS = [75, 80, 86, 89, 90, 100]
 
 
-@pytest.mark.parametrize(
-    ("arch", "storage", "preset"),
-    [
-        *[case for preset in ("4bit_nc", "3bit_nc") for case in cards(SHARED, "cache", preset)],
-        *[case for preset in ("4bit_nc", "3bit_nc") for case in cards(CARDS, "pages", preset)],
-        *cards([80, 90], "cache", "k8v4"),
-    ],
-)
-def test_compiles_for(arch: int | str, storage: str, preset: str) -> None:
+BUILT = [(80, "k8v4", "cache"), (90, "k8v4", "cache"), *product(SHARED, ("4bit_nc", "3bit_nc"), ["cache"])]
+BUILT += product(CARDS, ("4bit_nc", "3bit_nc"), ["pages"])
+ONE_OF_EACH = [
+    (80, "k8v4", "cache"),
+    (80, "4bit_nc", "cache"),
+    ("gfx942", "4bit_nc", "cache"),
+    (75, "3bit_nc", "cache"),
+]
+ONE_OF_EACH += [
+    (100, "3bit_nc", "cache"),
+    (75, "4bit_nc", "pages"),
+    (80, "3bit_nc", "pages"),
+    (100, "4bit_nc", "pages"),
+]
+"""Cards, storages and codes; 90 is counted above."""
+
+
+@pytest.mark.parametrize(("arch", "preset", "storage"), quick_of(BUILT, *ONE_OF_EACH))
+def test_compiles_for(arch: int | str, preset: str, storage: str) -> None:
     compiled, _ = split_of(storage, arch, preset)
     assert compiled.metadata.shared <= shared_bytes(arch)
     if isinstance(arch, int) and arch < 100:
@@ -162,16 +177,15 @@ def test_compiles_for(arch: int | str, storage: str, preset: str) -> None:
 @pytest.mark.parametrize(
     ("storage", "shape"),
     [
-        ("cache", dict(dim=64)),
         ("cache", dict(dim=80, value_dim=96)),
-        ("cache", dict(dim=192, value_dim=128)),
         ("cache", dict(dim=256)),
-        ("cache", dict(queries=5)),
         ("cache", dict(queries=16)),
-        ("cache", dict(mask_rows=1)),
         ("cache", dict(mask_rows=2)),
         ("cache", dict(dtype="*bf16")),
-        *[("pages", shape) for shape in (dict(dim=64), dict(dim=80), dict(dim=256), dict(softcap=True))],
+        *[("pages", shape) for shape in (dict(dim=80), dict(softcap=True))],
+        *[slow("cache", shape) for shape in (dict(dim=64), dict(dim=192, value_dim=128))],
+        *[slow("cache", shape) for shape in (dict(queries=5), dict(mask_rows=1))],
+        *[slow("pages", shape) for shape in (dict(dim=64), dict(dim=256))],
     ],
     ids=str,
 )
@@ -180,10 +194,11 @@ def test_compiles_shape(arch: int, storage: str, shape: dict[str, Any]) -> None:
     assert split_of(storage, arch, "4bit_nc", **shape)[0].metadata.shared <= shared_bytes(arch)
 
 
-WIDE = [(90, 512, "4bit_nc"), (80, 512, "4bit_nc"), (100, 512, "4bit_nc"), (90, 512, "k8v4"), (90, 320, "4bit_nc")]
-
-
-@pytest.mark.parametrize(("arch", "dim", "preset"), [WIDE[0], *(slow(*case) for case in WIDE[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "dim", "preset"),
+    [(90, 512, "4bit_nc"), (80, 512, "4bit_nc"), (100, 512, "4bit_nc"), (90, 512, "k8v4"), (90, 320, "4bit_nc")],
+)
 def test_wide_heads_over_pages_compile_for(arch: int, dim: int, preset: str) -> None:
     compiled, p = build_paged_split(arch, preset, dim)
     assert p.config.programs_per_multiprocessor * (compiled.metadata.shared + 1024) <= SHARED[arch] * 1024
@@ -197,8 +212,12 @@ def test_wide_heads_over_pages_compile_for(arch: int, dim: int, preset: str) -> 
         assert within(resources(small).stack, 8 if dim == 320 else 0)
 
 
-@pytest.mark.parametrize(("arch", "storage"), [*cards(SHARED, "cache"), *cards(CARDS, "pages")])
-@pytest.mark.parametrize("dim", [128, 256])
+SMALL = [*product(SHARED, ["cache"], (128, 256)), *product(CARDS, ["pages"], (128, 256))]
+QUICK_SMALL = [case for i, case in enumerate(SMALL) if i % 4 in (0, 3) and case[0] not in ALIKE]
+"""One width a card, another for the next."""
+
+
+@pytest.mark.parametrize(("arch", "storage", "dim"), quick_of(SMALL, *QUICK_SMALL))
 def test_small_kernels_compile_for(arch: int | str, storage: str, dim: int) -> None:
     of_a_cache = (build_rotate, build_append, build_reduce)
     built = build_small(arch, dim) if storage == "pages" else [build(arch, (4, 4), dim=dim) for build in of_a_cache]

@@ -74,7 +74,7 @@ OPTIONS = [
     BASE.with_(S=16, Hq=12, residual=16),
     BASE.with_(S=4, causal=False),
     BASE.with_(S=37, Hq=2, residual=40),
-    BASE.with_(S=64, Hq=3, B=2, residual=70, mask="padding"),
+    BASE.with_(S=24, Hq=3, B=2, residual=30, mask="padding"),
     BASE.with_(blocks=0, residual=23),
     BASE.with_(blocks=1, residual=1, sinks=0),
     BASE.with_(residual=0, sinks=0),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tq_kernels.codec.launch import encode_config
 
 from examples.measure.compile import builds
 from examples.measure.compile.sass import SHARED, disassemble, resources
-from tests.support.helpers import slow
+from tests.support.helpers import every_pair, quick_of, slow
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import cards, within
 
@@ -96,8 +97,13 @@ def test_encode_over_pages_compiles_for(arch: int) -> None:
     assert within(stack_of(compiled), PAGED_STACK.get(arch, 0))
 
 
-@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("arch", [75, 80, 90, 100, "gfx942"], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "is_value"),
+    quick_of(
+        product((75, 80, 90, 100, "gfx942"), (False, True)),
+        *[(75, False), (80, True), (90, False), (100, True), ("gfx942", False)],
+    ),
+)
 def test_dequantize_compiles_for(arch: int | str, is_value: bool) -> None:
     compiled = build_dequantize(arch, 4, is_value=is_value)
     if isinstance(arch, int):
@@ -116,7 +122,7 @@ def test_dequantize_compiles_for(arch: int | str, is_value: bool) -> None:
         slow(90, dict(bits=3, dim=96)),
         slow(90, dict(bits=2, dim=192)),
         slow(90, dict(bits=4, dtype="fp32")),
-        (86, dict(bits=4, dim=256)),
+        slow(86, dict(bits=4, dim=256)),
     ],
     ids=str,
 )
@@ -143,12 +149,15 @@ def keeps_words_whole(layout: str) -> bool:
     return re.search(r"opIdx = 0,.*kWidth = [248]", layout) is not None
 
 
-@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+TILES = ((90, 64), (90, 128), (80, 128))
+LOOK_UPS = [*product((*TILES, (90, 256), (80, 64), (80, 256), (89, 128)), (2, 3, 4, 8), (False, True))]
+
+
 @pytest.mark.parametrize(
-    ("arch", "dim"), [(90, 64), (90, 128), (80, 128), slow(90, 256), slow(80, 64), slow(80, 256), slow(89, 128)]
+    ("tile", "bits", "is_value"), quick_of(LOOK_UPS, *every_pair(TILES, (2, 3, 4, 8), (False, True)))
 )
-def test_a_look_up_gets_whole_words(arch: int, dim: int, bits: int, is_value: bool) -> None:
+def test_a_look_up_gets_whole_words(tile: tuple[int, int], bits: int, is_value: bool) -> None:
+    arch, dim = tile
     compiled = build_dequantize(arch, bits, is_value=is_value, dim=dim)
     layouts = look_up_layouts(compiled.asm["ttgir"])
     assert layouts

@@ -36,6 +36,7 @@ from examples.measure.compile.builds import (
     launched,
 )
 from tests.kernels.test_decode_compile import BITS
+from tests.support.helpers import every_pair
 from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -49,13 +50,13 @@ PAGED: dict[str, Callable[..., Any]] = {
 }
 SHAPES: list[tuple[int | str, dict[str, Any]]] = [
     *[(90, dict(dim=dim)) for dim in (64, 72, 128, 192, 256)],
-    *[(90, dict(preset=preset)) for preset in BITS if preset != "4bit_nc"],
-    *[(90, dict(dtype="fp32", dim=dim)) for dim in (64, 128, 192)],
+    *[(90, dict(preset=preset)) for preset in BITS if preset not in ("4bit_nc", "3.5bit_nc")],
+    *[(90, dict(dtype="fp32", dim=dim)) for dim in (64, 192)],
     (90, dict(dtype="bf16")),
-    *[(80, dict(dim=dim)) for dim in (64, 72, 128, 256)],
-    *[(80, dict(dtype=dtype)) for dtype in ("bf16", "fp32")],
+    *[(80, dict(dim=dim)) for dim in (72, 256)],
+    (80, dict(dtype="fp32")),
     *[(75, dict(dim=dim)) for dim in (72, 256)],
-    *[("gfx942", dict(dim=dim)) for dim in (64, 72, 128)],
+    *[("gfx942", dict(dim=dim)) for dim in (72, 128)],
 ]
 """Cards and what differs from heads of 128 of "4bit_nc" in float16. Of each kind of card one: its own matrix fragments,
 asynchronous copies, launches that depend on one another, none of these."""
@@ -112,20 +113,17 @@ OTHERS: dict[str, Callable[[], Any]] = {
     **{f"prompts over pages {arch}": partial(build_prompts, arch, "4bit_nc") for arch in (80, 90)},
     **{
         f"latents {arch} {bits}": partial(build_kernels_of_latents, arch, bits)
-        for arch in (80, 90)
-        for bits in ((4, 8), (3, 8), (8, 4))
+        for arch, bits in ((80, (4, 8)), (90, (3, 8)), (90, (8, 4)))
     },
     **{
         f"reorder {arch} {dtype}": partial(build_reorder, arch, dtype)
         for arch in ALL_CARDS
-        for dtype in ("fp16", "bf16", "fp32")
+        for dtype in ("bf16", "fp32")
     },
     **{f"sampling {arch}": partial(build_sampling, arch) for arch in ALL_CARDS},
     **{
         f"prompt {arch} {balanced} {shape}": partial(build_prompt, arch, balanced=balanced, **shape)
-        for arch in ALL_CARDS
-        for balanced in (True, False)
-        for shape in PROMPTS
+        for arch, balanced, shape in every_pair(ALL_CARDS, (True, False), PROMPTS)
     },
 }
 """Kernels of prompts and of latents, of a new order of sequences and of the choice of tokens."""
@@ -141,14 +139,6 @@ def test_the_kernels_that_choose_tokens_become_machine_code_that_keeps_to_regist
     search, drop = (sass.resources(each) for each in build_sampling(90))
     # 16 programs of a warp on a multiprocessor: all of 32 rows of 128k logits run side by side.
     assert (search.stack, drop.stack) == (0, 0) and search.registers <= 128
-
-
-@pytest.mark.usefixtures("frontend_only")
-@pytest.mark.parametrize("shape", [(128, 128, "bf16"), (72, 12, "fp32"), (192, 256, "fp16")], ids=str)
-@pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
-def test_the_kernel_of_prompts_is_taken(arch: int | str, balanced: bool, shape: tuple[int, int, str]) -> None:
-    build_prompt(arch, dim=shape[0], value_dim=shape[1], dtype=shape[2], balanced=balanced)
 
 
 def test_the_kernel_of_prompts_becomes_machine_code_that_keeps_to_registers() -> None:
@@ -172,7 +162,7 @@ def test_a_kernel_becomes_machine_code(kernel: str) -> None:
     assert KERNELS[kernel](90, BITS["4bit_nc"]).asm["cubin"]
 
 
-@pytest.mark.parametrize("kernel", PAGED)
+@pytest.mark.parametrize("kernel", ["encode", "windows"])
 def test_a_kernel_over_pages_becomes_machine_code(kernel: str) -> None:
     PAGED[kernel](90, "4bit_nc", 128)
 

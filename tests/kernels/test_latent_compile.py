@@ -45,8 +45,8 @@ def test_the_loop_over_blocks_spills_nothing_on_sm_90(rows: int, paged: bool) ->
     ("arch", "preset", "options"),
     [
         (80, "4bit_nc", dict(rows=20)),
-        (90, "2bit_nc", dict(rows=16, mask=1)),
-        (86, "3bit_nc", dict(rows=20, paged=True)),
+        slow(90, "2bit_nc", dict(rows=16, mask=1)),
+        slow(86, "3bit_nc", dict(rows=20, paged=True)),
         slow(86, "3bit_nc", dict(rows=16)),
         slow(80, "4bit_nc", dict(rows=16, paged=True)),
         slow(90, "k8v4", dict(rows=64, mask=2)),
@@ -68,7 +68,7 @@ def test_compiles_for(arch: int, preset: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arch", "options"),
     [
-        (80, {}),
+        slow(80, {}),
         (90, dict(dim=64, rotary=16, dtype="fp32")),
         *[slow(arch, {}) for arch in (86, 89, 90, 100)],
         slow(90, dict(dim=256, rotary=32)),

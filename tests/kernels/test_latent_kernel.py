@@ -11,6 +11,7 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions
 
+from tests.support.helpers import slow
 from tests.support.kernel_cases import (
     DEVICE,
     Case,
@@ -183,7 +184,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @runs_kernels
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, of blocks that nothing was written to
-@pytest.mark.parametrize("room", [None, 512], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("room", [slow(None), 512], ids=["growing", "preallocated"])
 def test_a_model_reads_packed_latents(room: int | None, calls: list[int]) -> None:
     model = small_model()
     ids = torch.randint(3, 64, (2, 280)).to(DEVICE)

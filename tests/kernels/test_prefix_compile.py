@@ -3,8 +3,8 @@ its shared memory, without spilling where they are used. Needs no GPU."""
 
 from __future__ import annotations
 
-import itertools
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tq_kernels.prefix.tiles import join_attention, merge_splits
 from examples.measure.compile.builds import build_dense, build_prefix, build_prompts, build_windows
 from examples.measure.compile.sass import SHARED, build, disassemble, loops, resources, target_of
 from tests.kernels.test_decode_compile import BITS
-from tests.support.helpers import slow
+from tests.support.helpers import quick_of, slow
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import HOLD, cards
 
@@ -44,12 +44,9 @@ def test_on_sm_90_tiles_reach_the_tensor_cores_by_wide_stores() -> None:
     assert "HGMMA" in code and not (HOLD and "STS.U16" in code)
 
 
-QUICK = [(80, "4bit_nc"), (90, "3bit_nc"), ("gfx942", "4bit_nc")]
-
-
 @pytest.mark.parametrize(
     ("arch", "preset"),
-    [case if case in QUICK else slow(*case) for case in itertools.product((80, 86, 89, 90, 100, "gfx942"), BITS)],
+    quick_of(product((80, 86, 89, 90, 100, "gfx942"), BITS), (80, "4bit_nc"), (90, "3bit_nc"), ("gfx942", "4bit_nc")),
     ids=str,
 )
 def test_compiles_for(arch: int | str, preset: str) -> None:
@@ -126,8 +123,15 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arch", [89, 90, *map(slow, (80, 86, 100, "gfx942"))], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "shape"),
+    quick_of(
+        product((80, 86, 89, 90, 100, "gfx942"), SHAPES),
+        *[(90, shape) for shape in SHAPES],
+        *[(89, shape) for shape in SHAPES[1::3]],
+    ),
+    ids=str,
+)
 def test_dense_states_compile_for(arch: int | str, shape) -> None:
     """On sm_90 nothing is spilt, and prompts reach the wide products."""
     compiled = build_dense(arch, **shape)
@@ -141,8 +145,9 @@ def test_dense_states_compile_for(arch: int | str, shape) -> None:
         assert ("HGMMA" in disassemble(compiled, "-sass")) == ("rows" not in shape)
 
 
-@pytest.mark.parametrize("shape", WIDE, ids=str)
-@pytest.mark.parametrize("arch", [slow(80), 90], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "shape"), quick_of(product((80, 90), WIDE), *[(90, shape) for shape in WIDE[1::2]]), ids=str
+)
 def test_dense_heads_of_512_have_no_stack_in_a_loop(arch: int, shape) -> None:
     compiled = build_dense(arch, **shape)
     assert compiled.metadata.shared <= SHARED[90 if arch == 90 else 86] * 1024 - 1024
@@ -150,10 +155,19 @@ def test_dense_heads_of_512_have_no_stack_in_a_loop(arch: int, shape) -> None:
     assert ("HGMMA" in disassemble(compiled, "-sass")) == (arch == 90 and "rows" not in shape)
 
 
+WINDOWS = [dict(), dict(dim=64, split=True), dict(dim=80, dtype="fp16"), dict(dim=256, softcap=True)]
+
+
 @pytest.mark.parametrize(
-    "shape", [dict(), dict(dim=64, split=True), dict(dim=80, dtype="fp16"), dict(dim=256, softcap=True)], ids=str
+    ("arch", "shape"),
+    quick_of(
+        product((80, 86, 89, 90, 100), WINDOWS),
+        *[(90, shape) for shape in WINDOWS],
+        *[(80, shape) for shape in WINDOWS[::2]],
+        *[(100, shape) for shape in WINDOWS[1::2]],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("arch", cards([80, 86, 89, 90, 100]))
 def test_decode_over_windows_compiles_for(arch: int, shape) -> None:
     compiled = build_windows(arch, **shape)
     # Two programs a multiprocessor at least.

@@ -4,6 +4,7 @@ executed on the CPU, and on a GPU if there is one."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import triton.language as tl
 from tq_kernels.codec import trellis
 from tq_kernels.common.device import target
 from tq_kernels.format import CODES
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource, compile
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu
@@ -69,7 +72,10 @@ def compiled(arch: int) -> Run:
     def run(channels: torch.Tensor, words: torch.Tensor, sums: torch.Tensor, constants: dict[str, object]) -> None:
         pointers = dict.fromkeys(("channels", "words", "sums"), "*i32")
         source = ASTSource(choose, pointers | dict.fromkeys(constants, "constexpr"), constants)
-        text = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm["ptx"]
+        with TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:  # without machine code, and not kept
+            patch.setattr(knobs.cache, "dir", cache)
+            patch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
+            text = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm["ptx"]
         run_kernel(text, [x.data_ptr() for x in (channels, words, sums)], 128)
 
     return run

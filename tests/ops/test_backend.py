@@ -37,11 +37,7 @@ def states(tokens: int, device: str, seed: int = 0, dim: int = DIM) -> tuple[tor
         ("k8v4", 125, 9, DIM),
         *[slow("k8v4", prompt, steps, DIM) for prompt, steps in ((1, 3), (3, 2), (255, 7))],
         ("2.5bit_nc", 125, 9, DIM),
-        ("4bit_nc", 130, 4, 512),
-        *[
-            pytest.param(preset, 130, 4, dim, marks=pytest.mark.slow)
-            for preset, dim in (("2.5bit_nc", 384), ("k8v4", 320))
-        ],
+        *[slow(preset, 130, 4, dim) for preset, dim in (("4bit_nc", 512), ("2.5bit_nc", 384), ("k8v4", 320))],
     ],
 )
 def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset, prompt, steps, dim, device):

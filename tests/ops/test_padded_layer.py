@@ -75,6 +75,8 @@ def test_no_token_is_lost_whatever_a_mask_says_later():
 
 @pytest.mark.parametrize("room", [None, ROOM])
 def test_written_and_assigned_rows_of_a_padded_layer(room):
+    if INTERPRETED and room is None:
+        pytest.skip("takes too long in the interpreter")
     layer, _ = padded_layer(room, residual_length=0)
     before = layer.keys.clone()
     changed = before.clone()

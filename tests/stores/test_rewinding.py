@@ -4,13 +4,13 @@ decode step of several tokens takes back was never there."""
 from __future__ import annotations
 
 import copy
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
 
 import tq_hf.layers.advice
-from tests.support.helpers import assert_same, every_pair, llama_config, relative_error, rows, slow, states
+from tests.support.helpers import assert_same, every_pair, llama_config, quick_of, relative_error, rows, states
 from tests.support.recorded_graph import RecordedGraph
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.layers import dense as dense_module
@@ -158,15 +158,18 @@ def exported(layer: TurboQuantLayer) -> tuple[list[int], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("back", "residual"),
-    [
-        ("take_back", 0),
-        ("take_back", 5),
-        ("crop", 128),
-        *(slow(*case) for case in [("take_back", 128), ("crop", 0), ("crop", 5)]),
-    ],
+    ("back", "residual", "kept"),
+    quick_of(
+        product(("take_back", "crop"), (0, 5, 128), (1, 5, "mixed")),
+        *[
+            ("take_back", 0, "mixed"),
+            ("take_back", 5, 1),
+            ("take_back", 0, 5),
+            ("crop", 128, 5),
+            ("crop", 128, "mixed"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("kept", [1, 5, "mixed"])
 def test_tokens_that_are_taken_back_were_never_there(residual: int, kept: int | str, back: str) -> None:
     """Bit for bit, with a step of 5 tokens at every position of a block, and 0 to 4 of them taken back."""
     config = TurboQuantConfig(residual_length=residual)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -28,6 +28,13 @@ BLOCK = BlockLayout.tokens
 def slow(*values: Any) -> Any:
     """A case that takes long, and whose parts other cases have."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def quick_of(every: Iterable[tuple[Any, ...]], *quick: tuple[Any, ...]) -> list[Any]:
+    """Cases, of which all but these take long."""
+    every = list(every)
+    assert set(map(repr, quick)) <= set(map(repr, every))
+    return [case if case in quick else slow(*case) for case in every]
 
 
 def every_pair(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:

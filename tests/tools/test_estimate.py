@@ -22,6 +22,7 @@ from transformers import (
     StaticCache,
 )
 
+from tests.support.helpers import slow
 from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
@@ -117,6 +118,7 @@ FULL_SIZE = {
     "glm4_moe": Glm4MoeConfig(num_hidden_layers=92, head_dim=128, dtype="bfloat16"),
     "glm4_moe_lite": Glm4MoeLiteConfig(dtype="bfloat16"),
 }
+of_full_size = pytest.mark.parametrize("name", [slow(x) if x in ("glm4", "glm4_moe") else x for x in FULL_SIZE])
 
 
 def documented(config: PreTrainedConfig, context: int) -> dict[str, int]:
@@ -143,7 +145,7 @@ def documented(config: PreTrainedConfig, context: int) -> dict[str, int]:
     return {"packed": packed, "uncompressed": linear + sliding * (2 * heads * sum(dims) * window + 8)}
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
+@of_full_size
 def test_shapes_of_full_size_are_those_of_the_papers(name):
     config = FULL_SIZE[name]
     footprint = Estimator(config).footprint("4bit_nc", 32768)
@@ -167,7 +169,7 @@ FEW_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
+@of_full_size
 def test_layers_of_full_size_are_estimated_exactly(name):
     """Two layers of each model's real attention shape, of every kind it has, with small weights around them."""
     options = FULL_SIZE[name].to_dict() | SMALL | FEW_EXPERTS.get(name, {})

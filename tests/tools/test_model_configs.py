@@ -1,6 +1,7 @@
 """Estimates for the configs of well-known models, against bytes counted by hand."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ CONTEXT = 8192
 
 def config_of(name: str):
     return AutoConfig.for_model(**json.loads((CONFIGS / f"{name}.json").read_text()))
+
+
+@lru_cache
+def estimator_of(name: str) -> Estimator:
+    return Estimator(config_of(name))
 
 
 def llama(hidden: int, inner: int, layers: int, queries: int, pairs: int, vocab: int, bias: bool = False) -> int:
@@ -126,18 +132,14 @@ SLIDING = {
 """Layers with a sliding window, KV heads, channels, and the window, of which all but one token are kept."""
 
 
-@pytest.fixture(scope="module", params=WEIGHTS)
-def estimated(request) -> tuple[str, Estimator]:
-    return request.param, Estimator(config_of(request.param))
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_are_those_counted_by_hand(name):
+    assert estimator_of(name).weight_bytes == WEIGHTS[name]()
 
 
-def test_weights_are_those_counted_by_hand(estimated):
-    name, estimator = estimated
-    assert estimator.weight_bytes == WEIGHTS[name]()
-
-
-def test_a_cache_takes_what_is_counted_by_hand(estimated):
-    name, estimator = estimated
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_cache_takes_what_is_counted_by_hand(name):
+    estimator = estimator_of(name)
     layers, heads, channels = FULL[name]
     full, itemsize = layers * heads * channels, estimator.dtype.itemsize
     # A DynamicCache before the first new token: the whole prompt in every layer, and 8 bytes beside each window.
@@ -155,12 +157,12 @@ def test_a_cache_takes_what_is_counted_by_hand(estimated):
 
 
 def test_what_is_not_in_the_table_is_said():
-    assert Estimator(config_of("gpt-oss-20b")).quantization == "mxfp4"
-    assert Estimator(config_of("deepseek-v3")).quantization == "fp8"
-    (note,) = Estimator(config_of("llama-3.2-11b-vision")).notes
+    assert estimator_of("gpt-oss-20b").quantization == "mxfp4"
+    assert estimator_of("deepseek-v3").quantization == "fp8"
+    (note,) = estimator_of("llama-3.2-11b-vision").notes
     assert note.startswith("8 of 40 layers cache nothing without images")
     # 6 layers of keys and values of 8 heads of 64 channels in float32
-    (note,) = Estimator(config_of("t5-small")).notes
+    (note,) = estimator_of("t5-small").notes
     assert f"{6 * 2 * 8 * 64 * 4:,} bytes for each token of the encoder's input" in note
 
 

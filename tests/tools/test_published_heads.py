@@ -20,7 +20,7 @@ if Version(transformers.__version__) < Version("5.19"):
 from examples.measure.quality.family_check import NOT_TESTABLE, beside_cross_attention
 from examples.measure.quality.family_configs import model_class, model_types, tiny_config
 from examples.measure.quality.published_runs import published_heads
-from tests.support.helpers import storages_reachable_from
+from tests.support.helpers import slow, storages_reachable_from
 from tests.support.saving_cases import split
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
@@ -104,7 +104,11 @@ def holds_what_is_estimated(model: PreTrainedModel, preset: Any, prompt: int = P
         assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values())
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+QUICK = ("gemma4_text", "glm4_moe_lite", "gpt_oss", "qwen3_next", "minimax_m3_vl_text")
+"""A family of each kind of layers: others differ from these in sizes."""
+
+
+@pytest.mark.parametrize("model_type", [name if name in QUICK else slow(name) for name in KINDS])
 def test_a_family_holds_what_is_estimated(model_type: str) -> None:
     # A window of 1,024 tokens is not filled by fewer.
     holds_what_is_estimated(published_model(model_type), "4bit_nc", 1200 if model_type == "gemma3_text" else PROMPT)
@@ -136,7 +140,8 @@ def test_heads_of_a_width_hold_what_is_estimated(width: int, preset: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model_type", "room"), [*((name, None) for name in KINDS), ("gemma4_text", 340), ("minimax_m3_vl_text", 340)]
+    ("model_type", "room"),
+    [*((name, None) if name in QUICK else slow(name, None) for name in KINDS), *((name, 340) for name in QUICK[::4])],
 )
 def test_files_come_back_bit_for_bit(model_type: str, room: int | None, tmp_path: Path) -> None:
     model = published_model(model_type)
