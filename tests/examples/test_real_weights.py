@@ -7,8 +7,6 @@ residual, and the last tokens are read through the packed cache in one call.
 
 The rotation is fixed (`seed`); KL then moves by less than a hundredth between machines, as in `test_quality.py`. Limits
 are a quarter above what was measured, the standard deviation over five rotations (5 to 22% by preset).
-
-Making the model takes most of a minute: these tests are slow. `test_quality.py` holds the shipped model to its limits.
 """
 
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from examples import real_model
 from examples.measure.quality import prose
 from examples.measure.quality.evaluate_passkey import compress
+from tests.support.helpers import slow
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
 
@@ -97,8 +96,11 @@ def test_every_preset_has_limits() -> None:
     assert list(LIMITS) == list(PRESETS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
+QUICK = ("4bit_nc", "2bit_nc")
+"""Presets of the two kinds of codes. `test_quality.py` holds the shipped model to the limits of all."""
+
+
+@pytest.mark.parametrize("preset", [preset if preset in QUICK else slow(preset) for preset in PRESETS])
 def test_a_preset_keeps_within_its_limits(preset: str, reading: Reading) -> None:
     kl, top1 = reading.measured(preset)
     most, least = LIMITS[preset]
@@ -123,7 +125,7 @@ BREAKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["4bit_nc", "2bit_nc"])
+@pytest.mark.parametrize("preset", QUICK)
 @pytest.mark.parametrize("part", BREAKS)
 def test_a_broken_part_breaks_the_limits(preset: str, part: str, reading: Reading) -> None:
     kl, top1 = reading.measured(preset, **BREAKS[part])
