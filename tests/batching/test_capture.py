@@ -170,6 +170,16 @@ def test_steps_with_prompts_and_few_tokens_are_replayed(
     assert {key[0] for key in replayed} >= {64, 512} and len(replayed) >= 4
 
 
+def test_few_kinds_of_steps_with_prompts_are_graphs(
+    replayed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MOST_GRAPHS", 1)
+    with Session(model_of(), max_batch_tokens=600) as session:
+        for length in (*range(300, 306), *range(40, 46)):
+            session.run(prompts([length], seed=length), greedy(1))
+    assert {key[0] for key in replayed} == {512} and len(replayed) == 2
+
+
 def test_a_warm_up_of_more_tokens_than_a_model_has_positions(
     padded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,8 @@ logger = logging.get_logger(__name__)
 
 COMPILE_AFTER = 2_000
 """Number of decode steps after which they are compiled in the background even if there was always a request."""
+MOST_GRAPHS = 32
+"""Number of kinds of steps with prompts that are graphs: they differ in tokens, and in room for histories."""
 SHORT_TURN = 1e-4
 """Seconds of a short turn. Beside four busy threads, a step of 32 layers that takes 16 ms alone took 32 s with turns of
 5 ms, which is Python's default, 0.26 s with 1 ms, 0.05 s with 0.1 ms, and 0.08 s with 0.02 ms (two cores of a CPU)."""
@@ -134,7 +136,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     features = Features()
     """Processors that the running step needs after the model."""
     prompt_steps: Counter[tuple[int, ...]]
-    """Number of steps with prompts by the key of their graph."""
+    """Number of steps with prompts and few tokens, by the key of their graph."""
+    captured: set[tuple[int, ...]]
+    """Keys of those that are graphs."""
     steps: dict[int, PreparedStep]
     """Steps that are not over, by the id of their input buffers."""
     missing: list[tuple[int, int | None]]
@@ -163,7 +167,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         """Complete a runner that is `like` one of transformers."""
         trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
-        self.do_sample, self.prompt_steps = False, Counter[tuple[int, ...]]()
+        self.do_sample, self.prompt_steps, self.captured = False, Counter[tuple[int, ...]](), set[tuple[int, ...]]()
         if (config := self.cb_config.decode_compile_config) is not None:
             self.layers, self.pad_inputs = CompiledLayers(model, config), True
         self.list_warm_ups()
@@ -359,13 +363,20 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         may_be_graph = self.use_cuda_graph_varlen and not use_decode_fast_path and tokens <= MOST_TOKENS
         for io in self.buffers():
             io.use_cuda_graph_varlen = may_be_graph  # pads the greatest length, too
-        return min(1 << (tokens - 1).bit_length(), self.cache.max_batch_tokens) if may_be_graph else tokens, read
+        if may_be_graph:
+            tokens = min(1 << (tokens - 1).bit_length(), self.cache.max_batch_tokens)
+            read = min(1 << (read - 1).bit_length(), self.cache.max_tokens_read)
+        return tokens, read
 
     def _captures_prompts(self) -> bool:
         """Whether the running step with prompts is a graph."""
         _, device = self.buffers()
+        if not device.use_cuda_graph_varlen:
+            return False
         self.prompt_steps[key := device._get_graph_key()] += 1
-        return device.use_cuda_graph_varlen and self.prompt_steps[key] >= CALLS
+        if self.prompt_steps[key] >= CALLS and len(self.captured) < MOST_GRAPHS:
+            self.captured.add(key)
+        return key in self.captured
 
     def buffers(self) -> tuple[ContinuousBatchingIOs, ContinuousBatchingIOs]:
         """Buffers of the step on the host and on the device: one pair, or the same ones."""
