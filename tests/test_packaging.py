@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+import tq_hf
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "kernels"
 
@@ -157,6 +159,15 @@ tq_hf.TurboQuantConfig(key_bits="4")
 """
 
 
+def test_every_public_name_is_imported_for_type_checkers() -> None:
+    """As itself: others are not exported to a user's checker, which reads nothing of what is imported on first use."""
+    tree = ast.parse((ROOT / "tq_hf" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    names = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names == set(tq_hf.__all__)
+
+
+@pytest.mark.slow
 def test_the_types_of_the_public_api_reach_a_user(of_the_wheel: Path, tmp_path: Path) -> None:
     """Of an installed wheel, with mypy --strict. What others' packages return is left out: torch takes a minute."""
     pytest.importorskip("mypy")

@@ -25,7 +25,7 @@ from tests.support.batching_cases import (
     options,
     prompts,
 )
-from tests.support.helpers import slow
+from tests.support.helpers import quick_of, slow
 from tq_hf import TurboQuantBatching
 
 Made = Callable[[], PreTrainedModel]
@@ -120,7 +120,12 @@ FAMILIES = {
 """What their pages hold besides packed keys and values, or in their place."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ALIKE = ("phi3", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "bailing_hybrid")
+ALIKE += ("glm4_moe_lite", "youtu", "mistral4", "sarvam_mla")
+"""Those whose layers another one has."""
+
+
+@pytest.mark.parametrize("family", [slow(name) if name in ALIKE else name for name in FAMILIES])
 def test_other_families_answer_as_generate(family: str) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip("transformers does not have it yet")
@@ -161,7 +166,7 @@ def test_layers_that_share_keys_all_read_what_was_there_before_a_chunk(make: Mad
         assert session.run([prompt], greedy(12)) == [session.oracle.chunked(prompt, 12, [150, 150])]
 
 
-@pytest.mark.parametrize(("make", "overrides"), DENSE_OR_LATENTS)
+@pytest.mark.parametrize(("make", "overrides"), quick_of(DENSE_OR_LATENTS, *DENSE_OR_LATENTS[::2], DENSE_OR_LATENTS[3]))
 def test_whole_and_chunked_prompts_answer_as_generate(make: Made, overrides: dict[str, Any]) -> None:
     model, inputs = make(), prompts([3, 120, 250, 380, 765])  # all but the first come to the end of a block
     changes: dict[str, Any] = dict(overrides=dict(balance=False) | overrides, allow_block_sharing=False)

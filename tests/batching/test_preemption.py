@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.batching_cases import Log, Session, answers, greedy, model_of, prompts
+from tests.support.helpers import slow
 
 NEW = 40
 
@@ -22,7 +23,7 @@ def row_by_row(linear: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return (x.unsqueeze(-2) * linear.weight).sum(-1)
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("sinks", [slow(0), 4])
 def test_a_preempted_request_answers_as_an_undisturbed_one_read_in_the_same_steps(
     sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

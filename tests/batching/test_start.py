@@ -18,6 +18,7 @@ from transformers import CompileConfig, PreTrainedModel
 from transformers.generation.continuous_batching import model_runner
 
 from tests.support.batching_cases import NEAR_TIE, Oracle, Session, greedy, model_of, options, outputs_of, prompts
+from tests.support.helpers import slow
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import cache, runner
 from tq_hf.batching.manager import TurboQuantBatchingManager
@@ -78,7 +79,7 @@ def ask(manager: Any, inputs: list[list[int]]) -> list[list[int]]:
     return [found[name].generated_tokens for name in names]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow("qwen3_next")])
 def test_answers_while_steps_are_compiled_are_those_after(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, compiler, callers, compile_ = prompts([40, 90, 200]), Compiler(), set[str](), torch.compile
 
@@ -143,7 +144,7 @@ def pause() -> Iterator[Any]:
     library._destroy()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", *map(slow, ("gpt_oss", "qwen3_next"))])
 def test_answers_come_while_a_step_is_traced(family: str, pause: Any) -> None:
     """And the step compiles nothing again: the engine leaves what is traced as it was."""
     (prompt,), model, compiler = prompts([40]), model_of(family), Compiler()

@@ -2,6 +2,7 @@
 
 import copy
 from functools import lru_cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -335,8 +336,7 @@ def test_what_it_cannot_do_is_a_sentence(change, sentence) -> None:
     assert int(cache.get_seq_length()) == 0
 
 
-@WAYS
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "way"), zip(CONFIGS, cycle(("lookup", "assistant")), strict=False))
 def test_every_family_gives_the_tokens_of_plain_decoding(name, way) -> None:
     model, assistant = models(name)
     ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(5)).repeat(1, 3)

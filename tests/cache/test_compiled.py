@@ -46,7 +46,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("preset", [name if name in ("4bit_nc", "2bit_nc") else slow(name) for name in PRESETS])
+@pytest.mark.parametrize("preset", [name if name == "4bit_nc" else slow(name) for name in PRESETS])
 def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(preset):
     model = build("llama", num_hidden_layers=2, attention="turboquant")
     backend = "aot_eager" if preset == "4bit_nc" else "eager"

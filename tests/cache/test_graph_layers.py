@@ -49,7 +49,7 @@ def compare(model, prompt: int, padded: int = 0, ends: list[list[int] | None] = 
     ("name", "prompt", "padded"),
     [
         ("gpt_oss", 80, 0),
-        ("gpt_oss", 80, 9),
+        slow("gpt_oss", 80, 9),
         ("gpt_oss", 150, 9),
         ("gemma2", 150, 9),
         ("gemma3", 80, 9),

@@ -76,7 +76,7 @@ MODELS = [("llama", "turboquant"), ("llama", "sdpa"), ("llama", "eager"), ("gemm
 
 @pytest.mark.parametrize(
     ("name", "attention", "way"),
-    [(*model, way) for model in MODELS for way in WAYS if way != "compiled" or model in MODELS[:2]],
+    [(*model, way) for model in MODELS for way in WAYS if way != "compiled" or model == MODELS[0]],
 )
 def test_first_real_tokens_are_exact_in_generate(name, attention, way):
     torch._dynamo.reset()

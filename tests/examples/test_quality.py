@@ -10,6 +10,7 @@ Switches of the recipe (`examples/measure/quality/ablation.py`): with none it is
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -24,7 +25,7 @@ from examples.measure.quality.ablation import Correction, Switches, switched
 from examples.measure.quality.evaluate import ablations
 from examples.measure.quality.evaluate_passkey import compress
 from examples.provenance import SHIPPED_MODEL
-from tests.support.helpers import all_packed, llama_config, relative_error, slow, states
+from tests.support.helpers import all_packed, llama_config, quick_of, relative_error, slow, states
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.codec import reference
 from tq_hf.codec.reference import levels_of
@@ -197,8 +198,10 @@ def test_read_by_the_reference_a_preset_keeps_within_its_limits(read_by_referenc
     assert missed("4bit_nc", measured("4bit_nc")) == []
 
 
-@pytest.mark.parametrize("part", BREAKS)
-@pytest.mark.parametrize("preset", [p if p in ("4bit_nc", "2bit_nc") else slow(p) for p in PRESETS])
+@pytest.mark.parametrize(
+    ("preset", "part"),
+    quick_of(product(PRESETS, BREAKS), *zip(("4bit_nc", "2bit_nc", "2bit_nc", "4bit_nc"), BREAKS, strict=True)),
+)
 def test_a_broken_part_breaks_the_limits(
     preset: str, part: str, read_by_reference: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from tq_kernels.format import loud_channels
 from tq_kernels.types import ChannelScales, DenseRows, KeyValue
 from transformers import LlamaConfig
 
-from tests.support.helpers import as_bytes, states
+from tests.support.helpers import as_bytes, slow, states
 from tests.support.kernel_cases import DEVICE, child, runs_kernels
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
@@ -213,7 +213,7 @@ def test_queries_of_other_tokens_are_refused() -> None:
 @runs_kernels
 @pytest.mark.parametrize(
     ("queries", "tokens", "padding"),
-    [(1, 34, 0), (8, 200, 60), (200, 200, 0), (1, 1500, 200)],
+    [(1, 34, 0), (8, 200, 60), (200, 200, 0), slow(1, 1500, 200)],
     ids=lambda number: str(number),
 )
 def test_queries_of_other_tokens_decide_nothing(queries: int, tokens: int, padding: int) -> None:

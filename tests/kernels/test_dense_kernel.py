@@ -9,6 +9,7 @@ import pytest
 import torch
 from tq_kernels.types import AttentionOptions
 
+from tests.support.helpers import slow
 from tests.support.kernel_cases import DEVICE, INTERPRETED, child, relative_rms, runs_kernels
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
@@ -161,7 +162,7 @@ def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypa
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt_oss", slow("gemma2")])
 def test_a_model_runs_no_tiles_in_python(name: str, monkeypatch) -> None:
     model = build(name, num_hidden_layers=2, sliding_window=32).to(DEVICE, torch.float16)
     model.set_attn_implementation("turboquant")

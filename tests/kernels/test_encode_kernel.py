@@ -37,9 +37,8 @@ CPU = torch.device("cpu")
 
 
 CASES = [
-    *[Case(config) for config in PRESETS.values()],
+    *[Case(config) for name, config in PRESETS.items() if name not in ("3.5bit_nc", "k3v4_nc")],
     *SHAPES,
-    *[Case(TurboQuantConfig(key_bits=bits, value_bits=bits), 32, 32) for bits in (2, 3, 4)],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 32, 64, FP16),
     Case(TurboQuantConfig(), 64, 64, batch=2, heads=3),
     *[Case(PRESETS["4bit_nc"], 64, 32, dtype, batch=2, heads=3, balanced=True) for dtype in (BF16, FP16, FP32)],
@@ -53,6 +52,8 @@ CASES = [
     Case(PRESETS["2bit_nc"], 512, 192, FP16, heads=1),
 ]
 SLOW_CASES = [
+    *[Case(PRESETS[name]) for name in ("3.5bit_nc", "k3v4_nc")],
+    *[Case(TurboQuantConfig(key_bits=bits, value_bits=bits), 32, 32) for bits in (2, 3, 4)],
     Case(PRESETS["2bit_nc"], 384, 320, FP16, heads=1, balanced=True),
     Case(PRESETS["3bit_nc"], 512, 192, FP16, heads=1),
 ]

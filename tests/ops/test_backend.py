@@ -36,7 +36,7 @@ def states(tokens: int, device: str, seed: int = 0, dim: int = DIM) -> tuple[tor
         *[("4bit_nc", prompt, steps, DIM) for prompt, steps in ((1, 3), (3, 2), (125, 9), (255, 7))],
         ("k8v4", 125, 9, DIM),
         *[slow("k8v4", prompt, steps, DIM) for prompt, steps in ((1, 3), (3, 2), (255, 7))],
-        ("2.5bit_nc", 125, 9, DIM),
+        slow("2.5bit_nc", 125, 9, DIM),
         *[slow(preset, 130, 4, dim) for preset, dim in (("4bit_nc", 512), ("2.5bit_nc", 384), ("k8v4", 320))],
     ],
 )

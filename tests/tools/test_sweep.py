@@ -15,6 +15,7 @@ from test_cli import fails, run, saved_model
 from transformers import AutoConfig, AutoTokenizer, DynamicCache
 
 from examples.measure.quality import quality
+from tests.support.helpers import slow
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
@@ -97,7 +98,7 @@ def test_kl_is_that_of_the_quality_measurements():
     assert reader.kl(TurboQuantConfig(residual_length=10**6)) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", [slow("llama"), "gemma3"])
 def test_a_layer_is_measured_alone_and_bytes_add_up_to_those_of_a_cache(name):
     reader, presets = reader_of(name, layers=4), ["k8v4", "2bit_nc"]
     estimator = Estimator(reader.model.config, torch.float32)
