@@ -35,8 +35,10 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         options = kwargs["continuous_batching_config"]
         # transformers would compile its own step, which chooses by one set of options for all.
         compiled, options.decode_compile_config = options.decode_compile_config, None
-        super().__init__(**kwargs)
-        options.decode_compile_config = compiled
+        try:
+            super().__init__(**kwargs)
+        finally:
+            options.decode_compile_config = compiled
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
         self.model_runner.take_over(manager.model, manager.graphs_are_requested)
         if self.cache.states is not None:
