@@ -61,9 +61,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     Args:
         batching: The `TurboQuantBatching`, with a model, its encoding, balance, tokenizer and folder of prefixes.
         generation_config: Generation config of all answers.
-        continuous_batching_config: Options of the engine. CUDA graphs of decode steps and of steps with few tokens of
-            prompts, asynchronous batching and block tables for decode steps are on by default, if the device supports
-            them.
+        continuous_batching_config: Options of the engine. By default, if the device supports them, decode steps and
+            those with few tokens of prompts are CUDA graphs, batches asynchronous, and block tables used.
         workload_hints: Lengths and number of requests, if known.
 
     Raises:
