@@ -103,7 +103,8 @@ format: $(STAMP)
 test: lint test-newest test-oldest
 
 test-newest: $(STAMP)
-	$(PARALLEL) $(PYTEST) $(SPREAD) -m "$(QUICK)" --ignore=tests/kernels tests
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "$(QUICK)" --nbmake --ignore=tests/kernels tests \
+		examples/quickstart.ipynb examples/serving.ipynb
 
 # What touches transformers most, on its oldest supported version, and every kernel on the oldest Triton.
 test-oldest: $(OLDEST_STAMP)
@@ -126,7 +127,6 @@ test-kernels: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PARALLEL) $(PYTEST) $(SPREAD) -m "slow and not cuda" tests
-	$(PARALLEL) $(PYTEST) $(SPREAD) --nbmake examples/quickstart.ipynb examples/serving.ipynb
 
 test-cuda: $(STAMP)
 	$(PYTEST) -m cuda tests

@@ -1,6 +1,5 @@
 """README.md, its sister pages and the notebooks say what the package and the committed results say. The notebooks open
-on Colab, with the versions that are tested; what two of them do is done here in small. (`make test-slow` runs these as
-they are.)"""
+on Colab, with the versions that are tested. (`make test` also runs them.)"""
 
 import ast
 import json
@@ -8,10 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 from packaging.version import Version
-from transformers.utils import logging
 
 from examples.measure.report import make_tables, run_notebooks
 from tests.support.tiny_models import CONFIGS
@@ -172,29 +169,6 @@ def test_outputs_are_small_and_name_no_folder_of_the_machine_they_come_from(path
             text = "".join(output.get("text", [])) + "".join(output.get("data", {}).get("text/plain", []))
             assert run_notebooks.cleaned(text) == text
         assert "execution" not in cell["metadata"]
-
-
-SMALLER = {
-    "quickstart": {"NEW_TOKENS = 64": "NEW_TOKENS = 16", "[256, 512, 1024, 2048, 4096]": "[256, 512]"},
-    "serving": {"in range(8)": "in range(2)", "n_facts=4": "n_facts=1"},
-}
-"""What is changed of a notebook to run it in seconds."""
-
-
-@pytest.mark.parametrize("name", SMALLER)
-def test_code_of_a_notebook_runs_in_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "\n\n".join(
-        source(cell) for cell in cells(ROOT / "examples" / f"{name}.ipynb") if cell["cell_type"] == "code"
-    )
-    for there, smaller in SMALLER[name].items():
-        assert code.count(there) == 1
-        code = code.replace(there, smaller)
-    monkeypatch.chdir(ROOT / "examples")
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(plt, "show", plt.close)
-    exec(compile(code, f"{name}.ipynb", "exec"), {"__name__": "__main__"})
-    logging.enable_progress_bar()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -124,7 +124,6 @@ BREAKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", QUICK)
 @pytest.mark.parametrize("part", BREAKS)
 def test_a_broken_part_breaks_the_limits(preset: str, part: str, reading: Reading) -> None:
