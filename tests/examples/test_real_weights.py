@@ -32,12 +32,12 @@ SCORED = 124
 
 LIMITS = {
     "k8v4": (0.0021, 0.97),
-    "4bit_nc": (0.0071, 0.96),
-    "3.5bit_nc": (0.0091, 0.96),
-    "k3v4_nc": (0.0169, 0.955),
-    "3bit_nc": (0.0201, 0.96),
-    "2.5bit_nc": (0.0389, 0.94),
-    "2bit_nc": (0.1031, 0.88),
+    "4bit_nc": (0.0046, 0.96),
+    "3.5bit_nc": (0.0078, 0.96),
+    "k3v4_nc": (0.0133, 0.96),
+    "3bit_nc": (0.0165, 0.96),
+    "2.5bit_nc": (0.0344, 0.93),
+    "2bit_nc": (0.0861, 0.92),
 }
 """Most KL from the plain cache (nats, mean of a token), and least share of tokens with the same likeliest one."""
 
