@@ -32,15 +32,9 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """Whether a step runs."""
 
     def __init__(self, manager: Any, **kwargs: Any) -> None:
-        options = kwargs["continuous_batching_config"]
-        # transformers would compile its own step, which chooses by one set of options for all.
-        compiled, options.decode_compile_config = options.decode_compile_config, None
-        try:
-            super().__init__(**kwargs)
-        finally:
-            options.decode_compile_config = compiled
+        super().__init__(**kwargs)
         self.model_runner = TurboQuantModelRunner.like(self.model_runner)
-        self.model_runner.take_over(manager.model, manager.graphs_are_requested)
+        self.model_runner.take_over(manager.model, manager.compile_config, manager.graphs_are_requested)
         if self.cache.states is not None:
             self.offloading_manager = StateOffloading.like(self.offloading_manager)
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)

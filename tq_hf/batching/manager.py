@@ -128,7 +128,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop = WakeUp(lambda: cast(Any, self._processor).work_ahead(self.model))
         resolved, cb_config = self.continuous_batching_config, copy(requested)
         resolve_compile_configs(cb_config, None, is_flash_attn=True, decode_fast_path_available=True)
-        resolved.decode_compile_config = cb_config.decode_compile_config
+        # Not in the options: transformers would compile its own step, which chooses by one set of options for all.
+        self.compile_config = cb_config.decode_compile_config
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             # Size tables for the longest request, by the hints and the model's limit.
@@ -496,7 +497,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             # A captured step has room for this many requests, and each of them has a sector.
             options.max_requests_per_batch = min(options.max_requests_per_batch, cache.num_sectors)
         most, device = options.max_requests_per_batch, self.model.device
-        compiled = options.decode_compile_config is not None and device.type == "cuda"
+        compiled = self.compile_config is not None and device.type == "cuda"
         self.logit_processor = BatchOptions(self.default_options, most, self.vocabulary, device, compiled)
         scheduler: Any = self._scheduler(cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=most)
         scheduler.detokenizer, scheduler.forget = self.detokenizer, self.output_router.forget

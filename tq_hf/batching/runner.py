@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
+from transformers import CompileConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer, stream_context
@@ -163,31 +164,31 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     wake_up: Callable[[], None]
     """Function that wakes the engine once steps or kernels are compiled."""
 
-    def take_over(self, model: Any, graphs_are_requested: bool) -> None:
-        """Complete a runner that is `like` one of transformers."""
+    def take_over(self, model: Any, config: CompileConfig | None, graphs_are_requested: bool) -> None:
+        """Complete a runner that is `like` one of transformers, with layers compiled as a `config` says."""
         trace_apart()
         self.graphs_are_requested, self.steps = graphs_are_requested, {}
         self.do_sample, self.prompt_steps, self.captured = False, Counter[tuple[int, ...]](), set[tuple[int, ...]]()
-        if (config := self.cb_config.decode_compile_config) is not None:
+        if config is not None:
             self.layers, self.pad_inputs = CompiledLayers(model, config), True
         self.list_warm_ups()
         self.missing = [*dict.fromkeys((requests, None) for requests, _ in self.missing), *self.missing]
 
     def list_warm_ups(self) -> None:
-        """Set `missing` to the warm-ups of transformers' `warmup`, small steps first."""
-        most, io, sizes = self.cb_config.max_requests_per_batch, self.inputs_and_outputs, [0]
+        """Set `missing` to the warm-ups of transformers' `warmup`, small steps first. No graph comes of a long prompt,
+        so one pair of buffers does for it."""
+        most, io, sizes = self.cb_config.max_requests_per_batch, self.inputs_and_outputs, list[int]()
         assert most is not None
         if self.cache.max_decode_fast_path_length > 0:
-            sizes += [min(1 << i, most) for i in range((most - 1).bit_length() + 1)]
+            sizes = [min(1 << i, most) for i in range((most - 1).bit_length() + 1)]
         pairs = range(1 if isinstance(io, ContinuousBatchingIOs) else len(io.io_pairs))
-        self.missing = [(size, pair) for size in sizes for pair in pairs] if self.pad_inputs else []
+        self.missing = [(0, 0), *((size, pair) for size in sizes for pair in pairs)] if self.pad_inputs else []
 
     def warm_up_behind(self, wake_up: Callable[[], None]) -> None:
         """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
         Call before the first step."""
         self.ahead, self.wake_up = True, wake_up
-        # No graph comes of a long prompt.
-        self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
+        self.missing = [each for each in self.missing if each != (0, 0)]
         self.missing += [(0, 0)] * self.cache.plans_prompts  # the last: a request would wait for it
         if self.layers is not None:
             self.uncompiled, self.layers, self.calls = self.layers, None, {}
@@ -318,9 +319,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         lengths = [(future.query_length, future.state.position_offset) for future in host.requests_in_batch]
         if self.only_compiles:  # and little history, which cuDNN would read
             lengths = [*((new, min(length, new + 100 * BLOCK_TOKENS)) for new, length in lengths), (1, 1)]
-        self.cache.lengths = tuple(new for new, _ in lengths), tuple(length - new for new, length in lengths)
-        if host.use_cuda_graph_varlen:  # as its graph does, the step reads them on the device
-            self.cache.lengths = None
+        known = tuple(new for new, _ in lengths), tuple(length - new for new, length in lengths)
+        # A step that may be a graph reads them on the device, as the graph does.
+        self.cache.lengths = None if host.use_cuda_graph_varlen else known
         with stream_context(self.inputs_and_outputs.compute_stream):
             if self._positions is not None:
                 batch_data["position_ids"].clamp_(max=self._positions - 1)
