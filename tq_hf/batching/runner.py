@@ -175,20 +175,20 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         self.missing = [*dict.fromkeys((requests, None) for requests, _ in self.missing), *self.missing]
 
     def list_warm_ups(self) -> None:
-        """Set `missing` to the warm-ups of transformers' `warmup`, small steps first. No graph comes of a long prompt,
-        so one pair of buffers does for it."""
-        most, io, sizes = self.cb_config.max_requests_per_batch, self.inputs_and_outputs, list[int]()
+        """Set `missing` to the warm-ups of transformers' `warmup`, small steps first."""
+        most, io, sizes = self.cb_config.max_requests_per_batch, self.inputs_and_outputs, [0]
         assert most is not None
         if self.cache.max_decode_fast_path_length > 0:
-            sizes = [min(1 << i, most) for i in range((most - 1).bit_length() + 1)]
+            sizes += [min(1 << i, most) for i in range((most - 1).bit_length() + 1)]
         pairs = range(1 if isinstance(io, ContinuousBatchingIOs) else len(io.io_pairs))
-        self.missing = [(0, 0), *((size, pair) for size in sizes for pair in pairs)] if self.pad_inputs else []
+        self.missing = [(size, pair) for size in sizes for pair in pairs] if self.pad_inputs else []
 
     def warm_up_behind(self, wake_up: Callable[[], None]) -> None:
         """Capture graphs while there is no request. Run uncompiled steps at first, and compile in the background later.
         Call before the first step."""
         self.ahead, self.wake_up = True, wake_up
-        self.missing = [each for each in self.missing if each != (0, 0)]
+        # No graph comes of a long prompt.
+        self.missing = [(requests, pair) for requests, pair in self.missing if requests or pair is None]
         self.missing += [(0, 0)] * self.cache.plans_prompts  # the last: a request would wait for it
         if self.layers is not None:
             self.uncompiled, self.layers, self.calls = self.layers, None, {}
