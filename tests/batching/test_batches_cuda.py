@@ -40,8 +40,12 @@ def test_graphs_and_asynchronous_batches_are_on(model: PreTrainedModel) -> None:
         assert all(pair.device_io.graphs._storage for pair in pairs)
 
 
-def test_steps_with_prompts_and_few_tokens_are_graphs(model: PreTrainedModel) -> None:
-    """Of 64 and 512 tokens here, from the fourth of a size on; what they are replayed with are other requests."""
+def test_steps_with_prompts_and_few_tokens_are_graphs() -> None:
+    """Of 64 and 512 tokens here, from the fourth of a size on; what they are replayed with are other requests.
+
+    In float32 no token differed; in bf16 answers part at near ties (.064 of a deviation at most).
+    """
+    model = made("llama", torch.float32)
     lengths = [40], [9, 30], [64], [20], [300], [310], [280], [1, 2, 400], [400], [450], [9]
     batches = [prompts(each, seed=sum(each)) for each in lengths]  # which share no blocks
     with Session(model, use_cuda_graph=False) as session:
@@ -52,7 +56,7 @@ def test_steps_with_prompts_and_few_tokens_are_graphs(model: PreTrainedModel) ->
         keys = [key for pair in pairs for key in pair.device_io.graphs._storage]
         assert session.pages_in_use() == 0
     assert {key[0] for key in keys if len(key) > 1} >= {64, 512}
-    assert all(agreement(*both) > 0.7 for both in zip(found, expected, strict=True))
+    assert agreement(sum(found, []), sum(expected, [])) > 0.95
 
 
 @pytest.mark.parametrize(
