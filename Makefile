@@ -25,7 +25,7 @@ OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py \
 	saving/test_serialization.py saving/test_interrupted.py layers \
 	$(addprefix tools/test_estimate.py::test_,an_estimate_is_what_a_cache_holds_after_a_prefill \
 	an_estimate_of_decoding_is_what_a_cache_holds_after_a_step layers_of_full_size_are_estimated_exactly) \
-	tools/test_cli.py kernels/test_frontend.py test_ways.py test_fence.py)
+	tools/test_cli.py kernels/test_frontend.py kernels/test_cached_launches.py test_ways.py test_fence.py)
 # By itself: it asks for an older transformers (tests/cache/test_eviction.py).
 PRUNING := kvpress==0.5.5
 # By itself: a torch that comes with CUDA asks for a Triton of its own.

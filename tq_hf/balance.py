@@ -23,7 +23,7 @@ from .ops.dispatch import compile_kernels
 
 PROBE_TOKENS = 512
 """Number of random tokens of a probe."""
-_CONFIG = TurboQuantConfig()
+_CONFIG = TurboQuantConfig(residual_length=PROBE_TOKENS)
 
 
 class Balance:

@@ -62,8 +62,19 @@ def compiled_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
     one: Triton 3.5 takes 50 ns for each member of a tuple. `None` for an unknown Triton."""
     if not knows_launch_of(triton.__version__):
         return None
-    compiled.src.signature = dict(enumerate(members(compiled.src.signature.values())))
+    _flatten(compiled)
     return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+
+def _flatten(compiled: Any) -> None:
+    compiled.src.signature = dict(enumerate(members(compiled.src.signature.values())))
+
+
+def build_launcher(compiled: Any) -> None:
+    """Build what `compiled_launch` finds in Triton's cache afterwards, without the GPU."""
+    if knows_launch_of(triton.__version__):
+        _flatten(compiled)
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 @dataclass(frozen=True)

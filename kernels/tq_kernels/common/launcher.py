@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from copy import copy
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .device import compiled_launch, current_device, current_raw_stream, interpreted, members
+from .device import build_launcher, compiled_launch, current_device, current_raw_stream, interpreted, members
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options of every compilation. Triton 3.9 warns without `enable_fp_fusion`, and announces that 3.10 will not fuse
@@ -28,6 +29,17 @@ multiplications and additions by itself."""
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 only_compiles = _compiles_only.get
 """Whether kernels are compiled here, and not launched."""
+
+
+class Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, and the C code that launches them (Triton 3.5 and 3.6: .3 s a kernel)."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
+        def compiled() -> Any:
+            build_launcher(kernel := function(*arguments, **options))
+            return kernel
+
+        return super().submit(compiled)
 
 
 def compile_in_threads(code: Callable[[], Any]) -> Callable[[], None]:
@@ -39,10 +51,16 @@ def compile_in_threads(code: Callable[[], Any]) -> Callable[[], None]:
     Returns:
         Function that waits for the kernels. It is called once, in any thread.
     """
-    context, mode = copy_context(), triton.AsyncCompileMode(ThreadPoolExecutor(), ignore_errors=True)
+    context, mode = copy_context(), triton.AsyncCompileMode(Compilers())
     for call in (partial(_compiles_only.set, True), mode.__enter__, code):
         context.run(call)
-    return partial(context.run, mode.__exit__, None, None, None)
+
+    def wait() -> None:
+        for kernel in mode.future_kernels.values():
+            with suppress(Exception):
+                kernel.result()
+
+    return wait
 
 
 @lru_cache(maxsize=1024)
