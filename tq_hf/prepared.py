@@ -8,8 +8,8 @@ The weights of joined projections are views of one tensor; the parameters of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
 from types import MethodType
@@ -120,6 +120,25 @@ def joined(model: nn.Module) -> Iterator[None]:
         separate(model)
 
 
+def forward_hooks(modules: Iterable[Any]) -> tuple[int, ...]:
+    """Numbers of the forward hooks of modules, which no two hooks share. A graph has the hooks that it was captured
+    with."""
+    return tuple([number for each in modules for number in (*each._forward_pre_hooks, *each._forward_hooks)])
+
+
+def needs_of_graphs(model: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Forward hooks of a model, and addresses of its parameters and buffers: another graph, if one has changed."""
+    tensors = chain(model.parameters(), model.buffers())
+    return forward_hooks(model.modules()), tuple([each.data_ptr() for each in tensors])
+
+
+def guarding_hooks() -> AbstractContextManager[None]:
+    """Context in which layers are compiled anew when hooks of their modules come or go. torch does not look."""
+    from torch._dynamo import config  # imports the compiler
+
+    return config.patch(skip_nnmodule_hook_guards=False)
+
+
 LAYER = "tq_hf_layer"
 """Attribute of modules with `layer_idx`: the index, and the module's place among `CompiledLayers.modules`, as a tensor
 `[2]` int64 on the CPU. Layers that only differ in a number of Python would be compiled one by one."""
@@ -160,7 +179,8 @@ class CompiledLayers:
             forward = self.forward[type(layer)]
             vars(layer)["forward"] = partial(forward, layer) if call is None else partial(call, forward, layer)
         try:
-            yield
+            with nullcontext() if self.config is None else guarding_hooks():
+                yield
         finally:
             for layer in self.layers:
                 del vars(layer)["forward"]

@@ -180,6 +180,27 @@ def test_few_kinds_of_steps_with_prompts_are_graphs(
     assert {key[0] for key in replayed} == {512} and len(replayed) == 2
 
 
+def test_a_pause_drops_graphs_of_weights_that_have_moved(replayed: list[tuple[int, ...]]) -> None:
+    with Session(model := model_of(), max_batch_tokens=600) as session:
+        inputs = [prompts([300], seed=i) for i in range(6)]
+        for each in inputs[:5]:
+            session.run(each, greedy(1))
+        assert replayed
+        manager = session.batching.init_continuous_batching(greedy(1), session.options)
+        manager.start()
+        with manager.pause(), torch.no_grad():
+            model.lm_head.weight.neg_()  # in place: a graph has the new numbers
+        io = manager.batch_processor.inputs_and_outputs
+        assert io.graphs._storage
+        with manager.pause():
+            model.lm_head.weight = torch.nn.Parameter(-2 * model.lm_head.weight)
+        assert not io.graphs._storage
+        name = manager.add_request(inputs[5][0], max_new_tokens=1)
+        found = manager.get_result(name, timeout=60).generated_tokens
+        manager.stop(keep_for_next_session=True)
+        assert found == session.oracle.generate(inputs[5][0], 1) and io.graphs._storage
+
+
 def test_a_warm_up_of_more_tokens_than_a_model_has_positions(
     padded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -263,16 +263,18 @@ def test_embeddings_are_a_prompt(model) -> None:
     assert same_caches(cache, plain)
 
 
-def test_another_adapter_makes_another_step(model, monkeypatch) -> None:
+def test_another_adapter_or_hook_makes_another_step(model, monkeypatch) -> None:
     """Adapters are switched without a change of any parameter, and a captured step would not notice."""
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     steps = []
-    for active in ("one", "one", "other"):
+    for active in ("one", "one", "other", "other"):
         monkeypatch.setattr(graph_loop, "adapters", lambda model, active=active: {"active": [active]})
+        if len(steps) == 3:
+            model.model.norm.register_forward_hook(steer)
         model.generate(**prompt(model, tokens=20), **as_input(cache), **GREEDY, custom_generate=graph_decoding)
         steps.append(graph_loop.latest_steps[cache])
         cache.reset()
-    assert steps[0] is steps[1] is not steps[2]
+    assert steps[0] is steps[1] is not steps[2] is not steps[3]
 
 
 def keys(model, monkeypatch, *calls: dict) -> list:
@@ -431,6 +433,31 @@ def test_a_graph_of_prompts_follows_weights(model, captured) -> None:
     assert captured.graphs[1, 64, 0] is not graph and not torch.allclose(before, read(model, first, captured)[0])
     _, cache = read(model.bfloat16(), first, captured)
     assert cache.layers[0].keys.dtype == torch.bfloat16
+
+
+def steer(module, args, out) -> torch.Tensor:
+    """Forward hook that changes every answer."""
+    return 1.5 * out + 1
+
+
+@pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.norm", "lm_head"])
+def test_a_graph_of_prompts_follows_hooks_and_buffers(model, captured, place) -> None:
+    inputs, module = prompt(model, 1, 40), model.get_submodule(place)
+    for prepare in (lambda: None, lambda: module.register_forward_hook(steer), module._forward_hooks.clear):
+        prepare()
+        compare(model, inputs, captured)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 2
+    compare(model, inputs, captured)
+
+
+def test_compiled_layers_follow_hooks(model) -> None:
+    torch.compiler.reset()
+    reader = PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True))
+    mlp = model.model.layers[0].mlp
+    for prepare in (lambda: None, lambda: mlp.register_forward_hook(steer), mlp._forward_hooks.clear):
+        prepare()
+        compare(model, prompt(model, 1, 150), reader)
+    assert "compiled" in reader.ways
 
 
 def test_a_model_whose_prompts_are_captured_is_freed(model, captured) -> None:

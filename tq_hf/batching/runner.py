@@ -30,7 +30,7 @@ from ..compat import (
 from ..config import number_of_positions
 from ..layers.base import Substitute, replaced
 from ..ops.dispatch import compile_kernels, planning
-from ..prepared import CALLS, MOST_TOKENS, CompiledLayers
+from ..prepared import CALLS, MOST_TOKENS, CompiledLayers, guarding_hooks
 from .cache import TurboQuantPagedCache
 from .layers import running
 from .processors import BatchOptions, Features, PreparedStep
@@ -86,7 +86,7 @@ def compile_call(layers: CompiledLayers, pages: TurboQuantPagedCache, inference:
     """Compile a layer by a recorded `call` of it, with or without `inference` mode. No page is read or written. Inputs
     are copies with the sizes and views of the originals, so that the engine's own compile nothing again."""
     (layer, arguments, options), stream = call, compiling_stream(torch.device(pages.device))
-    with running.step(pages, only_compiles=True), torch.cuda.stream(stream):
+    with running.step(pages, only_compiles=True), torch.cuda.stream(stream), guarding_hooks():
         with torch.inference_mode(inference), torch.no_grad():
             layers.forward[type(layer)](layer, *arguments, **options)
     if stream is not None:
@@ -264,6 +264,15 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         else:
             with short_turns():
                 wait()
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs. They have the hooks, and addresses of weights, of their capture."""
+        io = self.inputs_and_outputs
+        if (stream := io.compute_stream) is not None:
+            stream.synchronize()
+        for device in [io] if isinstance(io, ContinuousBatchingIOs) else [pair.device_io for pair in io.io_pairs]:
+            device.graphs = CudaGraphBuffer()
+            vars(device).pop("graphs_by_features", None)
 
     def cancel(self, timeout: float | None = None) -> None:
         """Compile no further step, and wait for what is being compiled behind, up to `timeout` seconds each."""

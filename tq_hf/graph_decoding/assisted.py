@@ -24,7 +24,8 @@ from ..cache import TurboQuantCache
 from ..compat import as_input, longer_inputs, optimized_for_decode, outside_inference_mode, prefill
 from ..layers.base import FullAttentionLayer
 from ..layers.rollback import take_back
-from ..prepared import joined
+from ..prepared import joined, needs_of_graphs
+from ..saving.fingerprint import adapters
 from ..stores.sizes import STEP_TOKENS
 from .loop import Loop, check_layers, latest_steps, tensors_of
 from .step import CapturedStep, LateFlags, StepInputs, layers_with_states, sliding_layers
@@ -80,8 +81,8 @@ class Assistant:
     @property
     def key(self) -> tuple[Any, ...]:
         """Values that a captured graph depends on."""
-        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
-        return "assistant", id(self.model), self.number, addresses, [inputs.shapes for inputs in self.steps]
+        of_model = id(self.model), str(adapters(self.model)), needs_of_graphs(self.model)
+        return "assistant", *of_model, self.number, [inputs.shapes for inputs in self.steps]
 
     def begin(self, prompt: torch.Tensor, mask: torch.Tensor | None, config: GenerationConfig) -> None:
         """Read the prompt `[1, T]` but for its last token, in chunks if `config` says so; `mask` `[1, T]` pads it."""

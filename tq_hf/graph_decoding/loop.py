@@ -15,7 +15,7 @@ the same loop runs step by step. `assisted.py` has the loop of assisted decoding
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -45,7 +45,7 @@ from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import SlidingLayer
 from ..memory import leaves_of
-from ..prepared import joined
+from ..prepared import guarding_hooks, joined, needs_of_graphs
 from ..saving.fingerprint import adapters
 from ..tensors.layer import check_room
 from .step import CapturedStep, LateFlags, StepInputs, layers_with_states, mask_tensors
@@ -245,7 +245,8 @@ class Loop:
             for tensor in (tokens, inputs.get("position_ids"), *mask_tensors(inputs.get("attention_mask"))):
                 if tensor is not None:
                     mark_static_shape(tensor)
-        logits: torch.Tensor = forward(**inputs, return_dict=True).logits
+        with nullcontext() if self.compile_config is None else guarding_hooks():
+            logits: torch.Tensor = forward(**inputs, return_dict=True).logits
         return logits.to(copy=True, dtype=torch.float32)
 
     def _choose(self, step: CapturedStep, history: torch.Tensor) -> None:
@@ -306,8 +307,6 @@ class Loop:
         processors = self.processors if self.selects_in_graph else []
         chooses = [(type(p).__name__, *((name, _exact(value)) for name, value in vars(p).items())) for p in processors]
         pad = None if self.pad is None else _exact(self.pad)
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [tensor for layer in self.layers for tensor in tensors_of(layer)]
         return (
             id(self.model),
             attention_implementation(self.model.config),
@@ -318,7 +317,8 @@ class Loop:
             repr(self.compile_config),
             inputs.shapes,
             (self.prompt.shape[0], self.width),
-            tuple(tensor.data_ptr() for tensor in tensors),
+            needs_of_graphs(self.model),
+            tuple(tensor.data_ptr() for layer in self.layers for tensor in tensors_of(layer)),
         )
 
 

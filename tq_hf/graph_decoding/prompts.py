@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ from ..compat import (
 from ..config import holds_latents
 from ..layers.compressed import TurboQuantLayer
 from ..layers.handle import resolve
-from ..prepared import CALLS, MOST_TOKENS, CompiledLayers, joined
+from ..prepared import CALLS, MOST_TOKENS, CompiledLayers, forward_hooks, joined
 from ..saving.fingerprint import adapters
 from .loop import WARM_UP, capture, without_graphs
 
@@ -63,8 +64,12 @@ class PromptReader:
         """Queries, keys and values of each layer, `[MOST_TOKENS * H * D]`, of the graph that ran last."""
         generic = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
         self.is_generic = generic and "logits_to_keep" in signature(model.forward).parameters
-        _, *modules = model.modules()  # not the model, which would never be freed
-        self.weights = [(each, name) for each in modules for name, _ in each.named_parameters(recurse=False)]
+        _, *self.modules = model.modules()  # not the model, which would never be freed
+        self.weights = [
+            (each, name)
+            for each in self.modules
+            for name, _ in chain(each.named_parameters(recurse=False), each.named_buffers(recurse=False))
+        ]
         self.needs: tuple[Any, ...] = ()
 
     @classmethod
@@ -152,7 +157,8 @@ class PromptReader:
 
     def _needs(self, model: Any) -> tuple[Any, ...]:
         """Collect what graphs depend on."""
-        return str(adapters(model)), *(getattr(each, name).data_ptr() for each, name in self.weights)
+        tensors = [getattr(each, name).data_ptr() for each, name in self.weights]
+        return str(adapters(model)), forward_hooks([model, *self.modules]), *tensors
 
 
 class CapturedPrompt:
