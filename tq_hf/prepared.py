@@ -127,9 +127,9 @@ def forward_hooks(modules: Iterable[Any]) -> tuple[int, ...]:
 
 
 def needs_of_graphs(model: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """Forward hooks of a model, and addresses of its parameters and buffers: another graph, if one has changed."""
-    tensors = chain(model.parameters(), model.buffers())
-    return forward_hooks(model.modules()), tuple([each.data_ptr() for each in tensors])
+    """Modules of a model, their forward hooks, and addresses of parameters and buffers, which graphs depend on."""
+    modules, tensors = [*model.modules()], chain(model.parameters(), model.buffers())
+    return tuple(map(id, modules)), forward_hooks(modules), tuple([each.data_ptr() for each in tensors])
 
 
 def guarding_hooks() -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ def test_a_stop_that_does_not_wait_leaves_the_attention_to_the_last_answer(way: 
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
         model.model.embed_tokens.weight.mul_(2)
-    with pytest.raises(ValueError, match="weights, adapters, hooks, dtype or device have changed"):
+    with pytest.raises(ValueError, match="weights, adapters, modules, hooks, dtype or device have changed"):
         manager.start()
     batching.destroy_cached_continuous_batching_manager()
 
@@ -252,6 +252,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an edited weight": edited,
     "an edited embedding": lambda model: model.model.embed_tokens.weight.detach()[7].mul_(-9),
     "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda mlp, args, out: 2 * out + 1),
+    "another module": lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
     "another device": lambda model: model.to("meta"),
 }
 
@@ -264,7 +265,7 @@ def test_a_changed_model_is_given_no_pages_of_before(name: str, monkeypatch: pyt
         session.run([prompt[:60]], greedy(8))
         assert session.manager is first
         CHANGES[name](model)
-        with pytest.raises(ValueError, match="adapters, hooks, dtype or device have changed"):
+        with pytest.raises(ValueError, match="adapters, modules, hooks, dtype or device have changed"):
             first.start()
         if name == "another device":
             return
@@ -293,7 +294,7 @@ def test_a_manager_is_not_started_again_over_a_changed_model() -> None:
         session.run(prompts([20]), greedy(2))
         set_adapters(model, active_adapters=["second"])
         for start in (session.manager.start, lambda: model.generate_batch(prompts([20]), greedy(2))):
-            with pytest.raises(ValueError, match="adapters, hooks, dtype or device have changed.*Create a new manager"):
+            with pytest.raises(ValueError, match="hooks, dtype or device have changed.*Create a new manager"):
                 start()
             assert model.config._attn_implementation == "sdpa" and not session.manager.is_running()
         set_adapters(model, active_adapters=["first"])

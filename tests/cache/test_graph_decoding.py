@@ -450,6 +450,15 @@ def test_a_graph_of_prompts_follows_hooks_and_buffers(model, captured, place) ->
     compare(model, inputs, captured)
 
 
+def test_other_modules_have_another_reader(model, captured) -> None:
+    inputs, mlp = prompt(model, 1, 40), model.model.layers[0].mlp
+    for act_fn in (mlp.act_fn, torch.nn.Tanh()):
+        mlp.act_fn = act_fn
+        reader = PromptReader.of(model, GenerationConfig(), 40)
+        compare(model, inputs, reader)
+        assert reader.graphs and reader is PromptReader.of(model, GenerationConfig(), 40)
+
+
 def test_compiled_layers_follow_hooks(model) -> None:
     torch.compiler.reset()
     reader = PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True))

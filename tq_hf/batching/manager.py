@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
 from ..ops.dispatch import check_choice
-from ..prepared import forward_hooks, join, needs_of_graphs, separate
+from ..prepared import join, needs_of_graphs, separate
 from ..saving import fingerprint
 from .allocators import TableShape, layer_kinds, paged_layers
 from .batch_processor import TurboQuantBatchProcessor
@@ -149,7 +149,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     def _identity(self) -> tuple[Any, ...]:
         """State of the model that pages and graphs depend on. A fingerprint samples weights: edits are counted."""
         edits = [None if each.is_inference() else each._version for each in self.model.parameters()]
-        return self.model.device, fingerprint.identify(self.model), edits, forward_hooks(self.model.modules())
+        return self.model.device, fingerprint.identify(self.model), edits, needs_of_graphs(self.model)
 
     def model_is_unchanged(self) -> bool:
         """Whether the model is what it was in the last session. Pages and graphs depend on its weights. Edits of single
@@ -401,8 +401,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if not self.model_is_unchanged():
             self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
-                "The model's weights, adapters, hooks, dtype or device have changed since the last session of this "
-                "manager, and the manager keeps the pages and graphs of that session. Create a new manager: "
+                "The model's weights, adapters, modules, hooks, dtype or device have changed since the last session of "
+                "this manager, and the manager keeps the pages and graphs of that session. Create a new manager: "
                 "`destroy_cached_continuous_batching_manager()`, then `init_continuous_batching()`."
             )
         with starting:
@@ -467,16 +467,17 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Pause between two steps, to change the weights or forward hooks of the model for example. Requests go on with
         their pages; pages from before a change are not shared with later requests."""
         with super().pause():
-            before, needs = self._identity(), needs_of_graphs(self.model)
+            before = self._identity()
             try:
                 yield
             finally:
                 # Ranks must agree.
-                changed = self.distributed_helper.tp_size > 1 or self._identity() != before
+                now = self._identity()
+                changed = self.distributed_helper.tp_size > 1 or now != before
                 self._last_model = None if changed else self._last_model
                 if changed and isinstance(self.batch_processor, TurboQuantBatchProcessor):
                     self.batch_processor.forget_prefixes()
-                if needs_of_graphs(self.model) != needs and self._runner is not None:
+                if now[-1] != before[-1] and self._runner is not None:
                     separate(self.model)
                     join(self.model, "cuda")
                     self._runner.forget_graphs()

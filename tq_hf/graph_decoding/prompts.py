@@ -74,13 +74,14 @@ class PromptReader:
 
     @classmethod
     def of(cls, model: Any, config: GenerationConfig, tokens: int) -> PromptReader:
-        """The reader of a model, made once. Counts `tokens` more. Layers are compiled from the first call on that says
-        how, or after `MANY_TOKENS`."""
+        """The reader of a model, made once for its modules. Counts `tokens` more. Layers are compiled from the first
+        call on that says how, or after `MANY_TOKENS`."""
         held, how = readers.get(model), None
         tokens += 0 if held is None else held.tokens
         if config.compile_config is not None or tokens > MANY_TOKENS:
             how = CompileConfig(**without_graphs(config.compile_config).to_dict() | {"dynamic": True})
-        if held is None or (how is not None and repr(held.layers.config) != repr(how)):
+        _, *modules = model.modules()
+        if held is None or held.modules != modules or (how is not None and repr(held.layers.config) != repr(how)):
             held = readers[model] = cls(model, how)
         held.tokens = tokens
         return held
