@@ -1,9 +1,12 @@
 """`custom_generate=graph_decoding` gives the tokens of `generate()`'s own loop, and leaves the cache as that does."""
 
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -448,6 +451,28 @@ def test_a_graph_of_prompts_follows_hooks_and_buffers(model, captured, place) ->
         compare(model, inputs, captured)
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 2
     compare(model, inputs, captured)
+
+
+def test_threads_read_prompts_of_a_model_in_turn(model) -> None:
+    """Layers are replaced meanwhile, and a graph's states are one thread's."""
+    reader = PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True))
+    (way, say), running, lengths = reader.ways["compiled"], [], range(100, 104)
+    together = threading.Event()
+
+    def noted(*call: Any) -> Any:
+        running.append(call)
+        together.wait(0.1)  # time for another thread to come
+        assert len(running) == 1
+        found = way(*call)
+        running.clear()
+        return found
+
+    reader.ways = {"compiled": (noted, say)}
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda length: read(model, prompt(model, 1, length), reader), lengths)
+    for (logits, cache), length in zip(found, lengths, strict=True):
+        expected, plain = read(model, prompt(model, 1, length), None)
+        assert torch.allclose(logits, expected, atol=rounding(model.device, 1e-5)) and same_caches(cache, plain, 1e-4)
 
 
 def test_other_modules_have_another_reader(model, captured) -> None:

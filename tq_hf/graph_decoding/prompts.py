@@ -10,6 +10,7 @@ from collections import Counter
 from functools import partial
 from inspect import signature
 from itertools import chain
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,7 +57,8 @@ class PromptReader:
     """Number of tokens of all prompts."""
 
     def __init__(self, model: Any, config: CompileConfig | None) -> None:
-        self.layers = CompiledLayers(model, config)
+        self.layers, self.lock = CompiledLayers(model, config), Lock()
+        """What is held while layers are replaced, and states of a graph are read: threads take turns."""
         self.ways = {"captured": (self._captured, logger.info), "compiled": (self._compiled, logger.warning_once)}
         """Ways to read a prompt, without those that failed, and how to say that one did."""
         self.calls, self.graphs = Counter[Size](), dict[Size, CapturedPrompt]()
@@ -91,15 +93,16 @@ class PromptReader:
         compiled layers."""
         call = model, ids, config, inputs
         if self.ways and self._takes(*call):
-            for what, (way, say) in [*self.ways.items()]:
-                try:
-                    if (found := way(*call)) is not None:
-                        return found
-                except NotCompiled as error:
-                    say(f"Prompts of {type(model).__name__} are not {what}: {error}")
-                    del self.ways[what]
-                    self._forget()
-                    inputs[CACHE_NAME].reset()
+            with self.lock:
+                for what, (way, say) in [*self.ways.items()]:
+                    try:
+                        if (found := way(*call)) is not None:
+                            return found
+                    except NotCompiled as error:
+                        say(f"Prompts of {type(model).__name__} are not {what}: {error}")
+                        del self.ways[what]
+                        self._forget()
+                        inputs[CACHE_NAME].reset()
         return prefill(*call)
 
     def _takes(self, model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: Any) -> bool:
