@@ -377,6 +377,18 @@ def test_nothing_is_found_by_another_model_or_preset(
     assert len(list(folder.iterdir())) == 6
 
 
+def test_a_model_with_hooks_finds_and_saves_nothing(tmp_path: Path) -> None:
+    (prompt,), model = prompts([300]), model_of()
+    with session_of(model, tmp_path) as session:
+        told(session, [prompt])
+    files = sorted(tmp_path.iterdir())
+    with model.model.layers[0].mlp.register_forward_hook(lambda mlp, args, out: 2 * out):
+        with session_of(model, tmp_path) as session:
+            ((answer, cached),) = told(session, [prompt])
+            assert cached == 0 and answer == session.oracle.generate(prompt, 8)
+    assert sorted(tmp_path.iterdir()) == files
+
+
 def test_files_used_least_recently_are_deleted_first_and_others_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     (abandoned := tmp_path / f".{'0' * 32}-{'0' * 31}.ab.tmp").write_text("")

@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.utils import drain_queue
 from transformers.utils import logging
 
+from ..prepared import forward_hooks
 from .cache import TurboQuantPagedCache
 from .layers import StateOffloading
 from .prefixes import PrefixStore
@@ -40,7 +41,10 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         io, offloading = self.inputs_and_outputs, cast(Any, self.offloading_manager)
         stream = manager.streams.setdefault(manager.model.device, io.compute_stream)
         io.compute_stream = offloading._compute_stream = stream
-        if (folder := manager.prefix_cache) is not None:
+        folder = manager.prefix_cache
+        if folder is not None and forward_hooks(manager.model.modules()):
+            logger.warning("The model has forward hooks, which may change keys: prefixes in files are not used.")
+        elif folder is not None:
             self.cache.prefixes = PrefixStore(self.cache, stream, folder, manager.model, manager._wake_up_loop.set)
         self._wait_for_device()
 
