@@ -20,6 +20,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from examples.measure.quality.family_configs import tiny_model
 from tests.support.recorded_graph import record_graphs
 from tests.support.tiny_models import VOCAB, build, letters
 from tq_hf import TurboQuantCache, attention, graph_decoding
@@ -436,6 +437,13 @@ def test_a_graph_of_prompts_follows_weights(model, captured) -> None:
     assert captured.graphs[1, 64, 0] is not graph and not torch.allclose(before, read(model, first, captured)[0])
     _, cache = read(model.bfloat16(), first, captured)
     assert cache.layers[0].keys.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k25"])  # the second beside a vision tower
+def test_prompts_of_latents_are_read_as_by_generate(name) -> None:
+    model = tiny_model(name).eval()
+    model.set_attn_implementation("turboquant")
+    compare(model, prompt(model, 1, 40), PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True)))
 
 
 def steer(module, args, out) -> torch.Tensor:

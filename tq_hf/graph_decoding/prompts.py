@@ -108,9 +108,10 @@ class PromptReader:
     def _takes(self, model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: Any) -> bool:
         """Whether layers read this prompt without their cache."""
         cache, mask, tokens = inputs[CACHE_NAME], inputs.get("attention_mask"), ids.shape[1]
-        plain = all(type(layer) is TurboQuantLayer for layer in cache.layers) and not holds_latents(model.config)
+        latents = holds_latents(model.config.get_text_config(decoder=True))
         return (
-            plain
+            not latents
+            and all(type(layer) is TurboQuantLayer for layer in cache.layers)
             and len(self.layers.layers) == len(cache.layers)
             and attention_implementation(model.config) == NAME
             and tokens > 1
