@@ -34,7 +34,9 @@ def batching() -> TurboQuantBatching:
     ("family", "words"),
     [
         ("bart", "takes no positions"),
+        ("blt", "has no `num_hidden_layers` in its config"),
         ("hrm_text", "asks pages for `is_initialized`"),
+        ("paligemma", "asks pages for `is_initialized`"),  # around its decoder, to let a prompt attend both ways
         ("opt", "asks pages for `get_seq_length`"),
         ("minimax", "does not run over pages .MiniMaxLightningAttention"),
         ("falcon_h1", "layers of the kind hybrid"),

@@ -76,7 +76,7 @@ class StepProbe(TurboQuantPagedCache):
             self.linear.switch()
             with probing, running.step(self), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 inputs = dict(input_ids=ids % decoder.vocab_size, position_ids=ids, use_cache=False, cache=self)
-                parts = model.get_decoder(), model  # ModernBERT's "decoder" is its head
+                parts = model, model.get_decoder()
                 run = next(part for part in parts if "input_ids" in signature(type(part).forward).parameters)
                 run(**inputs | ({CACHE_NAME: self} if self.holds_latents else {}))
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
@@ -126,6 +126,8 @@ def check_model(model: Any, config: TurboQuantConfig) -> tuple[list[int], StepPr
     decoder = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         refuse(model, "is an encoder-decoder, and continuous batching serves decoders")
+    if getattr(decoder, "num_hidden_layers", None) is None:
+        refuse(model, "has no `num_hidden_layers` in its config, and pages are divided among layers")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         advice = "Load it on one, or with tensor parallelism (`tp_plan='auto'`)."
