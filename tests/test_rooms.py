@@ -31,7 +31,8 @@ ROOMS = {
         ["codec"],
         ["tensors"],
         ["config"],
-        ["compat", "prepared"],
+        ["prepared"],
+        ["compat"],
     ],
 }
 """Top to bottom; rooms side by side do not know one another."""

@@ -8,7 +8,7 @@ The weights of joined projections are views of one tensor; the parameters of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.utils import logging
+
+from .compat import forward_hooks
 
 if TYPE_CHECKING:
     from transformers import CompileConfig
@@ -121,16 +123,10 @@ def joined(model: nn.Module) -> Iterator[None]:
         separate(model)
 
 
-def forward_hooks(modules: Iterable[Any]) -> tuple[int, ...]:
-    """Numbers of the forward hooks of modules, which no two hooks share. A graph has the hooks that it was captured
-    with."""
-    return tuple([number for each in modules for number in (*each._forward_pre_hooks, *each._forward_hooks)])
-
-
-def needs_of_graphs(model: nn.Module) -> tuple[tuple[int, ...], ...]:
+def needs_of_graphs(model: nn.Module) -> tuple[list[int], ...]:
     """Modules of a model, their forward hooks, and addresses of parameters and buffers, which graphs depend on."""
     modules, tensors = [*model.modules()], chain(model.parameters(), model.buffers())
-    return tuple(map(id, modules)), forward_hooks(modules), tuple([each.data_ptr() for each in tensors])
+    return [*map(id, modules)], forward_hooks(modules), [each.data_ptr() for each in tensors]
 
 
 def guarding_hooks() -> AbstractContextManager[None]:

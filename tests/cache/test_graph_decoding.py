@@ -426,13 +426,13 @@ def test_a_short_prompt_is_captured_once_it_has_come_often(model, captured, monk
 
 
 def test_a_graph_of_prompts_follows_weights(model, captured) -> None:
-    first = prompt(model, 1, 40)
+    first, mlp = prompt(model, 1, 40), model.model.layers[0].mlp
     before, _ = read(model, first, captured)
     with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(2)  # in place
+        mlp.up_proj.weight.mul_(2)  # in place
         compare(model, first, captured)
         graph = captured.graphs[1, 64, 0]
-        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight / 3)
+        mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight / 3)
         compare(model, first, captured)
     assert captured.graphs[1, 64, 0] is not graph and not torch.allclose(before, read(model, first, captured)[0])
     _, cache = read(model.bfloat16(), first, captured)
@@ -441,8 +441,7 @@ def test_a_graph_of_prompts_follows_weights(model, captured) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k25"])  # the second beside a vision tower
 def test_prompts_of_latents_are_read_as_by_generate(name) -> None:
-    model = tiny_model(name).eval()
-    model.set_attn_implementation("turboquant")
+    (model := tiny_model(name).eval()).set_attn_implementation("turboquant")
     compare(model, prompt(model, 1, 40), PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True)))
 
 
@@ -451,28 +450,36 @@ def steer(module, args, out) -> torch.Tensor:
     return 1.5 * out + 1
 
 
-@pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.norm", "lm_head"])
-def test_a_graph_of_prompts_follows_hooks_and_buffers(model, captured, place) -> None:
-    inputs, module = prompt(model, 1, 40), model.get_submodule(place)
-    for prepare in (lambda: None, lambda: module.register_forward_hook(steer), module._forward_hooks.clear):
-        prepare()
-        compare(model, inputs, captured)
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 2
-    compare(model, inputs, captured)
+CHANGES = {
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(steer),
+    "a buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq / 2),
+    "a module": lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("way", ["captured", "compiled"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_prompts_follow_a_change(model, captured, change, way) -> None:
+    how = GenerationConfig(compile_config=CompileConfig(backend="eager", mode=None))
+    torch.compiler.reset()
+    for prepare in (lambda model: None, CHANGES[change]):
+        prepare(model)
+        reader = PromptReader.of(model, how, 40)
+        reader.ways = {way: reader.ways[way]}
+        compare(model, prompt(model, 1, 40), reader)
+    assert reader.ways and bool(reader.graphs) == (way == "captured")
 
 
 def test_threads_read_prompts_of_a_model_in_turn(model) -> None:
     """Layers are replaced meanwhile, and a graph's states are one thread's."""
     reader = PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True))
-    (way, say), running, lengths = reader.ways["compiled"], [], range(100, 104)
-    together = threading.Event()
+    (way, say), alone, lengths = reader.ways["compiled"], threading.Lock(), range(100, 104)
 
     def noted(*call: Any) -> Any:
-        running.append(call)
-        together.wait(0.1)  # time for another thread to come
-        assert len(running) == 1
+        assert alone.acquire(blocking=False)
+        threading.Event().wait(0.1)  # time for another thread to come
         found = way(*call)
-        running.clear()
+        alone.release()
         return found
 
     reader.ways = {"compiled": (noted, say)}
@@ -481,25 +488,6 @@ def test_threads_read_prompts_of_a_model_in_turn(model) -> None:
     for (logits, cache), length in zip(found, lengths, strict=True):
         expected, plain = read(model, prompt(model, 1, length), None)
         assert torch.allclose(logits, expected, atol=rounding(model.device, 1e-5)) and same_caches(cache, plain, 1e-4)
-
-
-def test_other_modules_have_another_reader(model, captured) -> None:
-    inputs, mlp = prompt(model, 1, 40), model.model.layers[0].mlp
-    for act_fn in (mlp.act_fn, torch.nn.Tanh()):
-        mlp.act_fn = act_fn
-        reader = PromptReader.of(model, GenerationConfig(), 40)
-        compare(model, inputs, reader)
-        assert reader.graphs and reader is PromptReader.of(model, GenerationConfig(), 40)
-
-
-def test_compiled_layers_follow_hooks(model) -> None:
-    torch.compiler.reset()
-    reader = PromptReader(model, CompileConfig(backend="eager", mode=None, dynamic=True))
-    mlp = model.model.layers[0].mlp
-    for prepare in (lambda: None, lambda: mlp.register_forward_hook(steer), mlp._forward_hooks.clear):
-        prepare()
-        compare(model, prompt(model, 1, 150), reader)
-    assert "compiled" in reader.ways
 
 
 def test_a_model_whose_prompts_are_captured_is_freed(model, captured) -> None:

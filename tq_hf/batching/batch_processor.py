@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.utils import drain_queue
 from transformers.utils import logging
 
-from ..prepared import forward_hooks
+from ..compat import forward_hooks
 from .cache import TurboQuantPagedCache
 from .layers import StateOffloading
 from .prefixes import PrefixStore

@@ -26,14 +26,14 @@ from ..compat import (
     attention_implementation,
     autocast_dtype,
     capture_failure,
-    has_forward_hooks,
+    forward_hooks,
     outside_inference_mode,
     prefill,
 )
 from ..config import holds_latents
 from ..layers.compressed import TurboQuantLayer
 from ..layers.handle import resolve
-from ..prepared import CALLS, MOST_TOKENS, CompiledLayers, forward_hooks, joined
+from ..prepared import CALLS, MOST_TOKENS, CompiledLayers, joined
 from ..saving.fingerprint import adapters
 from .loop import WARM_UP, capture, without_graphs
 
@@ -58,7 +58,7 @@ class PromptReader:
 
     def __init__(self, model: Any, config: CompileConfig | None) -> None:
         self.layers, self.lock = CompiledLayers(model, config), Lock()
-        """What is held while layers are replaced, and states of a graph are read: threads take turns."""
+        """Turns of threads: layers are replaced meanwhile, and a graph's states are read."""
         self.ways = {"captured": (self._captured, logger.info), "compiled": (self._compiled, logger.warning_once)}
         """Ways to read a prompt, without those that failed, and how to say that one did."""
         self.calls, self.graphs = Counter[Size](), dict[Size, CapturedPrompt]()
@@ -119,7 +119,7 @@ class PromptReader:
             and config.prefill_chunk_size is None
             and inputs.get("inputs_embeds") is None
             and autocast_dtype(ids) is None
-            and not any(map(has_forward_hooks, self.layers.modules))
+            and not forward_hooks(self.layers.modules)
             and (mask is None or (mask.dim() == 2 and mask.shape[1] == tokens and bool(mask.all())))
         )
 
@@ -163,7 +163,7 @@ class PromptReader:
     def _needs(self, model: Any) -> tuple[Any, ...]:
         """Collect what graphs depend on."""
         tensors = [getattr(each, name).data_ptr() for each, name in self.weights]
-        return str(adapters(model)), forward_hooks([model, *self.modules]), *tensors
+        return str(adapters(model)), forward_hooks([model, *self.modules]), tensors
 
 
 class CapturedPrompt:

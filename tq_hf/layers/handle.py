@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tq_kernels.types import KeyValue, Mask
 
-from ..compat import METADATA, as_plain_tensors, autocast_dtype, has_forward_hooks, is_self_attention
+from ..compat import METADATA, as_plain_tensors, autocast_dtype, forward_hooks, is_self_attention
 from ..ops import dispatch
 from ..tensors.layer import View
 from .base import replaced
@@ -255,7 +255,7 @@ def resolve(
         layer.is_untouched = not handle.touched
     if view.counts is None:
         states = layer.dense(view) if handle._states is None else handle._states
-        if has_forward_hooks(module):
+        if forward_hooks([module]):
             _keep_for_hooks(module, layer, states)
         return (view, *states)
     return view, keys, values
