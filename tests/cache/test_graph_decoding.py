@@ -39,8 +39,7 @@ GREEDY = dict(max_new_tokens=20, do_sample=False)
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def model(request):
-    model = build("llama", attention="turboquant").to(request.param)
-    return model
+    return build("llama", attention="turboquant").to(request.param)
 
 
 def prompt(model, batch: int = 2, tokens: int = 150, padded: int = 0) -> dict[str, torch.Tensor]:
@@ -83,8 +82,7 @@ def same_caches(one: TurboQuantCache, other: TurboQuantCache, second_keys: float
 @pytest.mark.parametrize("padded", [0, 9])
 def test_greedy_tokens_are_those_of_generate(model, padded) -> None:
     (expected, plain), (tokens, cache) = both(model, prompt(model, padded=padded), **GREEDY)
-    assert torch.equal(tokens, expected)
-    assert same_caches(cache, plain)
+    assert torch.equal(tokens, expected) and same_caches(cache, plain)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -123,8 +121,7 @@ def test_it_stops_where_generate_stops(model) -> None:
     free = model.generate(**inputs, **GREEDY, **as_input(DynamicCache(config=model.config)))[:, 150:]
     ends = [int(free[0, 4]), int(free[1, 9])]
     (expected, plain), (tokens, cache) = both(model, inputs, **GREEDY, eos_token_id=ends, pad_token_id=0)
-    assert expected.shape[1] < 150 + 20
-    assert torch.equal(tokens, expected)
+    assert torch.equal(tokens, expected) and expected.shape[1] < 150 + 20
     assert same_caches(cache, plain)
 
 
