@@ -391,17 +391,26 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_and_others_are_ans
     assert results[2].error is None and len(results[2].generated_tokens) == 1
 
 
+@pytest.mark.parametrize("ways", [[], ["asynchronous"], ["asynchronous", "padded"]], ids="-".join)
 @pytest.mark.parametrize("new", [50, None])
-def test_an_answer_ends_with_the_models_last_position(new: int | None) -> None:
-    """A learned embedding has no row for the next."""
-    model = model_of(max_position_embeddings=64)
-    with Session(model) as session:
+def test_an_answer_ends_with_the_models_last_position(new: int | None, ways: list[str], request: Any) -> None:
+    """A learned embedding has no row for the next, which no step may read."""
+    model = model_of("gpt2", n_positions=64)
+    changes = [request.getfixturevalue(name) for name in ways]
+    with Session(model, **(changes[0] if ways else {})) as session:
         manager = session.batching.init_continuous_batching(greedy(1000), session.options)
         manager.add_request(prompts([60])[0], "a", max_new_tokens=new)
         manager.start()
         result = manager.get_result("a", timeout=60)
         manager.stop(block=True)
-    assert len(result.generated_tokens) == 5  # the last is returned and not read
+    assert result.error is None and len(result.generated_tokens) == 5  # the last is returned and not read
+
+
+def test_an_answer_that_takes_all_pages_ends_without_one_more(asynchronous: dict[str, Any]) -> None:
+    with Session(model_of(), num_blocks=19, safety_margin=0.0, allow_block_sharing=False, **asynchronous) as session:
+        session.run([[1]], greedy(1))
+        (prompt,) = prompts([session.cache.max_request_tokens - 10])
+        assert session.run([prompt], greedy(11)) == [session.oracle.generate(prompt, 11)]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    GenerationOutput,
+    RequestState,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 from transformers.utils import logging
 
@@ -304,10 +309,16 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             return batch
 
         def _process_candidates(self, candidates: list[Any], *others: Any) -> Any:
-            """Leave out answers that the running step of an asynchronous batch completes, unless no other has room."""
+            """Leave out answers that the running step of an asynchronous batch completes. If no other request has room,
+            the next step has no tokens: the loop reads the results of a step once the next one is launched."""
             left = [state for state in candidates if not state.is_answered]
             found = super()._process_candidates(left, *others) if left else ([],)
-            return found if found[0] else super()._process_candidates(candidates, *others)
+            if found[0] or len(left) == len(candidates):
+                return found
+            self.starved_requests = []  # the answers free their pages
+            answered = next(state for state in candidates if state.is_answered)
+            answered.tokens_to_process = []
+            return [FutureRequestState(answered, False, {}, 0)], False, False, 0, 0
 
         def add_waiting_request(self, state: RequestState) -> None:
             state = TurboQuantRequest.of(state, self.detokenizer)

@@ -360,6 +360,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
         """Pad the numbers of tokens of the next step, and of tokens that it reads. A step with prompts and few tokens
         has a power of two of them: it may be a graph."""
+        if not num_q_tokens:
+            return 0, 0
         tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
         may_be_graph = self.use_cuda_graph_varlen and not use_decode_fast_path and tokens <= MOST_TOKENS
         for io in self.buffers():
