@@ -173,6 +173,8 @@ class TurboQuantRequest(Substitute, RequestState):
     matching: Matching | None = None
     cached_tokens = 0
     """Number of tokens of the prompt that were found in pages."""
+    refused = False
+    """Whether the request failed by its own options."""
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
@@ -231,14 +233,16 @@ class TurboQuantRequest(Substitute, RequestState):
 
     def fail(self, error: Exception) -> None:
         """End this request alone, with what is generated, after the step that runs."""
-        self.error = text_of(error)
+        self.error, self.refused = text_of(error), isinstance(error, ValueError)
         logger.error(f"Request {self.request_id} fails: {one_line(error)}")
 
     def to_generation_output(self) -> GenerationOutput:
-        """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
+        """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities; `refused` says that
+        the request failed by its own options."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
         output.first_token_time, output.cached_tokens = self.first_token_time, self.cached_tokens
+        output.refused = self.refused
         if self.error is not None:
             output.status = RequestStatus.FAILED
         output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None

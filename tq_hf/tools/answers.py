@@ -385,7 +385,8 @@ class Exchange:
                     raise answer
                 output, answer.newest = answer.newest, None
                 if output.error is not None:
-                    raise Refused(engine.failure or output.error, 503 if engine.failure else 500)
+                    status = 400 if output.refused else 500
+                    raise Refused(engine.failure or output.error, 503 if engine.failure else status)
                 new = len(output.generated_tokens) - answer.count
                 if new <= INLINE:
                     part = answer.read(output)
