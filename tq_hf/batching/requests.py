@@ -316,7 +316,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             """Leave out answers that the running step of an asynchronous batch completes. If no other request has room,
             the next step has no tokens: the loop reads the results of a step once the next one is launched."""
             left = [state for state in candidates if not state.is_answered]
-            found = super()._process_candidates(left, *others) if left else ([],)
+            found = super()._process_candidates(left, *others)
             if found[0] or len(left) == len(candidates):
                 return found
             self.starved_requests = []  # the answers free their pages
