@@ -4,8 +4,11 @@ Requests that are cancelled while a step of theirs is computed, and prompts that
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -142,14 +145,16 @@ def test_a_result_handler_that_raises_drops_its_own_output_only(batching: TurboQ
 def test_outputs_are_delivered_in_the_loops_of_their_handlers() -> None:
     router, calls = AnswerRouter(), []
 
-    def loop(name: str) -> Any:
-        given = Mock(is_closed=lambda: False)
-        given.call_soon_threadsafe = lambda run: (calls.append(f"in {name}"), run())
-        return given
+    def run(name: str, batch: Any) -> None:
+        if name == "closed":
+            raise RuntimeError("Event loop is closed")
+        calls.append(f"in {name}")
+        batch()
 
-    for name in "ab":
-        router.result_handlers[name] = (lambda output: calls.append(output.request_id), loop(name))
-    router.deliver_batch([GenerationOutput(name) for name in "abc"])
+    for name in ("closed", "a", "b"):
+        loop = Mock(is_closed=lambda: False, call_soon_threadsafe=partial(run, name))  # the next moment it is
+        router.result_handlers[name] = (lambda output: calls.append(output.request_id), loop)
+    router.deliver_batch([GenerationOutput(name) for name in ("closed", "a", "b", "c")])
     assert calls == ["in a", "a", "in b", "b"] and router.output_queue.get_nowait().request_id == "c"
 
 
@@ -281,6 +286,18 @@ def test_the_id_of_a_cancelled_request_is_free_again(engine: tuple[Oracle, Any],
         assert manager.get_result("x", timeout=60).generated_tokens == expected
         manager.cancel_request("x")
     assert not manager.output_router._open
+
+
+def test_requests_come_while_others_are_cancelled(batching: TurboQuantBatching) -> None:
+    manager, usual = batching.init_continuous_batching(greedy(1), options()), sys.getswitchinterval()
+    names = [manager.add_request([1]) for _ in range(300)]
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor() as pool:
+        cancelled = pool.map(manager.cancel_request, names)
+        added = list(pool.map(manager.add_request, [[1]] * 300))
+    sys.setswitchinterval(usual)
+    manager.restore_attention()
+    assert len({*added, *names}) == 600 and not any(cancelled)
 
 
 def test_an_id_is_taken_until_all_its_answers_are_given() -> None:

@@ -357,6 +357,20 @@ def test_a_damaged_file_is_passed_over_and_written_again(
     assert right(session, found)
 
 
+def test_a_folder_that_cannot_be_read_any_more_has_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, *args, **options)
+
+    stat = os.stat
+    with session_of(model_of(), tmp_path) as session:
+        outputs(session, [[1]], 1)
+        monkeypatch.setattr(os, "stat", refused)
+        (found,) = outputs(session, prompts([300]), 6)
+    assert found.error is None and right(session, found)
+
+
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [

@@ -35,7 +35,7 @@ from .checks import check_model, default_requests, engine_options
 from .grammars import Grammars
 from .layers import NAME
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
-from .processors import OPTIONS, BatchOptions, split_answer_id
+from .processors import OPTIONS, BatchOptions, answer_ids
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
 
 logger = logging.get_logger(__name__)
@@ -256,7 +256,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         request_id = self.output_router.claim(request_id, applied.num_return_sequences)
-        self._cancelled = {name for name in self._cancelled if request_id not in (name, split_answer_id(name)[0])}
+        self._cancelled.difference_update(answer_ids(request_id, applied.num_return_sequences))
         ends, added = list(applied.eos_token_ids) or -1, None
         if self.is_tp_driver and self.background_thread_status.can_accept_new_requests() is not None:
             state = RequestState(request_id, prompt, logit_processor_kwargs={OPTIONS: applied})

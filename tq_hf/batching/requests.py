@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
@@ -385,10 +386,10 @@ class AnswerRouter(OutputRouter):
         with self._ids:
             for output in outputs:
                 _, loop = self.result_handlers.get(output.request_id, (None, None))
-                if loop is None or not loop.is_closed():  # as that of a server that shuts down
-                    by_loop.setdefault(loop, []).append(output)
+                by_loop.setdefault(loop, []).append(output)
             for group in by_loop.values():
-                super().deliver_batch(group)
+                with suppress(RuntimeError):  # the loop is closed, as that of a server that shuts down
+                    super().deliver_batch(group)
             for output in outputs:
                 if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
                     self._count(output.request_id, 1)
