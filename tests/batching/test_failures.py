@@ -290,14 +290,15 @@ def test_the_id_of_a_cancelled_request_is_free_again(engine: tuple[Oracle, Any],
 
 def test_requests_come_while_others_are_cancelled(batching: TurboQuantBatching) -> None:
     manager, usual = batching.init_continuous_batching(greedy(1), options()), sys.getswitchinterval()
-    names = [manager.add_request([1]) for _ in range(300)]
+    names = [manager.add_request([1]) for _ in range(9000)]
     sys.setswitchinterval(1e-6)
     with ThreadPoolExecutor() as pool:
-        cancelled = pool.map(manager.cancel_request, names)
-        added = list(pool.map(manager.add_request, [[1]] * 300))
+        cancelled = pool.submit(lambda: [manager.cancel_request(name) for name in names[:9000]])
+        while not cancelled.done():
+            names.append(manager.add_request([1]))
     sys.setswitchinterval(usual)
     manager.restore_attention()
-    assert len({*added, *names}) == 600 and not any(cancelled)
+    assert cancelled.result() and len(set(names)) == len(names)
 
 
 def test_an_id_is_taken_until_all_its_answers_are_given() -> None:
