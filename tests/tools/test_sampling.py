@@ -174,6 +174,12 @@ def test_a_call_that_is_no_call_stays_text(text: str, size: int) -> None:
     assert "".join(items) == text
 
 
+def test_a_forced_call_of_thousands_of_levels_stays_text() -> None:
+    text = '{"name": "f", "arguments": {"x": ' + "[" * 2000 + "]" * 2000 + "}}"
+    tools = [{"type": "function", "name": "f"}]
+    assert read_as(text, 5000, tools=tools, tool_choice="required") == ([text], "stop")
+
+
 PARTS = [["One ", ReasoningText("Hm"), ReasoningText(".")], ["two"], [ToolCall("f", '{"x": 4}'), ToolCall("g", "{}")]]
 
 
@@ -338,6 +344,33 @@ def test_several_answers_and_log_probabilities_are_streamed(client: Any) -> None
             for name, values in choice["logprobs"].items():
                 if name != "refusal":
                     close([each for part in logprobs for each in part[name]], values)
+
+
+def test_log_probabilities_that_are_no_numbers_are_those_of_json(
+    client: Any, managers: list[TurboQuantBatchingManager]
+) -> None:
+    managers[0].model.get_output_embeddings().weight.data[50:] = torch.nan
+    answer = client.post("/v1/completions", json=body(temperature=0.0, logprobs=3, max_tokens=2))
+    assert "NaN" not in answer.text and answer.json()["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 2
+
+
+def test_an_answer_that_has_ended_is_not_counted_twice(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on with an answer whose stop string it has not found, while a thread reads the answer."""
+
+    def read(self: Any, output: Any) -> Any:
+        time.sleep(0.05)
+        return real(self, output)
+
+    real, options = answers.Choice.read, {"temperature": 0.0, "max_tokens": 30}
+    whole, other = (text_of(client, prompt=prompt, **options) for prompt in "AB")
+    stop = next(letter for letter in other if letter not in whole)
+    monkeypatch.setattr(answers.Choice, "read", read)
+    monkeypatch.setattr(answers, "INLINE", 0)
+    monkeypatch.setattr("tq_hf.batching.requests.Detokenizer.completes", lambda *given: False)
+    asked = {"prompt": ["B", "A"], "stream": True, "stop": stop} | options
+    events = [event["choices"][0] for event in events_of(client.post("/v1/completions", json=asked).text)]
+    assert "".join(event["text"] for event in events if event["index"] == 1) == whole
+    assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["stop", "length"]
 
 
 def test_an_answer_ends_before_its_stop_string(client: Any, managers: list[TurboQuantBatchingManager]) -> None:
