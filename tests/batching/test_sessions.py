@@ -36,13 +36,18 @@ def test_a_stop_that_does_not_wait_leaves_the_attention_to_the_last_answer(way: 
     batching.destroy_cached_continuous_batching_manager()
 
 
-def test_a_model_serves_one_manager_at_a_time() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_model_serves_one_manager_at_a_time(kept: bool) -> None:
+    """The outputs of a manager that is kept for later sessions are those of one caller at a time, too."""
     model, (prompt,) = model_of(), prompts([300])
     batching = TurboQuantBatching(model)
     with serve(batching, 60) as manager:
+        manager.stop(keep_for_next_session=kept)
+    with serve(batching, 60) as manager:
         name = manager.add_request(prompt)
-        with pytest.raises(ValueError, match="Another manager serves this model"):
-            batching.generate_batch(prompts([5]), greedy(1), options())
+        for config in (greedy(60), greedy(60, repetition_penalty=2.0)):
+            with pytest.raises(ValueError, match="Another manager serves this model"):
+                batching.generate_batch(prompts([5]), config, options())
         found = manager.get_result(name, timeout=60).generated_tokens
     assert found == Oracle(model, balance=batching.balance).generate(prompt, 60)
     assert len(batching.generate_batch(prompts([5]), greedy(1), options())) == 1

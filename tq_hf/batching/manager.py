@@ -173,6 +173,14 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         other = serving.get(self.model, self)
         return other is not self and other.is_running()
 
+    def check_idle(self) -> None:
+        """Raise `ValueError` if a manager serves the model: two callers of one would take each other's outputs."""
+        if self.is_running() or self._serves_elsewhere():
+            raise ValueError(
+                "Another manager serves this model. Add the requests to that manager, or stop it first: one call of "
+                "`generate_batch` takes any number of prompts."
+            )
+
     def restore_attention(self) -> None:
         """Undo `switch_to_cb_friendly_attn`, unless another manager serves the model."""
         if not self._serves_elsewhere():
@@ -397,7 +405,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         """Start the background thread. Raise `ValueError` if the model has changed since the last session, and the
-        manager still has pages of it, or if another manager serves the model."""
+        manager still has pages of it, or if a manager serves the model."""
         if not self.model_is_unchanged():
             self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
@@ -406,11 +414,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 "`destroy_cached_continuous_batching_manager()`, then `init_continuous_batching()`."
             )
         with starting:
-            if self._serves_elsewhere():
-                raise ValueError(
-                    "Another manager serves this model. Add the requests to that manager, or stop it first: one call "
-                    "of `generate_batch` takes any number of prompts."
-                )
+            self.check_idle()
             self._keeps_pages, serving[self.model] = False, self
             self.switch_to_cb_friendly_attn(self.model)
             super().start()
