@@ -50,12 +50,13 @@ class Joined:
 def project(module: Any, states: torch.Tensor) -> torch.Tensor:
     """Projection of `states` `[..., in_features]` by a joined module."""
     joined, index = module.tq_hf_joined, module.tq_hf_index
+    last = joined.last  # once: a thread that compiles the layer may replace it
     if index == 0:
         parts = nn.functional.linear(states, joined.weight, joined.bias).split(joined.sizes, -1)
-    elif joined.last is None or joined.last[0] is not states:
+    elif last is None or last[0] is not states:
         return nn.functional.linear(states, module.weight, module.bias)
     else:
-        parts = joined.last[1]
+        parts = last[1]
     joined.last = None if index + 1 == len(joined.sizes) else (states, parts)
     return parts[index]
 

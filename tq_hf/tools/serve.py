@@ -408,7 +408,7 @@ def check_access(host: str, port: int, key: str | None) -> str | None:
             is_open = key is None and not ip_address(taken.getsockname()[0]).is_loopback
     except OSError as error:
         raise ValueError(
-            f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--port`."
+            f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--host` or `--port`."
         ) from None
     return (
         "Warning: this server answers all who reach it. Set `--api-key`, or keep `--host localhost`." * is_open or None
