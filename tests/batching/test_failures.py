@@ -204,7 +204,7 @@ def test_an_engine_whose_thread_is_taken_for_ended_still_serves_its_model(
     thread = manager._generation_thread
     thread.is_alive = lambda: False
     assert manager.is_running()
-    with pytest.raises(ValueError, match="Another manager serves this model"):
+    with pytest.raises(ValueError, match="A manager serves this model already"):
         other.start()
     steps.go_on.set()
     assert manager.get_result(name, timeout=60).error is None

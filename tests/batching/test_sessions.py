@@ -46,7 +46,7 @@ def test_a_model_serves_one_manager_at_a_time(kept: bool) -> None:
     with serve(batching, 60) as manager:
         name = manager.add_request(prompt)
         for config in (greedy(60), greedy(60, repetition_penalty=2.0)):
-            with pytest.raises(ValueError, match="Another manager serves this model"):
+            with pytest.raises(ValueError, match="A manager serves this model already"):
                 batching.generate_batch(prompts([5]), config, options())
         found = manager.get_result(name, timeout=60).generated_tokens
     assert found == Oracle(model, balance=batching.balance).generate(prompt, 60)
@@ -60,7 +60,7 @@ def test_a_manager_that_is_refused_leaves_the_one_that_serves() -> None:
     refused, serves = (batching.init_continuous_batching(greedy(60), options()) for _ in range(2))
     serves.start()
     name = serves.add_request(prompt)
-    with pytest.raises(ValueError, match="Another manager serves this model"):
+    with pytest.raises(ValueError, match="A manager serves this model already"):
         refused.start()
     refused.stop()
     expected = serves.get_result(name, timeout=60).generated_tokens

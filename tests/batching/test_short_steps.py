@@ -191,9 +191,11 @@ def test_arguments_of_another_type_are_refused_in_a_sentence(batching: TurboQuan
     for share in (0.0, 1e-9):
         with pytest.raises(ValueError, match=r"A page and steps of .* take .* \(`max_memory_percent` is "):
             batching.generate_batch([[1]], greedy(1), options(num_blocks=None, max_memory_percent=share))
-    for name, wrong in (("num_blocks", 0), ("num_blocks", "9"), ("max_batch_tokens", -1), ("max_batch_tokens", True)):
-        with pytest.raises(ValueError, match=f"`{name}` is .*; it must be a whole number, 1 or more"):
+    for name, wrong in (("num_blocks", 0), ("num_blocks", "9"), ("max_batch_tokens", -1), ("max_batch_tokens", 2**40)):
+        with pytest.raises(ValueError, match=f"`{name}` is .*; it must be a whole number, 1 or more, and below 2"):
             batching.generate_batch([[1]], greedy(1), options(**{name: wrong}))
+    with pytest.raises(ValueError, match="`max_blocks_per_request` is -3; it must be a whole number, 0 or more"):
+        batching.generate_batch([[1]], greedy(1), options(max_blocks_per_request=-3))
     with served(batching, 1) as manager:
         for wrong in (None, 5, ["a"]):
             with pytest.raises(ValueError, match="`request_id` is .*; it must be a text"):

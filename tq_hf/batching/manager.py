@@ -177,7 +177,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Raise `ValueError` if a manager serves the model: two callers of one would take each other's outputs."""
         if self.is_running() or self._serves_elsewhere():
             raise ValueError(
-                "Another manager serves this model. Add the requests to that manager, or stop it first: one call of "
+                "A manager serves this model already. Add the requests to that manager, or stop it first: one call of "
                 "`generate_batch` takes any number of prompts."
             )
 

@@ -216,7 +216,7 @@ def number(name: str, value: Any, least: Any, most: Any = MOST) -> Any:
     """Return an option. Raise `ValueError` unless it is a number within limits, a whole one if the limits are."""
     kinds = (int, float) if isinstance(least, float) else int
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        limits = f"{least} or more" if most == MOST else f"{least} to {most}"
+        limits = f"{least} or more, and below 2**31" if most == MOST else f"{least} to {most}"
         limits = f"number between {least:g} and {most:g}" if isinstance(least, float) else f"whole number, {limits}"
         raise ValueError(f"`{name}` is {shown(value)}; it must be a {limits}.")
     return float(value) if isinstance(least, float) else value
