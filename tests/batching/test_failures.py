@@ -396,7 +396,7 @@ def test_a_hard_stop_ends_a_step_at_its_layer(engine: tuple[Oracle, Any], paused
     manager.join(0.0, timeout=60)
     assert not manager.is_running() and paused.layers == 1
     result = manager.get_result("long", timeout=10)
-    assert result is not None and result.error
+    assert result is not None and result.error == "The engine was stopped before this answer was complete."
 
 
 def test_a_prompt_longer_than_the_models_positions_is_refused_and_others_are_answered() -> None:

@@ -290,6 +290,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         why = "stops, and" if self.error is None else f"has ended with an error ({self.error}), and"
         return RuntimeError(f"The engine {why} answers no requests that come later.")
 
+    def _fail_all_remaining_requests(self, error: Exception, batch_processor: ContinuousBatchProcessor | None) -> None:
+        if batch_processor is not None and self.background_thread_status.tp_status == BackgroundThreadStatus.HARD_STOP:
+            error = RuntimeError("The engine was stopped before this answer was complete.")
+        super()._fail_all_remaining_requests(error, batch_processor)
+
     def _fail_unread(self) -> None:
         self._fail_all_remaining_requests(self._refusal(), None)
 
