@@ -321,9 +321,9 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             if found[0] or len(left) == len(candidates):
                 return found
             self.starved_requests = []  # the answers free their pages
-            answered = next(state for state in candidates if state.is_answered)
-            answered.tokens_to_process = []
-            return [FutureRequestState(answered, False, {}, 0)], False, False, 0, 0
+            state = next(state for state in candidates if state.is_answered)
+            state.tokens_to_process = []
+            return [FutureRequestState(state, False, {}, 0)], False, False, 0, 0
 
         def add_waiting_request(self, state: RequestState) -> None:
             state = TurboQuantRequest.of(state, self.detokenizer)
