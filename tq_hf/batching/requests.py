@@ -320,7 +320,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             found = super()._process_candidates(left, *others)
             if found[0] or len(left) == len(candidates):
                 return found
-            self.starved_requests = []  # the answers free their pages
+            self.starved_requests.clear()  # the answers free their pages
             state = next(state for state in candidates if state.is_answered)
             state.tokens_to_process = []
             return [FutureRequestState(state, False, {}, 0)], False, False, 0, 0
