@@ -215,21 +215,6 @@ def test_an_engine_whose_thread_is_taken_for_ended_still_serves_its_model(
     assert not running(batching.model)
 
 
-def test_answers_go_on_after_a_stop_that_does_not_wait_and_keeps_nothing(
-    batching: TurboQuantBatching, steps: HeldSteps
-) -> None:
-    """Each later step failed, with a line in the log."""
-    manager = batching.init_continuous_batching(greedy(6), options())
-    manager.start()
-    name = manager.add_request([1, 2, 3])
-    assert steps.reached.wait(60)
-    manager.stop(block=False)
-    steps.go_on.set()
-    result = manager.get_result(name, timeout=60)
-    assert result.error is None and len(result.generated_tokens) == 6
-    assert manager._ended.wait(60)
-
-
 LAYERS = 6
 
 
@@ -313,6 +298,7 @@ def test_an_id_is_taken_until_all_its_answers_are_given() -> None:
             time.sleep(0.001)
         manager.cancel_request("x")
         assert manager.add_request(second, "x", max_new_tokens=20) == "x#2"
+        assert AnswerRouter().claim("x__child#1", 2) == "x__child#1#2"
         found = {
             result.request_id: result.generated_tokens for result in (manager.get_result(timeout=60) for _ in "abc")
         }

@@ -200,13 +200,13 @@ def test_arguments_of_another_type_are_refused_in_a_sentence(batching: TurboQuan
         for wrong in (None, 5, ["a"]):
             with pytest.raises(ValueError, match="`request_id` is .*; it must be a text"):
                 manager.cancel_request(wrong)
+        with pytest.raises(ValueError, match="`request_id` is 7; it must be a text"):
+            manager.add_request([1], 7)
 
 
 @pytest.mark.parametrize("limit", [0, -3, True, 2.0, "3", 10**12])
 def test_numbers_of_tokens_that_are_none_are_refused_at_once(limit: Any, batching: TurboQuantBatching) -> None:
     words = "`max_new_tokens` is .*; it must be a whole number, 1 or more"
-    with pytest.raises(ValueError, match=words):
-        batching.generate_batch([[1, 2]], None, options(), max_new_tokens=limit)
     with pytest.raises(ValueError, match=words):
         batching.generate_batch([[1, 2]], GenerationConfig(), options(), max_new_tokens=limit)
     with served(batching, 1) as manager, pytest.raises(ValueError, match=words):

@@ -396,21 +396,6 @@ def test_an_answer_ends_before_its_stop_string(client: Any, managers: list[Turbo
             assert f'"finish_reason":"{reason}"' in answered.replace(" ", ""), "an end of sequence likewise"
 
 
-def test_requests_of_one_id_are_answered_each(client: Any) -> None:
-    """At once, one after the other, and beside the further answers of another request."""
-
-    def texts(name: str, **options: Any) -> list[str]:
-        answer = client.post("/v1/completions", json=body(temperature=0.0, **options), headers={"x-request-id": name})
-        return [choice["text"] for choice in answer.json()["choices"]]
-
-    (expected,), (short,) = texts("a"), texts("a", max_tokens=5)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: texts("a"), range(8)))
-        both = [pool.submit(texts, "b", n=2), pool.submit(texts, "b-1", max_tokens=5)]
-    assert found == [[expected]] * 8
-    assert [each.result() for each in both] == [[expected] * 2, [short]]
-
-
 @pytest.mark.parametrize("options", [{}, {"stop": "~~~~"}, {"stream": True, "n": 2, "logprobs": 1}], ids=str)
 def test_a_client_that_goes_away_gives_its_pages_back(
     options: dict[str, Any], client: Any, managers: list[TurboQuantBatchingManager]
@@ -430,7 +415,7 @@ def test_a_client_that_goes_away_gives_its_pages_back(
         async def send(message: Any) -> None:
             sent.append(message)
 
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"gone")]
+        headers = [(b"content-type", b"application/json")]
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
             "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
