@@ -329,23 +329,6 @@ def test_forks_have_the_options_of_their_request(batching: TurboQuantBatching, l
     assert found[single].generated_tokens == alone(batching.model, prompt, {})
 
 
-def test_seeded_answers_of_one_request_differ_and_come_again(batching: TurboQuantBatching) -> None:
-    (prompt,) = prompts([40])
-    sampled = GenerationConfig(
-        max_new_tokens=NEW, do_sample=True, temperature=1.5, num_return_sequences=3, eos_token_id=-1
-    )
-    runs = []
-    for _ in range(2):
-        manager = batching.init_continuous_batching(sampled, options())
-        manager.start()
-        manager.add_request(prompt, "x", seed=7)
-        found = [manager.get_result(timeout=60) for _ in range(3)]
-        runs.append({result.request_id: tuple(result.generated_tokens) for result in found})
-        manager.stop(block=True)
-        manager.destroy()
-    assert runs[0] == runs[1] and len(set(runs[0].values())) == 3
-
-
 def test_a_stop_string_may_end_in_a_character_of_several_tokens() -> None:
     """Here a token is a byte; the beginning of a character decodes to a sign of its own."""
     tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
@@ -434,17 +417,14 @@ def test_an_answer_ends_with_its_stop_string() -> None:
         assert ask(batching, [(prompt, {"stop_strings": ["#", stop]})], NEW) == [whole[: end + 1]]
 
 
-def test_stop_strings_without_a_tokenizer_are_refused(batching: TurboQuantBatching) -> None:
-    with pytest.raises(ValueError, match=r"`stop_strings` is \('x',\), and there is no tokenizer"):
-        batching.generate_batch(prompts([5]), greedy(3, stop_strings="x"), options())
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"typo": 1}, "A request has no option typo. Its options are bad_words_ids, begin_suppress"),
         ({"use_cache": True}, "A request has no option use_cache"),
         ({"num_beams": 4}, "`num_beams` is 4, and requests of a batch do not apply it. Set it to 1"),
+        ({"max_new_tokens": True}, "`max_new_tokens` is True; it must be a whole number, 1 or more"),
+        ({"stop_strings": "x"}, r"`stop_strings` is \('x',\), and there is no tokenizer"),
         ({"top_logprobs": 21}, "`top_logprobs` is 21; it must be a whole number, 0 to 20"),
         ({"generation_config": {"max_new_tokens": 3}}, "`generation_config` is .*; it must be a `GenerationConfig`"),
     ],

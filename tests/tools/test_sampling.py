@@ -321,8 +321,8 @@ def close(values: Any, expected: Any) -> None:
         assert values == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
 
 
-def test_several_answers_and_log_probabilities_are_streamed(client: Any) -> None:
-    """Joined, the parts are the answers that are not streamed."""
+def test_several_answers_and_log_probabilities_are_streamed(client: Any, managers: list[Any]) -> None:
+    """Joined, the parts are the answers that are not streamed. JSON has no NaN."""
     message = {"role": "user", "content": "What does it hold?"}
     for path, asked in {
         "chat/completions": {"messages": [message], "logprobs": True, "top_logprobs": 2},
@@ -344,11 +344,6 @@ def test_several_answers_and_log_probabilities_are_streamed(client: Any) -> None
             for name, values in choice["logprobs"].items():
                 if name != "refusal":
                     close([each for part in logprobs for each in part[name]], values)
-
-
-def test_log_probabilities_that_are_no_numbers_are_those_of_json(
-    client: Any, managers: list[TurboQuantBatchingManager]
-) -> None:
     managers[0].model.get_output_embeddings().weight.data[50:] = torch.nan
     answer = client.post("/v1/completions", json=body(temperature=0.0, logprobs=3, max_tokens=2))
     assert "NaN" not in answer.text and answer.json()["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 2
