@@ -40,8 +40,7 @@ class Joined:
     def __init__(self, modules: list[Any]) -> None:
         self.sizes, self.last = [each.out_features for each in modules], None
         self.weight = _joined([each.weight for each in modules])
-        biases = [each.bias for each in modules]
-        self.bias = None if biases[0] is None else _joined(biases)
+        self.bias = None if modules[0].bias is None else _joined([each.bias for each in modules])
         for i, module in enumerate(modules):
             # A method, and not a partial function: the compiler would take each for another function.
             vars(module).update(tq_hf_joined=self, tq_hf_index=i, forward=MethodType(project, module))

@@ -145,7 +145,7 @@ def test_a_replica_that_is_slow_takes_what_it_has_room_for_and_others_the_rest()
     assert [found[i] for i in range(20)] == [oracle.generate(prompt, new) for prompt in inputs]
 
 
-@pytest.mark.parametrize("broken", [threading.Event().wait, Mock(side_effect=dist.DistNetworkError("reset"))], ids=str)
+@pytest.mark.parametrize("broken", [threading.Event().wait, Mock(side_effect=dist.DistError("reset"))], ids=[0, 1])
 def test_a_store_that_is_broken_is_said(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_many, "STORE_SECONDS", 0.1)
     shared = SharedPrompts(Mock(add=lambda *given: broken()), "prompts", 20, replicas=2)

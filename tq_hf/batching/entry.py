@@ -79,8 +79,6 @@ class TurboQuantBatching(ContinuousMixin):
             raise ValueError(f"`balance` is {balance!r}; it must be True or False, or a `Balance`.")
         self.model = inner_model(model)
         self.config = pages_config(preset, **overrides)
-        if tokenizer is not None and not hasattr(getattr(tokenizer, "tokenizer", tokenizer), "decode"):
-            raise ValueError(f"`tokenizer` is {shown(tokenizer)}; it must be the model's tokenizer or processor.")
         self.tokenizer = tokenizer
         self._balance = balance if isinstance(balance, Balance) else None
         if self._balance and not self.config.balance:

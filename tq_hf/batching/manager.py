@@ -278,7 +278,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             if added is None:  # or the queue is full
                 self.output_router.forget(request_id, applied.num_return_sequences)
         if self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED:
-            self._fail_unread()
+            self._fail_all_remaining_requests(self._refusal(), None)
         return added
 
     @property
@@ -294,9 +294,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if batch_processor is not None and self.background_thread_status.tp_status == BackgroundThreadStatus.HARD_STOP:
             error = RuntimeError("The engine was stopped before this answer was complete.")
         super()._fail_all_remaining_requests(error, batch_processor)
-
-    def _fail_unread(self) -> None:
-        self._fail_all_remaining_requests(self._refusal(), None)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Register a function that the running event loop calls with the outputs of an answer. An exception of it is
@@ -396,7 +393,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             if now or not (alone or runner.layers is None):
                 runner.compile_kernels(self.model)
                 while runner.missing:
-                    runner.warm_up(self.model)
+                    runner.run_warm_up(self.model, *runner.missing.pop(0))
             self.warmed_up = True
 
     @property
@@ -433,7 +430,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             at_end.callback(self._end_session)
             at_end.callback(lambda: runner is None or self._keeps_pages or runner.cancel(0))
             at_end.callback(lambda: self._processor and (store := self._processor.cache.prefixes) and store.flush())
-            at_end.callback(self._fail_unread)
+            at_end.callback(lambda: self._fail_all_remaining_requests(self._refusal(), None))
             try:
                 super()._run_generation_loop(*args, **options)
             except BaseException as error:  # transformers handles exceptions only

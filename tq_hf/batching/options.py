@@ -360,14 +360,9 @@ def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
     if positions is None:
         return most
     if prompt > positions:
-        follows = any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config))
-        raise ValueError(
-            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model"
-            + (
-                f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
-                if follows
-                else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
-            )
-        )
+        why = ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
+        if any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config)):
+            why = f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
+        raise ValueError(f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model{why}")
     left = positions + 1 - prompt  # the last token of an answer needs no position
     return left if most is None else min(most, left)

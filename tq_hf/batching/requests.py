@@ -37,7 +37,6 @@ LISTED = 8
 """Maximum number of requests that a line of the log names."""
 
 SHORT_STEPS = "short_steps"
-"""Name of the scheduler `ShortSteps`."""
 
 
 class StepAbandoned(Exception):
@@ -82,8 +81,7 @@ class PromptsInTurn(FIFOScheduler):
     """transformers' FIFO scheduler, which schedules requests that are answered, then prompts in an order of its own."""
 
     def take_turns(self, answered: int, prompts: list[RequestState], token_budget: int) -> Any:
-        """Prompts in their order, and the number of their tokens in a step with one token of `answered` requests
-        each."""
+        """Prompts in their order, and the number of their tokens in a step beside `answered` requests."""
         raise NotImplementedError
 
     def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
@@ -101,14 +99,10 @@ class PromptsInTurn(FIFOScheduler):
 
 
 class ShortestFirst(PromptsInTurn):
-    """Scheduler by which shorter prompts go first, and steps stay short.
-
-    Prompts are ordered by time of arrival plus `PATIENCE` seconds per token that is not read yet. Requests that arrive
-    after that time do not overtake, so no request waits forever. In a burst most requests get their first token much
-    earlier than in the order of arrival, where half of them wait until half of all tokens are read. A prompt that is
-    partly read is overtaken as well, while the pool has room for its rest. A step reads at most `STEP_TOKENS` tokens of
-    prompts while answers are generated.
-    """
+    """Scheduler by which shorter prompts go first, and steps stay short. Prompts are ordered by time of arrival plus
+    `PATIENCE` seconds per token that is not read yet. Requests that arrive after that time do not overtake, so no
+    request waits forever. A prompt that is partly read is overtaken as well, while the pool has room for its rest. A
+    step reads at most `STEP_TOKENS` tokens of prompts while answers are generated."""
 
     @staticmethod
     def _in_turn(prompts: list[RequestState]) -> list[RequestState]:
@@ -127,11 +121,8 @@ class ShortestFirst(PromptsInTurn):
 
 
 class ShortSteps(PromptsInTurn):
-    """Scheduler by which prompts share `CPU_STEP_TOKENS` tokens of a step.
-
-    Beside others, the prompt that came first gets half of that, so that no prompt waits forever. The other half is for
-    the prompts with the fewest tokens left.
-    """
+    """Scheduler by which prompts share `CPU_STEP_TOKENS` tokens of a step. Beside others, the prompt that came first
+    gets half of that, so that no prompt waits forever. The other half is for prompts with the fewest tokens left."""
 
     _first: tuple[RequestState | None, int] = (None, 0)
     """The prompt that came first, and the number of its tokens that a step may read."""
@@ -238,8 +229,7 @@ class TurboQuantRequest(Substitute, RequestState):
         logger.error(f"Request {self.request_id} fails: {one_line(error)}")
 
     def to_generation_output(self) -> GenerationOutput:
-        """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities; `refused` says that
-        the request failed by its own options."""
+        """Create an output. `top_logprobs` is `None` unless asked for; `refused`: whether its own options failed it."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
         output.first_token_time, output.cached_tokens = self.first_token_time, self.cached_tokens
@@ -258,12 +248,9 @@ class TurboQuantRequest(Substitute, RequestState):
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """Return a subclass of the scheduler `name` with two checks.
-
-    New requests that exceed the cache or the model's positions are refused. Answers end at the model's last position.
-    Requests are turned into `TurboQuantRequest`. Later requests pass a waiting one without room in one step
-    only. Then it is the next to begin: no prompt waits for as long as shorter ones come.
-    """
+    """Return a subclass of the scheduler `name` that makes each state a `TurboQuantRequest`, refuses requests that do
+    not fit into the cache or the model's positions, and ends answers at the last position. Later requests pass a
+    waiting one without room in one step only. Then it is the next to begin, and waits no longer for shorter ones."""
     own = {"shortest_first": ShortestFirst, SHORT_STEPS: ShortSteps}
     base: Any = (own | SCHEDULER_MAPPING).get(name, FIFOScheduler)
 
@@ -378,9 +365,6 @@ class AnswerRouter(OutputRouter):
         if left > 0:
             self._open[asked] = left
 
-    def deliver(self, output: GenerationOutput) -> None:
-        self.deliver_batch([output])
-
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         by_loop: dict[Any, list[GenerationOutput]] = {}  # transformers would call all handlers in the loop of the last
         with self._ids:
@@ -403,4 +387,4 @@ class AnswerRouter(OutputRouter):
             failed.append(TurboQuantRequest.of(child, None))
         for each in failed:
             each.status, each.error = RequestStatus.FAILED, text_of(error)
-            self.deliver(each.to_generation_output())
+        self.deliver_batch([each.to_generation_output() for each in failed])

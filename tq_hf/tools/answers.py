@@ -219,8 +219,9 @@ class Choice:
         texts = [text_of(token) for token in tokens[new]]
         if not texts:
             return None
-        chosen = [_finite(row.logprob) for row in rows[new]]
-        top = [[(text_of(token), _finite(x)) for token, x in row.top.items()] for row in rows[new]]
+        finite = partial(max, -9999.0)  # as OpenAI's: JSON has no infinite numbers, and no NaN
+        chosen = [finite(row.logprob) for row in rows[new]]
+        top = [[(text_of(token), finite(x)) for token, x in row.top.items()] for row in rows[new]]
         if isinstance(self.body, CompletionBody):
             offsets = list(accumulate(map(len, texts), initial=self.letters))
             self.letters = offsets.pop()
@@ -231,11 +232,6 @@ class Choice:
             for text, x, likely in zip(texts, chosen, top, strict=True)
         ]
         return {"content": content, "refusal": None}
-
-
-def _finite(logprob: float) -> float:
-    """A number of JSON, which has no infinite ones and no NaN: at least -9999, as in OpenAI's API."""
-    return max(-9999.0, logprob)  # which is -9999 for NaN
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

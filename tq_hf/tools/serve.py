@@ -399,10 +399,7 @@ def check_access(host: str, port: int, key: str | None) -> str | None:
             "several GPUs can answer batches: `examples/serve_many.py --tp`."
         )
     if key is not None and not (key.strip() == key and key.isascii() and key.isprintable() and key):
-        raise ValueError(
-            "`--api-key` must be ASCII, as headers of HTTP are, without spaces at its ends. Leave it out for a server "
-            "without a key."
-        )
+        raise ValueError("`--api-key` must be ASCII without spaces at its ends. Leave it out if there is no key.")
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
             is_open = key is None and not ip_address(taken.getsockname()[0]).is_loopback
