@@ -16,10 +16,12 @@ import argparse
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatching
 from transformers.distributed import DistributedConfig
 
 from tq_hf import TurboQuantBatching
+
+STORE_SECONDS = 60.0
+"""Seconds in which a store must add numbers. A busy one takes milliseconds."""
 
 
 def placed(store: dist.Store, rank: int, tp: int) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def follow(manager: Any) -> None:
 
 
 class SharedPrompts:
-    """Indices of prompts, each of which one replica takes.
+    """Indices of prompts, each of which one replica takes. Methods raise `RuntimeError` if the store is broken.
 
     Args:
         store: Where replicas meet.
@@ -110,18 +115,40 @@ class SharedPrompts:
 
     def wait_for_all(self) -> float:
         """Wait until all replicas have come here. Returns the time."""
-        if self.store.add(f"{self.name} ready", 1) == self.replicas:
+        if self._add("ready") == self.replicas:
             self.store.set(f"{self.name} go", "")
         self.store.wait([f"{self.name} go"])
         return time.perf_counter()
 
     def take(self) -> int | None:
         """Take the next index; `None` if there is no more."""
-        index = self.store.add(f"{self.name} taken", 1) - 1
+        index = self._add("taken") - 1
         if index >= self.count:
             return None
         self.taken.append(index)
         return index
+
+    def _add(self, what: str) -> int:
+        """Add 1 to a number of the store. torch waits for a store that has stopped without limit, so a thread does."""
+        found = SimpleQueue[Any]()
+
+        def add() -> None:
+            try:
+                found.put(self.store.add(f"{self.name} {what}", 1))
+            except Exception as error:
+                found.put(error)
+
+        threading.Thread(target=add, daemon=True).start()
+        try:
+            number = found.get(timeout=STORE_SECONDS)
+        except Empty:
+            number = TimeoutError(f"it has not answered for {STORE_SECONDS:g} s")
+        if isinstance(number, Exception):
+            raise RuntimeError(
+                f"The store where replicas meet is broken ({number}). See the output of the process that holds the "
+                "store, and start all processes again."
+            ) from number
+        return number
 
 
 def percentile(values: list[float], share: float) -> float:

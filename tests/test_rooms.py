@@ -89,7 +89,7 @@ BUDGETS = {
         "__init__": 5,
     },
     "tq_hf": {
-        "tools": 2775,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
+        "tools": 2771,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
         "batching": 4823,  # latents; options by request; requests that fail alone; prefixes in files; grammars
         "graph_decoding": 1348,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 872,  # layers that are uneven on purpose; layers that share the order of padded rows
@@ -109,7 +109,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_501, 35_535
+PRODUCT, TESTS = 28_497, 35_534
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; prompts at the speed of their products 400 (plans
 of cuDNN, compiled and captured prompts, steps with prompts as graphs), which are paid for but 45 (and 72 of tests);

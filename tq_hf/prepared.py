@@ -42,8 +42,7 @@ class Joined:
     def __init__(self, modules: list[Any]) -> None:
         self.sizes, self.last = [each.out_features for each in modules], None
         self.weight = _joined([each.weight for each in modules])
-        biases = [each.bias for each in modules]
-        self.bias = None if biases[0] is None else _joined(biases)
+        self.bias = None if modules[0].bias is None else _joined([each.bias for each in modules])
         for i, module in enumerate(modules):
             # A method, and not a partial function: the compiler would take each for another function.
             vars(module).update(tq_hf_joined=self, tq_hf_index=i, forward=MethodType(project, module))
@@ -52,7 +51,7 @@ class Joined:
 def project(module: Any, states: torch.Tensor) -> torch.Tensor:
     """Projection of `states` `[..., in_features]` by a joined module."""
     joined, index = module.tq_hf_joined, module.tq_hf_index
-    last = joined.last  # another thread's, if that is between two modules
+    last = joined.last  # once: a thread that compiles the layer may replace it
     if index == 0:
         parts = nn.functional.linear(states, joined.weight, joined.bias).split(joined.sizes, -1)
     elif last is None or last[0] is not states:

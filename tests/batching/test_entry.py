@@ -14,7 +14,6 @@ from tests.support.batching_cases import Oracle, Session, answers, greedy, model
 from tests.support.tiny_models import multimodal
 from tq_hf import Balance, TurboQuantBatching, continuous_batching
 from tq_hf.batching import TurboQuantBatchingManager
-from tq_hf.batching.entry import inner_model
 
 
 def test_the_attention_function_has_no_mask() -> None:
@@ -38,7 +37,9 @@ def test_a_models_own_generate_batch_uses_packed_pages_within_the_context() -> N
     model, inputs = model_of(), prompts([20, 140])
     model.train()  # as a trainer's is
     held = dict(vars(model))
-    with continuous_batching(torch.nn.DataParallel(Peft(model)), "4bit_nc") as batching:
+    compiled = torch.nn.Module()
+    compiled._orig_mod = model  # as `torch.compile` holds it
+    with continuous_batching(torch.nn.DataParallel(Peft(compiled)), "4bit_nc") as batching:
         for _ in range(2):
             found = answers(
                 model.generate_batch(inputs, generation_config=greedy(8), continuous_batching_config=options())
@@ -94,15 +95,6 @@ def test_batches_of_a_caller_in_inference_mode() -> None:
     with torch.inference_mode():
         found = answers(batching.generate_batch([prompt], greedy(4), options()))
     assert found == [Oracle(model, balance=batching.balance).generate(prompt, 4)]
-
-
-def test_inner_models_are_found() -> None:
-    model = model_of()
-    assert inner_model(model) is model
-    assert inner_model(Peft(torch.nn.DataParallel(model))) is model
-    compiled = torch.nn.Module()
-    compiled._orig_mod = model  # as `torch.compile` holds it
-    assert inner_model(compiled) is model
 
 
 def test_a_kept_manager_is_used_again_only_if_it_generates_as_asked_for() -> None:
@@ -177,8 +169,3 @@ class TestBalance:
         found = answers(plain.generate_batch(inputs, greedy(12), options()))
         assert found == [Oracle(model).generate(prompt, 12) for prompt in inputs]
         assert found != balanced
-
-    def test_channel_scales_can_be_given(self) -> None:
-        model = self.loud()
-        balance = Balance.of(model)
-        assert TurboQuantBatching(model, balance=balance).balance is balance

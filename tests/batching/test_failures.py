@@ -4,8 +4,11 @@ Requests that are cancelled while a step of theirs is computed, and prompts that
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -142,14 +145,16 @@ def test_a_result_handler_that_raises_drops_its_own_output_only(batching: TurboQ
 def test_outputs_are_delivered_in_the_loops_of_their_handlers() -> None:
     router, calls = AnswerRouter(), []
 
-    def loop(name: str) -> Any:
-        given = Mock(is_closed=lambda: False)
-        given.call_soon_threadsafe = lambda run: (calls.append(f"in {name}"), run())
-        return given
+    def run(name: str, batch: Any) -> None:
+        if name == "closed":
+            raise RuntimeError("Event loop is closed")
+        calls.append(f"in {name}")
+        batch()
 
-    for name in "ab":
-        router.result_handlers[name] = (lambda output: calls.append(output.request_id), loop(name))
-    router.deliver_batch([GenerationOutput(name) for name in "abc"])
+    for name in ("closed", "a", "b"):
+        loop = Mock(is_closed=lambda: False, call_soon_threadsafe=partial(run, name))  # the next moment it is
+        router.result_handlers[name] = (lambda output: calls.append(output.request_id), loop)
+    router.deliver_batch([GenerationOutput(name) for name in ("closed", "a", "b", "c")])
     assert calls == ["in a", "a", "in b", "b"] and router.output_queue.get_nowait().request_id == "c"
 
 
@@ -199,7 +204,7 @@ def test_an_engine_whose_thread_is_taken_for_ended_still_serves_its_model(
     thread = manager._generation_thread
     thread.is_alive = lambda: False
     assert manager.is_running()
-    with pytest.raises(ValueError, match="Another manager serves this model"):
+    with pytest.raises(ValueError, match="A manager serves this model already"):
         other.start()
     steps.go_on.set()
     assert manager.get_result(name, timeout=60).error is None
@@ -208,21 +213,6 @@ def test_an_engine_whose_thread_is_taken_for_ended_still_serves_its_model(
     other.start()
     other.stop()
     assert not running(batching.model)
-
-
-def test_answers_go_on_after_a_stop_that_does_not_wait_and_keeps_nothing(
-    batching: TurboQuantBatching, steps: HeldSteps
-) -> None:
-    """Each later step failed, with a line in the log."""
-    manager = batching.init_continuous_batching(greedy(6), options())
-    manager.start()
-    name = manager.add_request([1, 2, 3])
-    assert steps.reached.wait(60)
-    manager.stop(block=False)
-    steps.go_on.set()
-    result = manager.get_result(name, timeout=60)
-    assert result.error is None and len(result.generated_tokens) == 6
-    assert manager._ended.wait(60)
 
 
 LAYERS = 6
@@ -283,6 +273,19 @@ def test_the_id_of_a_cancelled_request_is_free_again(engine: tuple[Oracle, Any],
     assert not manager.output_router._open
 
 
+def test_requests_come_while_others_are_cancelled(batching: TurboQuantBatching) -> None:
+    manager, usual = batching.init_continuous_batching(greedy(1), options()), sys.getswitchinterval()
+    names = [manager.add_request([1]) for _ in range(9000)]
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor() as pool:
+        cancelled = pool.submit(lambda: [manager.cancel_request(name) for name in names[:9000]])
+        while not cancelled.done():
+            names.append(manager.add_request([1]))
+    sys.setswitchinterval(usual)
+    manager.restore_attention()
+    assert cancelled.result() and len(set(names)) == len(names)
+
+
 def test_an_id_is_taken_until_all_its_answers_are_given() -> None:
     """A further answer has the id of the request in its own, and a second request of that id would have the same."""
     first, second = prompts([30, 40])
@@ -295,6 +298,7 @@ def test_an_id_is_taken_until_all_its_answers_are_given() -> None:
             time.sleep(0.001)
         manager.cancel_request("x")
         assert manager.add_request(second, "x", max_new_tokens=20) == "x#2"
+        assert AnswerRouter().claim("x__child#1", 2) == "x__child#1#2"
         found = {
             result.request_id: result.generated_tokens for result in (manager.get_result(timeout=60) for _ in "abc")
         }
@@ -378,7 +382,7 @@ def test_a_hard_stop_ends_a_step_at_its_layer(engine: tuple[Oracle, Any], paused
     manager.join(0.0, timeout=60)
     assert not manager.is_running() and paused.layers == 1
     result = manager.get_result("long", timeout=10)
-    assert result is not None and result.error
+    assert result is not None and result.error == "The engine was stopped before this answer was complete."
 
 
 def test_a_prompt_longer_than_the_models_positions_is_refused_and_others_are_answered() -> None:
@@ -391,17 +395,26 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_and_others_are_ans
     assert results[2].error is None and len(results[2].generated_tokens) == 1
 
 
+@pytest.mark.parametrize("ways", [[], ["asynchronous"], ["asynchronous", "padded"]], ids="-".join)
 @pytest.mark.parametrize("new", [50, None])
-def test_an_answer_ends_with_the_models_last_position(new: int | None) -> None:
-    """A learned embedding has no row for the next."""
-    model = model_of(max_position_embeddings=64)
-    with Session(model) as session:
+def test_an_answer_ends_with_the_models_last_position(new: int | None, ways: list[str], request: Any) -> None:
+    """A learned embedding has no row for the next, which no step may read."""
+    model = model_of("gpt2", n_positions=64)
+    changes = [request.getfixturevalue(name) for name in ways]
+    with Session(model, **(changes[0] if ways else {})) as session:
         manager = session.batching.init_continuous_batching(greedy(1000), session.options)
         manager.add_request(prompts([60])[0], "a", max_new_tokens=new)
         manager.start()
         result = manager.get_result("a", timeout=60)
         manager.stop(block=True)
-    assert len(result.generated_tokens) == 5  # the last is returned and not read
+    assert result.error is None and len(result.generated_tokens) == 5  # the last is returned and not read
+
+
+def test_an_answer_that_takes_all_pages_ends_without_one_more(asynchronous: dict[str, Any]) -> None:
+    with Session(model_of(), num_blocks=19, safety_margin=0.0, allow_block_sharing=False, **asynchronous) as session:
+        session.run([[1]], greedy(1))
+        (prompt,) = prompts([session.cache.max_request_tokens - 10])
+        assert session.run([prompt], greedy(11)) == [session.oracle.generate(prompt, 11)]
 
 
 @pytest.mark.parametrize(

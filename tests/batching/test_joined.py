@@ -1,11 +1,13 @@
 """Joined projections: one product, original parameters, and modules that are left alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from tests.support.batching_cases import Session, greedy, model_of, prompts
-from tq_hf.prepared import join, separate
+from tq_hf.prepared import Joined, join, separate
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "gpt_oss"])
@@ -75,3 +77,25 @@ def test_other_states_and_calls_out_of_turn_have_their_own_product() -> None:
     for states, i in calls:
         found = (model.q_proj, model.k_proj, model.v_proj)[i]((x, y)[states])
         torch.testing.assert_close(found, alone[states][i])
+
+
+class Shared(Joined):
+    """One that another thread uses, too: from the third time on that a call looks, its product is the last one."""
+
+    @property
+    def last(self) -> Any:
+        self.looks += 1
+        return self.own if self.looks < 3 or self.own is None else (torch.zeros(1), [torch.zeros(1)] * 3)
+
+    @last.setter
+    def last(self, value: Any) -> None:
+        self.own, self.looks = value, 0
+
+
+def test_a_thread_takes_no_product_of_another() -> None:
+    """As one that compiles layers while another thread runs steps."""
+    model, states = Attention(), torch.randn(1, 5, 16)
+    modules = model.q_proj, model.k_proj, model.v_proj
+    alone = [each(states) for each in modules]
+    Shared([*modules])
+    torch.testing.assert_close([each(states) for each in modules], alone)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -355,6 +356,15 @@ def test_a_damaged_file_is_passed_over_and_written_again(
         found = outputs(session, [prompt], 6)[0]
     assert found.cached_tokens == (0 if damage in ("folder", "pipe", "link to a device") else SINKS + 2 * BLOCK)
     assert right(session, found)
+
+
+def test_a_folder_that_cannot_be_read_any_more_has_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with session_of(model_of(), tmp_path) as session:
+        outputs(session, [[1]], 1)
+        monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError(13, "Permission denied")))
+        (found,) = outputs(session, prompts([300]), 6)
+        monkeypatch.undo()
+    assert found.error is None and right(session, found)
 
 
 @pytest.mark.parametrize(

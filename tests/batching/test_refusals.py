@@ -323,16 +323,6 @@ def test_requests_that_were_not_in_the_step_go_on(broken: Broken, sharing: bool)
         assert session.pages_in_use() == 0
 
 
-@pytest.mark.parametrize("prompt", ["text", [[1, 2]], [1.5], [5, 9999], [5, -7], 5], ids=str)
-def test_prompts_of_anything_but_the_models_tokens_are_refused_at_once(
-    prompt: Any, batching: TurboQuantBatching
-) -> None:
-    with pytest.raises(ValueError, match="A prompt (is|has)"):
-        batching.generate_batch([[4, 5], prompt], greedy(3), options())
-    (result,) = batching.generate_batch([torch.tensor([4, 5])], greedy(3), options()).values()
-    assert result.error is None and result.prompt_ids == [4, 5]
-
-
 def test_a_request_that_cannot_be_scheduled_fails_and_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, bad = prompts([200, 300])
     real = paged_cache.TurboQuantPagedCache.search_prefix_match

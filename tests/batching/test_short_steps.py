@@ -191,21 +191,20 @@ def test_arguments_of_another_type_are_refused_in_a_sentence(batching: TurboQuan
     for share in (0.0, 1e-9):
         with pytest.raises(ValueError, match=r"A page and steps of .* take .* \(`max_memory_percent` is "):
             batching.generate_batch([[1]], greedy(1), options(num_blocks=None, max_memory_percent=share))
-    for name, wrong in (("num_blocks", 0), ("num_blocks", "9"), ("max_batch_tokens", -1), ("max_batch_tokens", True)):
-        with pytest.raises(ValueError, match=f"`{name}` is .*; it must be a whole number, 1 or more"):
+    for name, wrong in (("num_blocks", 0), ("num_blocks", "9"), ("max_batch_tokens", -1), ("max_batch_tokens", 2**40)):
+        with pytest.raises(ValueError, match=f"`{name}` is .*; it must be a whole number, 1 or more, and below 2"):
             batching.generate_batch([[1]], greedy(1), options(**{name: wrong}))
+    for prompt in ("text", [[1, 2]], [1.5], [5, 9999], [5, -7], 5):
+        with pytest.raises(ValueError, match="A prompt (is|has)"):
+            batching.generate_batch([[4, 5], prompt], greedy(3), options())
+    for limit in (0, -3, True, 2.0, "3"):
+        with pytest.raises(ValueError, match="`max_new_tokens` is .*; it must be a whole number, 1 or more"):
+            batching.generate_batch([[1, 2]], GenerationConfig(), options(), max_new_tokens=limit)
+    with pytest.raises(ValueError, match="`max_blocks_per_request` is -3; it must be a whole number, 0 or more"):
+        batching.generate_batch([[1]], greedy(1), options(max_blocks_per_request=-3))
     with served(batching, 1) as manager:
         for wrong in (None, 5, ["a"]):
             with pytest.raises(ValueError, match="`request_id` is .*; it must be a text"):
                 manager.cancel_request(wrong)
-
-
-@pytest.mark.parametrize("limit", [0, -3, True, 2.0, "3", 10**12])
-def test_numbers_of_tokens_that_are_none_are_refused_at_once(limit: Any, batching: TurboQuantBatching) -> None:
-    words = "`max_new_tokens` is .*; it must be a whole number, 1 or more"
-    with pytest.raises(ValueError, match=words):
-        batching.generate_batch([[1, 2]], None, options(), max_new_tokens=limit)
-    with pytest.raises(ValueError, match=words):
-        batching.generate_batch([[1, 2]], GenerationConfig(), options(), max_new_tokens=limit)
-    with served(batching, 1) as manager, pytest.raises(ValueError, match=words):
-        manager.add_request([1, 2], max_new_tokens=limit)
+        with pytest.raises(ValueError, match="`request_id` is 7; it must be a text"):
+            manager.add_request([1], 7)

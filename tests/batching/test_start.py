@@ -249,7 +249,7 @@ def test_steps_are_not_compiled_before_one_of_each_kind_has_run(requests: int, m
 
 def test_long_prompts_are_planned_for_after_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where cuDNN attends from them, as on no CPU."""
-    (prompt,), left, planned, warm_up = prompts([40]), [], threading.Event(), TurboQuantModelRunner._run_warm_up
+    (prompt,), left, planned, warm_up = prompts([40]), [], threading.Event(), TurboQuantModelRunner.run_warm_up
 
     def noted(self: Any, model: Any, requests: int, pair: int | None, *rest: Any) -> None:
         warm_up(self, model, requests, pair, *rest)
@@ -258,7 +258,7 @@ def test_long_prompts_are_planned_for_after_all_graphs(monkeypatch: pytest.Monke
             planned.set()
 
     monkeypatch.setattr(cache.dispatch, "plans_prompts", lambda *_: True)
-    monkeypatch.setattr(TurboQuantModelRunner, "_run_warm_up", noted)
+    monkeypatch.setattr(TurboQuantModelRunner, "run_warm_up", noted)
     compiler = Compiler()
     compiler.begin.set()
     with started(compiler) as manager:
@@ -421,7 +421,7 @@ def test_kernels_are_compiled_together_before_steps_that_need_them(
     events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single token's and a prompt's before the engine starts, others while it rests. Prompts are not run again."""
-    inputs, run = prompts([40, 90, 200]), TurboQuantModelRunner._run_warm_up
+    inputs, run = prompts([40, 90, 200]), TurboQuantModelRunner.run_warm_up
 
     def compiling(states: torch.Tensor, code: Callable[[], object]) -> Callable[[], None]:
         events.append("compiles")
@@ -434,7 +434,7 @@ def test_kernels_are_compiled_together_before_steps_that_need_them(
         run(self, model, requests, pair, *prompt)
 
     monkeypatch.setattr(runner, "compile_kernels", compiling)
-    monkeypatch.setattr(TurboQuantModelRunner, "_run_warm_up", noted_run)
+    monkeypatch.setattr(TurboQuantModelRunner, "run_warm_up", noted_run)
     with running(events) as manager:
         assert events.rest.wait(60)
         captured = pairs_of(events, 1, 2, 4, 8)

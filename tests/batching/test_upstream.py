@@ -90,7 +90,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "_handle_critical_error": ("84bd1f89da0d", "wrapped: batching/manager.py"),
         "_run_generation_loop": ("56c9cdba165c", "wrapped: batching/manager.py"),
         "_generation_step": ("33491329c3ae", "replaced: batching/manager.py"),
-        "_fail_all_remaining_requests": ("f0d58d1d4c08", "relied upon: batching/manager.py"),
+        "_fail_all_remaining_requests": ("f0d58d1d4c08", "extended: batching/manager.py"),
     },
     ContinuousBatchProcessor: {
         "__init__": ("589aafcfc508", "relied upon: makes the runner that batching/manager.py extends"),

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -142,6 +143,15 @@ def test_a_replica_that_is_slow_takes_what_it_has_room_for_and_others_the_rest()
     assert not errors and sorted(taken[True] + taken[False]) == list(range(20))
     assert 0 < len(taken[True]) <= 4
     assert [found[i] for i in range(20)] == [oracle.generate(prompt, new) for prompt in inputs]
+
+
+@pytest.mark.parametrize("broken", [threading.Event().wait, Mock(side_effect=dist.DistError("reset"))], ids=[0, 1])
+def test_a_store_that_is_broken_is_said(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_many, "STORE_SECONDS", 0.1)
+    shared = SharedPrompts(Mock(add=lambda *given: broken()), "prompts", 20, replicas=2)
+    for call in (shared.take, shared.wait_for_all):
+        with pytest.raises(RuntimeError, match=r"The store .* is broken \((it has not answered for 0.1 s|reset)\)"):
+            call()
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "regex": ("completions", {"structured_outputs": {"regex": "(a"}}, "not closed"),
     "text": ("responses", {"text": {"verbosity": "low"}}, "`text.verbosity"),
     "deep": ("responses", {"text": {"format": {"type": "json_schema"}}}, "form of the answer"),
+    "no token": ("completions", {"structured_outputs": {"regex": "é{3}"}}, "no token of the model begins"),
 }
 """Endpoint, fields beside a prompt, and words of the answer."""
 

@@ -174,6 +174,12 @@ def test_a_call_that_is_no_call_stays_text(text: str, size: int) -> None:
     assert "".join(items) == text
 
 
+def test_a_forced_call_of_thousands_of_levels_stays_text() -> None:
+    text = '{"name": "f", "arguments": {"x": ' + "[" * 2000 + "]" * 2000 + "}}"
+    tools = [{"type": "function", "name": "f"}]
+    assert read_as(text, 5000, tools=tools, tool_choice="required") == ([text], "stop")
+
+
 PARTS = [["One ", ReasoningText("Hm"), ReasoningText(".")], ["two"], [ToolCall("f", '{"x": 4}'), ToolCall("g", "{}")]]
 
 
@@ -315,8 +321,8 @@ def close(values: Any, expected: Any) -> None:
         assert values == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
 
 
-def test_several_answers_and_log_probabilities_are_streamed(client: Any) -> None:
-    """Joined, the parts are the answers that are not streamed."""
+def test_several_answers_and_log_probabilities_are_streamed(client: Any, managers: list[Any]) -> None:
+    """Joined, the parts are the answers that are not streamed. JSON has no NaN."""
     message = {"role": "user", "content": "What does it hold?"}
     for path, asked in {
         "chat/completions": {"messages": [message], "logprobs": True, "top_logprobs": 2},
@@ -338,6 +344,28 @@ def test_several_answers_and_log_probabilities_are_streamed(client: Any) -> None
             for name, values in choice["logprobs"].items():
                 if name != "refusal":
                     close([each for part in logprobs for each in part[name]], values)
+    managers[0].model.get_output_embeddings().weight.data[50:] = torch.nan
+    answer = client.post("/v1/completions", json=body(temperature=0.0, logprobs=3, max_tokens=2))
+    assert "NaN" not in answer.text and answer.json()["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 2
+
+
+def test_an_answer_that_has_ended_is_not_counted_twice(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on with an answer whose stop string it has not found, while a thread reads the answer."""
+
+    def read(self: Any, output: Any) -> Any:
+        time.sleep(0.05)
+        return real(self, output)
+
+    real, options = answers.Choice.read, {"temperature": 0.0, "max_tokens": 30}
+    whole, other = (text_of(client, prompt=prompt, **options) for prompt in "AB")
+    stop = next(letter for letter in other if letter not in whole)
+    monkeypatch.setattr(answers.Choice, "read", read)
+    monkeypatch.setattr(answers, "INLINE", 0)
+    monkeypatch.setattr("tq_hf.batching.requests.Detokenizer.completes", lambda *given: False)
+    asked = {"prompt": ["B", "A"], "stream": True, "stop": stop} | options
+    events = [event["choices"][0] for event in events_of(client.post("/v1/completions", json=asked).text)]
+    assert "".join(event["text"] for event in events if event["index"] == 1) == whole
+    assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["stop", "length"]
 
 
 def test_an_answer_ends_before_its_stop_string(client: Any, managers: list[TurboQuantBatchingManager]) -> None:
@@ -363,21 +391,6 @@ def test_an_answer_ends_before_its_stop_string(client: Any, managers: list[Turbo
             assert f'"finish_reason":"{reason}"' in answered.replace(" ", ""), "an end of sequence likewise"
 
 
-def test_requests_of_one_id_are_answered_each(client: Any) -> None:
-    """At once, one after the other, and beside the further answers of another request."""
-
-    def texts(name: str, **options: Any) -> list[str]:
-        answer = client.post("/v1/completions", json=body(temperature=0.0, **options), headers={"x-request-id": name})
-        return [choice["text"] for choice in answer.json()["choices"]]
-
-    (expected,), (short,) = texts("a"), texts("a", max_tokens=5)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: texts("a"), range(8)))
-        both = [pool.submit(texts, "b", n=2), pool.submit(texts, "b-1", max_tokens=5)]
-    assert found == [[expected]] * 8
-    assert [each.result() for each in both] == [[expected] * 2, [short]]
-
-
 @pytest.mark.parametrize("options", [{}, {"stop": "~~~~"}, {"stream": True, "n": 2, "logprobs": 1}], ids=str)
 def test_a_client_that_goes_away_gives_its_pages_back(
     options: dict[str, Any], client: Any, managers: list[TurboQuantBatchingManager]
@@ -397,7 +410,7 @@ def test_a_client_that_goes_away_gives_its_pages_back(
         async def send(message: Any) -> None:
             sent.append(message)
 
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"gone")]
+        headers = [(b"content-type", b"application/json")]
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
             "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",

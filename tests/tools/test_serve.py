@@ -66,7 +66,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(folder: Path) -> None:
         (("--memory-share", 0), "`--memory-share` is 0"),
         (("--cache-tokens", 10**11), "`--cache-tokens`"),
         (("--cache-tokens", 100), "`--cache-tokens`"),
-        (("--api-key", " "), "`--api-key` is empty"),
+        *((("--api-key", key), "`--api-key` must be ASCII") for key in ("", "clé", "k ")),
     ],
     ids=str,
 )

@@ -3,9 +3,8 @@
 `tq_hf.tensors.pages` draws the block table of a request. All state of a request is in its pages, and their order stays
 the same as the request grows. Forks and offloading, which are transformers' own, therefore copy whole pages.
 
-Shared pages are pages that no later step writes: the sink page once all sinks are written, and the page of a block
-after the step that completes the block. Each is registered under the hash of its own tokens and of all tokens before
-them, because its bytes depend on all of them.
+Shared pages are those that no later step writes: the sink page once all sinks are written, and the page of a block once
+it is complete. Each is registered under the hash of its tokens and of all before, on which its bytes depend.
 
 In transformers a sector is the least common multiple of what blocks of each kind take, which would be gigabytes.
 Here a sector is one page of all sliding layers, a small multiple of a packed block (`tq_hf.tensors.pages.window_page`),

@@ -234,9 +234,9 @@ def engine_options(
         raise ValueError(
             f"`page_size` is {requested.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out."
         )
-    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request"):
         if (value := getattr(requested, name)) is not None:
-            number(name, value, 1)
+            number(name, value, int(name != "max_blocks_per_request"))  # 0: no block table
     options = copy(requested)  # a new config would apply deprecated options twice
     options.page_size = BLOCK_TOKENS
     if requested.num_blocks is not None:

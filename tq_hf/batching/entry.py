@@ -167,7 +167,7 @@ class TurboQuantBatching(ContinuousMixin):
 
         Raises:
             ValueError: Packed pages do not support the model, an option or the generation config, or an argument has
-                another type.
+                another type. A session of the last manager runs.
         """
         for name, kind, value in (
             ("continuous_batching_config", ContinuousBatchingConfig, continuous_batching_config),
@@ -181,6 +181,7 @@ class TurboQuantBatching(ContinuousMixin):
             generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
+            manager.check_idle()
             if manager.suits(self, generation_config, workload_hints):
                 if manager.batch_processor is None:
                     check_model(self.model, self.config)  # an adapter may have come while the manager slept

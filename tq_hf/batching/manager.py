@@ -35,7 +35,7 @@ from .checks import check_model, default_requests, engine_options
 from .grammars import Grammars
 from .layers import NAME
 from .options import RequestOptions, number, options_of, prompt_ids, shown, with_defaults
-from .processors import OPTIONS, BatchOptions, split_answer_id
+from .processors import OPTIONS, BatchOptions, answer_ids
 from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, WakeUp, one_line, scheduler_class
 
 logger = logging.get_logger(__name__)
@@ -173,6 +173,14 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         other = serving.get(self.model, self)
         return other is not self and other.is_running()
 
+    def check_idle(self) -> None:
+        """Raise `ValueError` if a manager serves the model: two callers of one would take each other's outputs."""
+        if self.is_running() or self._serves_elsewhere():
+            raise ValueError(
+                "A manager serves this model already. Add the requests to that manager, or stop it first: one call of "
+                "`generate_batch` takes any number of prompts."
+            )
+
     def restore_attention(self) -> None:
         """Undo `switch_to_cb_friendly_attn`, unless another manager serves the model."""
         if not self._serves_elsewhere():
@@ -256,7 +264,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         request_id = self.output_router.claim(request_id, applied.num_return_sequences)
-        self._cancelled = {name for name in self._cancelled if request_id not in (name, split_answer_id(name)[0])}
+        self._cancelled.difference_update(answer_ids(request_id, applied.num_return_sequences))
         ends, added = list(applied.eos_token_ids) or -1, None
         if self.is_tp_driver and self.background_thread_status.can_accept_new_requests() is not None:
             state = RequestState(request_id, prompt, logit_processor_kwargs={OPTIONS: applied})
@@ -270,7 +278,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             if added is None:  # or the queue is full
                 self.output_router.forget(request_id, applied.num_return_sequences)
         if self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED:
-            self._fail_unread()
+            self._fail_all_remaining_requests(self._refusal(), None)
         return added
 
     @property
@@ -282,8 +290,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         why = "stops, and" if self.error is None else f"has ended with an error ({self.error}), and"
         return RuntimeError(f"The engine {why} answers no requests that come later.")
 
-    def _fail_unread(self) -> None:
-        self._fail_all_remaining_requests(self._refusal(), None)
+    def _fail_all_remaining_requests(self, error: Exception, batch_processor: ContinuousBatchProcessor | None) -> None:
+        if batch_processor is not None and self.background_thread_status.tp_status == BackgroundThreadStatus.HARD_STOP:
+            error = RuntimeError("The engine was stopped before this answer was complete.")
+        super()._fail_all_remaining_requests(error, batch_processor)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Register a function that the running event loop calls with the outputs of an answer. An exception of it is
@@ -383,7 +393,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             if now or not (alone or runner.layers is None):
                 runner.compile_kernels(self.model)
                 while runner.missing:
-                    runner.warm_up(self.model)
+                    runner.run_warm_up(self.model, *runner.missing.pop(0))
             self.warmed_up = True
 
     @property
@@ -397,7 +407,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         """Start the background thread. Raise `ValueError` if the model has changed since the last session, and the
-        manager still has pages of it, or if another manager serves the model."""
+        manager still has pages of it, or if a manager serves the model."""
         if not self.model_is_unchanged():
             self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
@@ -406,11 +416,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 "`destroy_cached_continuous_batching_manager()`, then `init_continuous_batching()`."
             )
         with starting:
-            if self._serves_elsewhere():
-                raise ValueError(
-                    "Another manager serves this model. Add the requests to that manager, or stop it first: one call "
-                    "of `generate_batch` takes any number of prompts."
-                )
+            self.check_idle()
             self._keeps_pages, serving[self.model] = False, self
             self.switch_to_cb_friendly_attn(self.model)
             super().start()
@@ -424,7 +430,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             at_end.callback(self._end_session)
             at_end.callback(lambda: runner is None or self._keeps_pages or runner.cancel(0))
             at_end.callback(lambda: self._processor and (store := self._processor.cache.prefixes) and store.flush())
-            at_end.callback(self._fail_unread)
+            at_end.callback(lambda: self._fail_all_remaining_requests(self._refusal(), None))
             try:
                 super()._run_generation_loop(*args, **options)
             except BaseException as error:  # transformers handles exceptions only

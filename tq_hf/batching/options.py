@@ -216,7 +216,7 @@ def number(name: str, value: Any, least: Any, most: Any = MOST) -> Any:
     """Return an option. Raise `ValueError` unless it is a number within limits, a whole one if the limits are."""
     kinds = (int, float) if isinstance(least, float) else int
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        limits = f"{least} or more" if most == MOST else f"{least} to {most}"
+        limits = f"{least} or more, and below 2**31" if most == MOST else f"{least} to {most}"
         limits = f"number between {least:g} and {most:g}" if isinstance(least, float) else f"whole number, {limits}"
         raise ValueError(f"`{name}` is {shown(value)}; it must be a {limits}.")
     return float(value) if isinstance(least, float) else value
@@ -360,14 +360,9 @@ def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
     if positions is None:
         return most
     if prompt > positions:
-        follows = any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config))
-        raise ValueError(
-            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model"
-            + (
-                f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
-                if follows
-                else ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
-            )
-        )
+        why = ". Shorten it; or raise `max_position_embeddings` of the config, if the model can read more."
+        if any(rope.get("rope_type") in FOLLOWING for rope in rotary_embeddings(config)):
+            why = f", beyond which its rotary embeddings follow the longest request of a step. Shorten it. {INSTEAD}"
+        raise ValueError(f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model{why}")
     left = positions + 1 - prompt  # the last token of an answer needs no position
     return left if most is None else min(most, left)

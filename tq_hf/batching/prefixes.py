@@ -233,7 +233,7 @@ class PrefixStore:
         names = deque[int]()
         for name in self.allocator.names(tokens):
             file = self._content(name)[0]
-            if not (self._is_near(name) or file in self.folder.known or (self.folder.path / file).exists()):
+            if not (self._is_near(name) or file in self.folder.known or os.path.exists(self.folder.path / file)):
                 break
             names.append(name)
         if any(name not in self.ledger.hash_to_block for name in names):

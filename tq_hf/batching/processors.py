@@ -328,7 +328,7 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         some = masks.any(1).tolist()
         for row, state in rows:
             if not some[row]:
-                state.fail(ValueError("The grammar goes on with a text that no token of the model begins."))
+                state.fail(ValueError("The grammar goes on with a text that no token of the model begins. Change it."))
         self.masks[: len(masks)].copy_(masks, non_blocking=True)
 
     def choose(self, logits: torch.Tensor, tokens: torch.Tensor, features: Features, output: torch.Tensor) -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    GenerationOutput,
+    RequestState,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 from transformers.utils import logging
 
@@ -31,7 +37,6 @@ LISTED = 8
 """Maximum number of requests that a line of the log names."""
 
 SHORT_STEPS = "short_steps"
-"""Name of the scheduler `ShortSteps`."""
 
 
 class StepAbandoned(Exception):
@@ -76,8 +81,7 @@ class PromptsInTurn(FIFOScheduler):
     """transformers' FIFO scheduler, which schedules requests that are answered, then prompts in an order of its own."""
 
     def take_turns(self, answered: int, prompts: list[RequestState], token_budget: int) -> Any:
-        """Prompts in their order, and the number of their tokens in a step with one token of `answered` requests
-        each."""
+        """Prompts in their order, and the number of their tokens in a step beside `answered` requests."""
         raise NotImplementedError
 
     def _process_candidates(self, candidates: list[RequestState], token_budget: int, *others: Any) -> Any:
@@ -95,14 +99,10 @@ class PromptsInTurn(FIFOScheduler):
 
 
 class ShortestFirst(PromptsInTurn):
-    """Scheduler by which shorter prompts go first, and steps stay short.
-
-    Prompts are ordered by time of arrival plus `PATIENCE` seconds per token that is not read yet. Requests that arrive
-    after that time do not overtake, so no request waits forever. In a burst most requests get their first token much
-    earlier than in the order of arrival, where half of them wait until half of all tokens are read. A prompt that is
-    partly read is overtaken as well, while the pool has room for its rest. A step reads at most `STEP_TOKENS` tokens of
-    prompts while answers are generated.
-    """
+    """Scheduler by which shorter prompts go first, and steps stay short. Prompts are ordered by time of arrival plus
+    `PATIENCE` seconds per token that is not read yet. Requests that arrive after that time do not overtake, so no
+    request waits forever. A prompt that is partly read is overtaken as well, while the pool has room for its rest. A
+    step reads at most `STEP_TOKENS` tokens of prompts while answers are generated."""
 
     @staticmethod
     def _in_turn(prompts: list[RequestState]) -> list[RequestState]:
@@ -121,11 +121,8 @@ class ShortestFirst(PromptsInTurn):
 
 
 class ShortSteps(PromptsInTurn):
-    """Scheduler by which prompts share `CPU_STEP_TOKENS` tokens of a step.
-
-    Beside others, the prompt that came first gets half of that, so that no prompt waits forever. The other half is for
-    the prompts with the fewest tokens left.
-    """
+    """Scheduler by which prompts share `CPU_STEP_TOKENS` tokens of a step. Beside others, the prompt that came first
+    gets half of that, so that no prompt waits forever. The other half is for prompts with the fewest tokens left."""
 
     _first: tuple[RequestState | None, int] = (None, 0)
     """The prompt that came first, and the number of its tokens that a step may read."""
@@ -168,6 +165,8 @@ class TurboQuantRequest(Substitute, RequestState):
     matching: Matching | None = None
     cached_tokens = 0
     """Number of tokens of the prompt that were found in pages."""
+    refused = False
+    """Whether the request failed by its own options."""
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
@@ -226,14 +225,15 @@ class TurboQuantRequest(Substitute, RequestState):
 
     def fail(self, error: Exception) -> None:
         """End this request alone, with what is generated, after the step that runs."""
-        self.error = text_of(error)
+        self.error, self.refused = text_of(error), isinstance(error, ValueError)
         logger.error(f"Request {self.request_id} fails: {one_line(error)}")
 
     def to_generation_output(self) -> GenerationOutput:
-        """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
+        """Create an output. `top_logprobs` is `None` unless asked for; `refused`: whether its own options failed it."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
         output.first_token_time, output.cached_tokens = self.first_token_time, self.cached_tokens
+        output.refused = self.refused
         if self.error is not None:
             output.status = RequestStatus.FAILED
         output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None
@@ -248,12 +248,9 @@ class TurboQuantRequest(Substitute, RequestState):
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """Return a subclass of the scheduler `name` with two checks.
-
-    New requests that exceed the cache or the model's positions are refused. Answers end at the model's last position.
-    Requests are turned into `TurboQuantRequest`. Later requests pass a waiting one without room in one step
-    only. Then it is the next to begin: no prompt waits for as long as shorter ones come.
-    """
+    """Return a subclass of the scheduler `name` that makes each state a `TurboQuantRequest`, refuses requests that do
+    not fit into the cache or the model's positions, and ends answers at the last position. Later requests pass a
+    waiting one without room in one step only. Then it is the next to begin, and waits no longer for shorter ones."""
     own = {"shortest_first": ShortestFirst, SHORT_STEPS: ShortSteps}
     base: Any = (own | SCHEDULER_MAPPING).get(name, FIFOScheduler)
 
@@ -304,10 +301,16 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             return batch
 
         def _process_candidates(self, candidates: list[Any], *others: Any) -> Any:
-            """Leave out answers that the running step of an asynchronous batch completes, unless no other has room."""
+            """Leave out answers that the running step of an asynchronous batch completes. If no other request has room,
+            the next step has no tokens: the loop reads the results of a step once the next one is launched."""
             left = [state for state in candidates if not state.is_answered]
-            found = super()._process_candidates(left, *others) if left else ([],)
-            return found if found[0] else super()._process_candidates(candidates, *others)
+            found = super()._process_candidates(left, *others)
+            if found[0] or len(left) == len(candidates):
+                return found
+            self.starved_requests.clear()  # the answers free their pages
+            state = next(state for state in candidates if state.is_answered)
+            state.tokens_to_process = []
+            return [FutureRequestState(state, False, {}, 0)], False, False, 0, 0
 
         def add_waiting_request(self, state: RequestState) -> None:
             state = TurboQuantRequest.of(state, self.detokenizer)
@@ -362,18 +365,15 @@ class AnswerRouter(OutputRouter):
         if left > 0:
             self._open[asked] = left
 
-    def deliver(self, output: GenerationOutput) -> None:
-        self.deliver_batch([output])
-
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         by_loop: dict[Any, list[GenerationOutput]] = {}  # transformers would call all handlers in the loop of the last
         with self._ids:
             for output in outputs:
                 _, loop = self.result_handlers.get(output.request_id, (None, None))
-                if loop is None or not loop.is_closed():  # as that of a server that shuts down
-                    by_loop.setdefault(loop, []).append(output)
+                by_loop.setdefault(loop, []).append(output)
             for group in by_loop.values():
-                super().deliver_batch(group)
+                with suppress(RuntimeError):  # the loop is closed, as that of a server that shuts down
+                    super().deliver_batch(group)
             for output in outputs:
                 if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
                     self._count(output.request_id, 1)
@@ -387,4 +387,4 @@ class AnswerRouter(OutputRouter):
             failed.append(TurboQuantRequest.of(child, None))
         for each in failed:
             each.status, each.error = RequestStatus.FAILED, text_of(error)
-            self.deliver(each.to_generation_output())
+        self.deliver_batch([each.to_generation_output() for each in failed])

@@ -239,7 +239,7 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
         if self.missing[0][1] is None:
             self.compile_kernels(model, 1, behind=True)
         else:
-            self.warm_up(model)
+            self.run_warm_up(model, *self.missing.pop(0))
         return True
 
     def compile_kernels(self, model: torch.nn.Module, steps: int | None = None, behind: bool = False) -> None:
@@ -250,9 +250,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
 
         def run_all() -> None:
             for requests in reversed(sizes):  # the kernel that appends and encodes takes the longest
-                self._run_warm_up(model, requests, None)
+                self.run_warm_up(model, requests, None)
                 if not requests:
-                    self._run_warm_up(model, 0, None, 2)  # few queries to few heads are split, which other kernels do
+                    self.run_warm_up(model, 0, None, 2)  # few queries to few heads are split, which other kernels do
 
         self.only_compiles = True
         try:
@@ -281,12 +281,9 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
             if thread is not None:
                 thread.cancel(timeout)
 
-    def warm_up(self, model: torch.nn.Module) -> None:
-        """Run the next warm-up of `missing`. No step may be running."""
-        self._run_warm_up(model, *self.missing.pop(0))
-
     @torch.no_grad()
-    def _run_warm_up(self, model: Any, requests: int, pair: int | None, prompt: int | None = None) -> None:
+    def run_warm_up(self, model: Any, requests: int, pair: int | None, prompt: int | None = None) -> None:
+        """Run a warm-up of `missing`, or of a step with `prompt` tokens. No step may be running."""
         io, cache, pair = self.inputs_and_outputs, self.cache, pair or 0
         pairs: Any = None if isinstance(io, ContinuousBatchingIOs) else io
         current = pair if pairs is None else pairs.current_pair
@@ -369,6 +366,8 @@ class TurboQuantModelRunner(Substitute, ModelRunner):
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
         """Pad the numbers of tokens of the next step, and of tokens that it reads. A step with prompts and few tokens
         has a power of two of them: it may be a graph."""
+        if not num_q_tokens:
+            return 0, 0
         tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
         may_be_graph = self.use_cuda_graph_varlen and not use_decode_fast_path and tokens <= MOST_TOKENS
         for io in self.buffers():

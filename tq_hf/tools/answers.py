@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
-from itertools import accumulate, chain
+from itertools import accumulate, chain, starmap
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -185,8 +185,8 @@ class Choice:
             try:
                 call, self.calls = json.loads(text), 1
                 return [ToolCall(call["name"], json.dumps(call["arguments"]))]
-            except ValueError:
-                pass  # a call that is cut stays text
+            except (ValueError, RecursionError):
+                pass  # a call that is cut, or has a thousand levels, stays text
         if self.parser is None:
             return [text] if text else []
         try:
@@ -219,23 +219,19 @@ class Choice:
         texts = [text_of(token) for token in tokens[new]]
         if not texts:
             return None
+        finite = partial(max, -9999.0)  # as OpenAI's: JSON has no infinite numbers, and no NaN
+        chosen = [finite(row.logprob) for row in rows[new]]
+        top = [[(text_of(token), finite(x)) for token, x in row.top.items()] for row in rows[new]]
         if isinstance(self.body, CompletionBody):
             offsets = list(accumulate(map(len, texts), initial=self.letters))
             self.letters = offsets.pop()
-            return {
-                "tokens": texts,
-                "token_logprobs": [row.logprob for row in rows[new]],
-                "top_logprobs": [{text_of(token): x for token, x in row.top.items()} for row in rows[new]],
-                "text_offset": offsets,
-            }
-        return {
-            "content": [
-                _entry(text, row.logprob)
-                | {"top_logprobs": [_entry(text_of(token), x) for token, x in row.top.items()]}
-                for text, row in zip(texts, rows[new], strict=True)
-            ],
-            "refusal": None,
-        }
+            likely = list(map(dict, top))
+            return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
+        content = [
+            _entry(text, x) | {"top_logprobs": list(starmap(_entry, likely))}
+            for text, x, likely in zip(texts, chosen, top, strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
@@ -383,9 +379,12 @@ class Exchange:
                 answer: Any = await self.ready.get()
                 if isinstance(answer, Refused):
                     raise answer
+                if answer.finish:  # an output came while a thread found a stop string in the one before
+                    continue
                 output, answer.newest = answer.newest, None
                 if output.error is not None:
-                    raise Refused(engine.failure or output.error, 503 if engine.failure else 500)
+                    status = 400 if output.refused else 500
+                    raise Refused(engine.failure or output.error, 503 if engine.failure else status)
                 new = len(output.generated_tokens) - answer.count
                 if new <= INLINE:
                     part = answer.read(output)

@@ -61,10 +61,7 @@ class Estimator:
         self.notes = [note] if note and weight_bytes is None else []
         """Sentences for the user about parts that are not counted, or not exactly."""
         if not run.whole:
-            self.notes.append(
-                "Only the weights of the decoder are counted: the rest of the model needs a package that is not "
-                "installed."
-            )
+            self.notes.append("Only the decoder's weights are counted: the rest needs a package that is not installed.")
         if run.cross_bytes:
             self.notes.append(
                 f"The model also caches {run.cross_bytes:,} bytes for each token of the encoder's input. They are not "

@@ -248,7 +248,8 @@ class ResponseForm:
 
     def failed(self, error: Refused) -> dict[str, Any]:
         """The last event of an answer that is not complete."""
-        return self._of_whole("failed", "failed", error={"code": "server_error", "message": str(error)})
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        return self._of_whole("failed", "failed", error={"code": code, "message": str(error)})
 
 
 class Reply(StreamingResponse):
@@ -389,22 +390,22 @@ class HttpServer(uvicorn.Server):
 
 
 def check_access(host: str, port: int, key: str | None) -> str | None:
-    """Return a warning if others may use the server. Raise `ValueError` if the port is in use, the key is empty, or
-    several processes were started."""
+    """Return a warning if others may use the server. Raise `ValueError` if the port is in use, clients cannot send
+    the key, or several processes were started."""
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise ValueError(
             f"torchrun started {processes} processes, and this server is one process on one GPU. Start one server per "
             "GPU, each with its own `--port`, or use `examples/ray_serve.py` for one address. A model that needs "
             "several GPUs can answer batches: `examples/serve_many.py --tp`."
         )
-    if key is not None and not key.strip():
-        raise ValueError("`--api-key` is empty. Leave it out for a server without a key.")
+    if key is not None and not (key.strip() == key and key.isascii() and key.isprintable() and key):
+        raise ValueError("`--api-key` must be ASCII without spaces at its ends. Leave it out if there is no key.")
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
             is_open = key is None and not ip_address(taken.getsockname()[0]).is_loopback
     except OSError as error:
         raise ValueError(
-            f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--port`."
+            f"Cannot listen at {host}:{port}: {error.strerror or error}. Choose another `--host` or `--port`."
         ) from None
     return (
         "Warning: this server answers all who reach it. Set `--api-key`, or keep `--host localhost`." * is_open or None

@@ -78,10 +78,9 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
 
 
 def _run_in_either_way(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
-    """Run a model without a padding token, then with one if that fails. Some models search their inputs for the
-    padding token, which needs values. Other models need the token to count
-    positions (RoBERTa, NLLB), or build masks for sdpa from values (BioGPT). The second run uses "eager" attention.
-    """
+    """Run a model without a padding token, then with one if that fails. Some models search their inputs for the token,
+    which needs values. Others need the token to count positions (RoBERTa, NLLB), or build masks for sdpa from values
+    (BioGPT). The second run uses "eager" attention."""
     try:
         return _run(_traceable(config, pads=False), dtype, config.is_encoder_decoder)
     except Exception:
