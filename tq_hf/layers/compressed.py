@@ -247,7 +247,7 @@ class TurboQuantLayer(FullAttentionLayer):
         handle = Handle(self, view)
         if torch.is_grad_enabled():
             handle.sources = self._lost(view, key_states, value_states)
-        if self.reads_packed:
+        if self.reads_packed or (view.past_length == 0 and self._may_read_packed()):
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1:
             self._warn_about_dequantized_steps(view)

@@ -272,7 +272,7 @@ def _resolve_expanded(
     known = config is not None and is_known(module, keys, values)
     own = is_up_projection(keys._expansion.weight, module)
     layer.expands = known and own and dispatch.supports_latents(keys._expansion.like, handle.view.tensors.layout)
-    if is_first and known:
+    if known and layer.reader is None:
         layer.reader = weakref.ref(config)
     if is_first or not known:
         return None, _real(keys), _real(values)
