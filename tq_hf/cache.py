@@ -118,13 +118,14 @@ class TurboQuantCache(Copyable, DynamicCache):
         """Indices of layers that encoded the first prompt; `None` after the check for states beyond fp16."""
         self._padding: Padding | None = None
         """Padding of the next call of several tokens, if masks were made for it and a layer lacks sinks."""
-        self._empty_from = len(layers := _layers(model_config, self.config, max_cache_len))
-        """Index of the first of the last layers that held no tokens at the last `crop`."""
+        self._first_empty: int | None = None
+        """Index of the first of the last layers without tokens if the last `crop` left tokens in others."""
         self._refuses_repeats = False
         """Whether to refuse a repeated update of one layer without a new mask; set by masks of an encoder-decoder."""
         self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
             model_config.get_text_config(decoder=True), "add_cross_attention", False
         )
+        layers = _layers(model_config, self.config, max_cache_len)
         self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -203,7 +204,7 @@ class TurboQuantCache(Copyable, DynamicCache):
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
-        if layer_idx >= self._empty_from and max(held_lengths(self.layers).values()) > key_states.shape[2]:
+        if self._first_empty is not None and layer_idx >= self._first_empty:
             raise ValueError(
                 f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
                 "Make a new cache, and pass the whole prompt again."
@@ -330,6 +331,11 @@ class TurboQuantCache(Copyable, DynamicCache):
         if self.offloading:
             layer.offload()
 
+    def reset(self) -> None:
+        """Remove all tokens, also those that an exception left in the first layers."""
+        super().reset()
+        self.last_update = self._first_empty = self._padding = None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of each layer.
 
@@ -341,7 +347,7 @@ class TurboQuantCache(Copyable, DynamicCache):
                 unchanged then.
         """
         self._require("crop")
-        self._empty_from = crop(self.layers, tokens_to_remove, self.last_update)
+        self._first_empty = crop(self.layers, tokens_to_remove, self.last_update)
         self.last_update = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
