@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .balance import Balance
 from .compat import (
     CACHE_NAME,
-    asked_by_prefill,
+    asked_by,
     check_required_names,
     has_attention_heads,
     is_capturing,
@@ -176,8 +176,11 @@ class TurboQuantCache(Copyable, DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate()` compiles decode steps. Chunks of a prompt stay eager: no graph can encode a prompt."""
-        return all(layer.is_compileable for layer in self.layers) and not asked_by_prefill()
+        """Whether `generate()` compiles decode steps. Chunks of a prompt stay eager: no graph can encode a prompt. Masks
+        have columns for the empty rows of steps that are not compiled, too (linear layers that record their past)."""
+        if (asks := asked_by()) == "mask":
+            return self.preallocated_for is not None
+        return not asks and all(layer.is_compileable for layer in self.layers)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -492,13 +492,14 @@ def _callers(frame: FrameType | None, but: str = "") -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def asked_by_prefill() -> bool:
-    """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled, as the
-    loop over steps does with the same `_valid_auto_compile_criteria` (transformers 5.17 to 5.24)."""
+def asked_by() -> str:
+    """Return who asks if a cache is compileable: "mask", to leave out that of one token, or "prefill" of `generate()`,
+    for chunks of a prompt (transformers 5.17 to 5.24); "" for others. The loop over steps is one of these."""
     if torch.compiler.is_dynamo_compiling():
-        return False
+        return "mask"
     names = [frame.f_code.co_name for frame in islice(_callers(sys._getframe(2), but="is_compileable"), 2)]
-    return names == ["_valid_auto_compile_criteria", "_prefill"]
+    is_prefill = names == ["_valid_auto_compile_criteria", "_prefill"]
+    return "mask" if names[0].startswith("create_") else "prefill" if is_prefill else ""
 
 
 _SWITCH = "original_max_position_embeddings"

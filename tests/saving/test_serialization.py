@@ -18,7 +18,7 @@ from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import assert_unchanged, every_pair, snapshot
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, reloaded, run, split, tokens
 from tests.support.tiny_models import CONFIGS, build, dense_attention
-from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
+from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 from tq_hf.saving.cache_file import load_cache, save_cache
@@ -133,6 +133,24 @@ def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_le
     # In transformers 5.17 masks of single calls do not fit the windows of any cache that has been used so.
     for length in (1, 9, 1) if Version(transformers.__version__) >= Version("5.21") else ():
         assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
+def test_convolutions_come_back_after_assisted_decoding(tmp_path, max_cache_len):
+    """Attention is sdpa's, which has no mask of one token where a cache with empty rows is said not to be compileable:
+    layers are not while they record their past, which grows from call to call."""
+    model, options = tiny_model("lfm2_moe"), dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    cache = TurboQuantCache(model.config, model=model, max_cache_len=max_cache_len, residual_length=10**4)
+    ids = tokens(1, 6).repeat(1, 5)
+    out = model.generate(ids, **as_input(cache), **options, prompt_lookup_num_tokens=3)
+    assert torch.equal(out, model.generate(ids, **options))
+    run(model, cache, tokens(1, 3))
+    loaded = reloaded(tmp_path, model, cache)
+    for length in (1, 1):
+        assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+    if max_cache_len is not None:
+        with pytest.raises(ValueError, match=r"also has linear layers that record their past.* Leave out"):
+            model.generate(out, **as_input(cache), **options, custom_generate=graph_decoding)
 
 
 def test_a_preallocated_window_that_is_full_goes_on_sliding(tmp_path):

@@ -97,6 +97,8 @@ def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     }
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
+    if not all(layer.is_compileable for layer in layers):
+        other.add("linear layers that record their past, for drafts of an earlier call")
     every_is_full = all(isinstance(layer, FullAttentionLayer) for layer in layers)
     if not every_is_full and any("recurrent_states" in vars(module) for module in model.modules()):
         other.add("recurrent states outside of it")
