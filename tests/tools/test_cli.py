@@ -4,6 +4,7 @@ import json
 import re
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ TEMPLATE = (
 )
 
 
-def saved_model(name: str, folder: Path, **changes: int) -> Path:
+def saved_model(name: str, folder: Path, **changes: Any) -> Path:
     """A folder with a tiny random chat model of one token a character; `changes` are those of its config."""
     model = build(name, **changes)
     model.save_pretrained(folder)

@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
+from ..config import number_of_positions
 from ..ops.dispatch import check_choice
 from ..prepared import join, separate
 from ..saving import fingerprint
@@ -133,7 +134,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             # Size tables for the longest request, by the hints and the model's limit.
-            longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
+            longest = number_of_positions(decoder) or UNKNOWN_LENGTH
             longest = min(longest, (hints.max_prompt_length + hints.max_generated_length) or longest)
             resolved.max_blocks_per_request = TableShape.of(config, layout, model.dtype).width(longest)
 
