@@ -63,6 +63,8 @@ def test_footprint_stays_exact_through_cache_operations():
     ):
         operation()
         assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values())
+    cache = TurboQuantCache(llama_config(LAYERS), balance=cache)  # with its channel scales
+    assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values()) > 0
 
 
 def test_dropping_sequences_releases_their_bytes():

@@ -335,8 +335,10 @@ class TurboQuantLayer(FullAttentionLayer):
         return keys, values
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """All tensors of the layer, by their kind in `memory_footprint`; `{}` before the first update."""
-        return {} if self.store is None else self.store.by_kind()
+        """All tensors of the layer, by their kind in `memory_footprint`."""
+        kinds: dict[str, list[torch.Tensor]] = {"metadata": []} if self.store is None else self.store.by_kind()
+        kinds["metadata"] += self.channel_scales or ()
+        return kinds
 
     def bytes_in_16_bits(self, tokens: int | None = None) -> int:
         """Bytes of `tokens` tokens with 16-bit keys and values; by default of all cached tokens."""
