@@ -38,7 +38,7 @@ from .layers.base import Copyable, FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer, compressed
 from .layers.dense import GrowingLayer, PreallocatedLayer, SlidingLayer
 from .layers.handle import for_graphs
-from .layers.rollback import crop, held_lengths
+from .layers.rollback import check_complete, crop, held_lengths
 from .memory import MemoryFootprint, measure
 from .ops.dispatch import check_choice
 from .saving.cache_file import load_cache, save_cache
@@ -109,6 +109,8 @@ class TurboQuantCache(Copyable, DynamicCache):
         self.config = config_of(preset, overrides)
         self.last_update: tuple[int, int] | None = None
         """Index of the layer updated last, and its number of new tokens; `None` if no layer is ahead of the others."""
+        self.last_layer: int | None = None
+        """Index of the layer updated last, of any kind; `None` before the first update."""
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         # Not named `max_cache_len`: PEFT replaces a cache that has an attribute of this name.
@@ -219,13 +221,25 @@ class TurboQuantCache(Copyable, DynamicCache):
             kwargs["padding"] = self._padding
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         tokens = key_states.shape[2]
-        self.last_update = layer_idx, tokens
+        self.last_update, self.last_layer = (layer_idx, tokens), layer_idx
         if is_compressed and tokens > 1:
             if layer.store is not None and layer.store.is_deferred:
                 self._deferred = layer
             if self._unchecked is not None:
                 self._unchecked.add(layer_idx)
         return states
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Update the states of a convolution in a layer of linear attention."""
+        self.last_layer = layer_idx
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Update the recurrent states of a layer of linear attention."""
+        self.last_layer = layer_idx
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _check_repeat(self, layer_idx: int, tokens: int) -> None:
         """Refuse cross-attention that updates the cache of self-attention: raise `ValueError` if a call updates one
@@ -337,19 +351,21 @@ class TurboQuantCache(Copyable, DynamicCache):
     def reset(self) -> None:
         """Remove all tokens, also those that an exception left in the first layers."""
         super().reset()
-        self.last_update = self._first_empty = self._padding = None
+        self.last_update = self.last_layer = self._first_empty = self._padding = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of each layer.
 
         An exception in a forward pass (Ctrl-C, no memory left) leaves the first layers a call ahead of the others. The
         tokens of that call count as the newest: all of them are removed, and layers without them lose fewer tokens.
+        Layers of linear attention cannot forget them.
 
         Raises:
             ValueError: A layer cannot be cropped, or `tokens_to_remove` is not a number or is positive. The cache is
                 unchanged then.
         """
         self._require("crop")
+        check_complete(self.layers, self.last_layer)
         self._first_empty = crop(self.layers, tokens_to_remove, self.last_update)
         self.last_update = None
 

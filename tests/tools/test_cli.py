@@ -257,6 +257,18 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
         assert chat.ids == undisturbed.ids
 
 
+def test_linear_layers_that_read_half_a_message_are_not_kept(tmp_path):
+    model, tokenizer = cli._loaded(str(saved_model("qwen3_next", tmp_path)), None, "cpu")
+    chat, undisturbed = (Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
+    assert chat.say("one") == undisturbed.say("one")
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        chat.say("broken")
+    hook.remove()
+    assert not chat.holds_conversation()
+    assert chat.say("two") == undisturbed.say("two") and chat.ids == undisturbed.ids
+
+
 def test_a_model_without_a_template_continues_the_text(llama_folder):
     model, tokenizer = cli._loaded(str(llama_folder), None, "cpu")
     tokenizer.chat_template = None

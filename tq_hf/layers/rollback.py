@@ -47,6 +47,19 @@ def tokens_ahead(
     return dict.fromkeys(first, 1) if is_prefix and all(layer.is_compileable for layer in layers) else {}
 
 
+def check_complete(layers: Sequence[Any], last: int | None) -> None:
+    """Raise a `ValueError` if an exception ended a call after layers of linear attention had read its tokens: `last`,
+    the index of the layer of any kind that was updated last, is not that of the last layer."""
+    linear = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    if last is None or not linear or any(layers[i].record_past for i in linear):
+        return
+    if linear[0] <= last < max((*linear, *held_lengths(layers))):
+        raise ValueError(
+            "An exception (Ctrl-C, no memory left) ended a forward pass after layers of linear attention had read its "
+            "tokens, which they cannot forget. Make a new cache, and pass the whole prompt again."
+        )
+
+
 def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | None = None) -> int | None:
     """`TurboQuantCache.crop`. Returns the index of the first of the last layers that held no tokens, if others still
     hold some and the model has cached in all layers up to there."""
