@@ -376,8 +376,8 @@ class TurboQuantCache(Copyable, DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices`, in this order. Raise `ValueError`, and change nothing, if a layer cannot."""
-        if not isinstance(indices, torch.Tensor):
-            raise ValueError(f"`indices` is {indices!r}; it must be a tensor of the sequences to keep.")
+        if not isinstance(indices, torch.Tensor) or indices.dim() != 1:
+            raise ValueError(f"`indices` is {indices!r}; it must be a tensor `[n]` of the sequences to keep.")
         self._require("batch_select_indices")
         super().batch_select_indices(indices)
 

@@ -352,9 +352,7 @@ def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
     return [run(model, cache, tokens(2, count, seed)) for seed, count in enumerate(calls)]
 
 
-@pytest.mark.parametrize(
-    ("name", "saved", "length"), every_pair(("llama", "gemma3", "qwen3_next"), (None, 400), (50, 95, 96, 97, 300))
-)
+@pytest.mark.parametrize(("name", "saved", "length"), every_pair(tuple(CONFIGS), (None, 400), (50, 95, 96, 97, 300)))
 def test_a_cache_goes_on_the_same_in_the_other_kind(tmp_path, name, saved, length):
     """Windows of 96 tokens: not yet full, about to be, full, and long past."""
     model, cache = filled(name, length, max_cache_len=saved)
@@ -387,11 +385,3 @@ def test_room_can_be_changed_and_must_suffice(tmp_path):
     for wrong in ("many", 0, 1.5, True):
         with pytest.raises(ValueError, match="`max_cache_len` is .*a number of tokens"):
             TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=wrong)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_is_converted(tmp_path, name):
-    model, cache = filled(name, 120)
-    loaded = reloaded(tmp_path, model, cache, max_cache_len=200)
-    for ours, theirs in zip(logits(model, loaded, [1, 1]), logits(model, cache, [1, 1]), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)

@@ -230,7 +230,8 @@ def test_a_multimodal_config_is_estimated_by_its_decoder():
 def test_rope_that_looks_at_the_prompt_is_no_obstacle():
     half = [1.0] * 48
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": half, "long_factor": half}
-    config = Phi3Config(max_position_embeddings=131072, rope_parameters=rope | {"original_max_position_embeddings": 4096})
+    rope["original_max_position_embeddings"] = 4096
+    config = Phi3Config(max_position_embeddings=131072, rope_parameters=rope)
     estimator = Estimator(config)
     assert estimator.footprint("4bit_nc", 10000).packed > 0 and estimator.max_positions == 131072
     assert config.rope_parameters["rope_type"] == "longrope"
