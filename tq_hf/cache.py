@@ -104,13 +104,10 @@ class TurboQuantCache(Copyable, DynamicCache):
         if isinstance(balance, bool):
             overrides["balance"] = balance
         elif balance is not None and not isinstance(balance, Balance):
-            allowed = "True or False, a `Balance`, or a cache of this model"
-            raise ValueError(f"`balance` is {balance!r}; it must be {allowed}.")
+            raise ValueError(f"`balance` is {balance!r}: pass True or False, a `Balance`, or a cache of this model.")
         self.config = config_of(preset, overrides)
         self.last_update: tuple[int, int] | None = None
-        """Index of the layer updated last, and its number of new tokens; `None` if no layer is ahead of the others."""
-        self.last_layer: int | None = None
-        """Index of the layer updated last, of any kind; `None` before the first update."""
+        """Index of the layer updated last, and number of new tokens; `None` if no layer is ahead of the others."""
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         # Not named `max_cache_len`: PEFT replaces a cache that has an attribute of this name.
@@ -157,7 +154,7 @@ class TurboQuantCache(Copyable, DynamicCache):
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if any(map(_is_filled, self.layers)):
+        if any(held_lengths(self.layers).values()):
             raise pickle.PicklingError(
                 "A TurboQuantCache that holds tokens cannot be pickled; an empty one can. Write it to a file with "
                 "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
@@ -178,8 +175,8 @@ class TurboQuantCache(Copyable, DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate()` compiles decode steps. Chunks of a prompt stay eager: no graph can encode a prompt. Masks
-        have columns for the empty rows of steps that are not compiled, too (linear layers that record their past)."""
+        """Whether `generate()` compiles decode steps; no graph can encode a prompt. Masks have columns for empty rows
+        in all steps, also where linear layers record their past."""
         if (asks := asked_by()) == "mask":
             return self.preallocated_for is not None
         return not asks and all(layer.is_compileable for layer in self.layers)
@@ -195,20 +192,18 @@ class TurboQuantCache(Copyable, DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. The cache is unchanged then.
         """
-        if torch.compiler.is_dynamo_compiling() and not (
-            key_states.shape[2] <= STEP_TOKENS and self._is_traceable(layer_idx, key_states.shape[2])
-        ):
-            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
                 f"{layer_idx}; make the cache from this model's config."
             )
+        layer: Any = self.layers[layer_idx]
+        if torch.compiler.is_dynamo_compiling() and not _is_traceable(layer, key_states.shape[2]):
+            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if self._refuses_repeats and not torch.compiler.is_dynamo_compiling():
             self._check_repeat(layer_idx, key_states.shape[2])
         if self._deferred is not None:
             self._encode_deferred()
-        layer: Any = self.layers[layer_idx]
         if self._first_empty is not None and layer_idx >= self._first_empty:
             raise ValueError(
                 f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
@@ -221,7 +216,7 @@ class TurboQuantCache(Copyable, DynamicCache):
             kwargs["padding"] = self._padding
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         tokens = key_states.shape[2]
-        self.last_update, self.last_layer = (layer_idx, tokens), layer_idx
+        self.last_update = layer_idx, tokens
         if is_compressed and tokens > 1:
             if layer.store is not None and layer.store.is_deferred:
                 self._deferred = layer
@@ -230,16 +225,9 @@ class TurboQuantCache(Copyable, DynamicCache):
         return states
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Update the states of a convolution in a layer of linear attention."""
-        self.last_layer = layer_idx
+        """Update a layer of linear attention; its recurrent states follow."""
+        self.last_update = layer_idx, 0
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Update the recurrent states of a layer of linear attention."""
-        self.last_layer = layer_idx
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _check_repeat(self, layer_idx: int, tokens: int) -> None:
         """Refuse cross-attention that updates the cache of self-attention: raise `ValueError` if a call updates one
@@ -257,12 +245,6 @@ class TurboQuantCache(Copyable, DynamicCache):
             f"the encoder: cross-attention needs a second cache. Pass `{CACHE_NAME}=EncoderDecoderCache("
             "TurboQuantCache(model.config), DynamicCache(config=model.config))` from transformers."
         )
-
-    def _is_traceable(self, layer_idx: int, tokens: int) -> bool:
-        """Whether a compiled graph may include an update of this layer by this number of tokens."""
-        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        is_ready = layer is not None and layer.is_compileable and layer.is_initialized
-        return is_ready and (tokens == 1 or (hasattr(layer, "takes_step") and layer.takes_step(tokens)))
 
     @torch.compiler.disable
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,25 +271,18 @@ class TurboQuantCache(Copyable, DynamicCache):
         return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask for `query_length` new tokens covers. A call of the model
-        begins."""
-        self._begin_call(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
-
-    def _begin_call(self, tokens: int) -> None:
-        """Prepare for `tokens` new tokens. A compiled step never finds a deferred prompt: masks are made before
-        updates."""
+        """Length and offset of keys that a mask for `query_length` new tokens covers. A call of the model begins."""
         if self._is_encoder_decoder:
             self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:
             self._encode_deferred()
-        if torch.compiler.is_dynamo_compiling():
-            return
-        if self._unchecked and not is_capturing():
-            warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
-            self._unchecked = None
-        self._padding = self._observe_padding() if tokens > 1 else None
-        self._check_room(tokens)
+        if not torch.compiler.is_dynamo_compiling():
+            if self._unchecked and not is_capturing():
+                warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
+                self._unchecked = None
+            self._padding = self._observe_padding() if query_length > 1 else None
+            self._check_room(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_room(self, tokens: int) -> None:
         """Raise a `ValueError` if a preallocated cache has no room for the answer that `generate()` begins, or, with
@@ -351,7 +326,7 @@ class TurboQuantCache(Copyable, DynamicCache):
     def reset(self) -> None:
         """Remove all tokens, also those that an exception left in the first layers."""
         super().reset()
-        self.last_update = self.last_layer = self._first_empty = self._padding = None
+        self.last_update = self._first_empty = self._padding = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of each layer.
@@ -365,7 +340,7 @@ class TurboQuantCache(Copyable, DynamicCache):
                 unchanged then.
         """
         self._require("crop")
-        check_complete(self.layers, self.last_layer)
+        check_complete(self.layers, self.last_update)
         self._first_empty = crop(self.layers, tokens_to_remove, self.last_update)
         self.last_update = None
 
@@ -440,6 +415,12 @@ class TurboQuantCache(Copyable, DynamicCache):
         if max_cache_len != "saved":
             check_max_cache_len(max_cache_len)
         return load_cache(cls, path, model, preset, max_cache_len)[0]
+
+
+def _is_traceable(layer: Any, tokens: int) -> bool:
+    """Whether a compiled graph may include an update of a layer by this number of tokens."""
+    is_step = tokens == 1 or (tokens <= STEP_TOKENS and hasattr(layer, "takes_step") and layer.takes_step(tokens))
+    return is_step and layer.is_compileable and layer.is_initialized
 
 
 def check_max_cache_len(max_cache_len: Any) -> None:
@@ -543,9 +524,3 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
     for layer in layers:
         if isinstance(layer, SlidingLayer):
             layer.room = room
-
-
-def _is_filled(layer: Any) -> bool:
-    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
-    holds_tokens = getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0
-    return holds_tokens or any(any(one.values()) for one in states)

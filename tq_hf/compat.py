@@ -470,11 +470,9 @@ def memory_per_gpu(handler: Any, gpus: int) -> dict[str, Any]:
 
 
 def _takes(model: type[PreTrainedModel]) -> bool:
-    if not model._can_set_attn_implementation():
-        return False
     # Models that sdpa cannot compute (softcap, sinks) still declare flex or flash attention.
     others = model._supports_attention_backend and (model._supports_flex_attn or model._supports_flash_attn)
-    return model._supports_sdpa or others
+    return model._can_set_attn_implementation() and (model._supports_sdpa or others)
 
 
 def _models(kind: type[PreTrainedModel] = PreTrainedModel) -> Iterator[type[PreTrainedModel]]:
@@ -532,7 +530,7 @@ def length_of_generation() -> tuple[int, int] | None:
 def padding_mask_of_caller() -> torch.Tensor | None:
     """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one. It is a local variable of
     the function that makes masks and calls `get_mask_sizes` of a cache (transformers 5.17 to 5.24)."""
-    mask = next(_callers(sys._getframe(3), but="get_mask_sizes")).f_locals.get("attention_mask")
+    mask = next(_callers(sys._getframe(2), but="get_mask_sizes")).f_locals.get("attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 

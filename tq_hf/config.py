@@ -165,8 +165,7 @@ Requests of one step would change each other's answers there."""
 
 
 def number_of_positions(model_config: Any, alone: bool = False) -> int | None:
-    """Number of positions that the config of a decoder allows in steps of several requests or, if `alone`, of one; or
-    `None` if the config has no limit."""
+    """Number of positions that the config of a decoder allows, `alone` or to requests of one step; `None` for any."""
     named = [n for name in POSITIONS if isinstance(n := getattr(model_config, name, None), int) and n > 0]
     for rope in rotary_embeddings(model_config):
         kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")

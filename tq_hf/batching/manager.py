@@ -42,8 +42,7 @@ from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, Wak
 logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
-"""Number of tokens that a block table covers if neither hints nor the model set a limit. Steps with longer requests use
-lists instead of a block table."""
+"""Tokens that a block table covers if neither hints nor the model set a limit. Longer requests need lists instead."""
 
 serving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The manager that serves a model, by model, from `start` until the thread ends."""

@@ -203,7 +203,12 @@ class Loop:
     def _run_or_replay(self, step: Any) -> bool:
         """Run a step, captured once it is warm. Returns whether its graph was replayed."""
         if step.graph is None and self.captures and step.warm >= WARM_UP:
-            self._capture(step)
+            try:
+                step.graph = capture(partial(self._run, step), self.prompt.device)
+            except RuntimeError as error:
+                sentence = capture_failure(self.model, error)
+                raise RuntimeError(f"{sentence} Leave out `custom_generate=graph_decoding`.") from error
+            step.outputs = (step.logits, step.scores)
         if step.graph is None:
             self._run(step)
             step.warm += 1
@@ -217,14 +222,6 @@ class Loop:
         for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
             if every is not None and tensor is not None:
                 every.append(tensor.clone())
-
-    def _capture(self, step: CapturedStep) -> None:
-        try:
-            step.graph = capture(partial(self._run, step), self.prompt.device)
-        except RuntimeError as error:
-            sentence = capture_failure(self.model, error)
-            raise RuntimeError(f"{sentence} Leave out `custom_generate=graph_decoding`.") from error
-        step.outputs = (step.logits, step.scores)
 
     def _run(self, step: CapturedStep) -> None:
         """Run the operations of the graph."""

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors, compiled_frame, is_traceable_wrapper_subclass
 from .base import replaced

@@ -47,13 +47,12 @@ def tokens_ahead(
     return dict.fromkeys(first, 1) if is_prefix and all(layer.is_compileable for layer in layers) else {}
 
 
-def check_complete(layers: Sequence[Any], last: int | None) -> None:
-    """Raise a `ValueError` if an exception ended a call after layers of linear attention had read its tokens: `last`,
-    the index of the layer of any kind that was updated last, is not that of the last layer."""
+def check_complete(layers: Sequence[Any], last: tuple[int, int] | None) -> None:
+    """Raise a `ValueError` if an exception ended a call after layers of linear attention had read its tokens: the layer
+    updated last (see `tokens_ahead`) is not the last layer."""
     linear = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    if last is None or not linear or any(layers[i].record_past for i in linear):
-        return
-    if linear[0] <= last < max((*linear, *held_lengths(layers))):
+    end = max((*linear, *held_lengths(layers)), default=0)
+    if last and linear and linear[0] <= last[0] < end:
         raise ValueError(
             "An exception (Ctrl-C, no memory left) ended a forward pass after layers of linear attention had read its "
             "tokens, which they cannot forget. Make a new cache, and pass the whole prompt again."
@@ -61,8 +60,7 @@ def check_complete(layers: Sequence[Any], last: int | None) -> None:
 
 
 def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | None = None) -> int | None:
-    """`TurboQuantCache.crop`. Returns the index of the first of the last layers that held no tokens, if others still
-    hold some and the model has cached in all layers up to there."""
+    """`TurboQuantCache.crop`. Returns the index from which on no layer held tokens; `None` if none holds any now."""
     tokens = -check_crop(tokens_to_remove)
     lengths = held_lengths(layers)
     records = any(getattr(layer, "record_past", False) for layer in layers)  # assisted decoding crops 0 tokens, too

@@ -54,7 +54,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
             f"{type(model).__name__} has read the states of an encoder or an image by cross-attention, and its keys "
             "and values depend on that input, which this cache does not hold. Only caches of texts can be saved."
         )
-    check_complete(cache.layers, cache.last_layer)
+    check_complete(cache.layers, cache.last_update)
     least, most, first = min(lengths.values()), max(lengths.values()), next(iter(lengths.values()))
     if least and (ahead := tokens_ahead(cache.layers, lengths, cache.last_update)):
         raise ValueError(
