@@ -478,7 +478,7 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
             )
     _agree_on_masks(layers, decoder_config)
     if not compressed(layers):
-        logger.warning(
+        logger.warning_once(
             f"No layer of this {type(decoder_config).__name__} is compressed. Its layers have the class "
             f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; only full-attention layers outside "
             "`skip_layers` are compressed."
