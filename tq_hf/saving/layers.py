@@ -123,7 +123,7 @@ class Loader:
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
                     f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and must be {tensor.dtype} "
-                    f"{list(tensor.shape)} in a cache of this model: the file is damaged."
+                    f"{list(tensor.shape)} in a cache of this model: the file is damaged or of another autocast."
                 )
         for device, size in need.items():
             free = _free_memory(device)
