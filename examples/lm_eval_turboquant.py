@@ -40,6 +40,7 @@ from transformers.cache_utils import Cache
 from examples.provenance import provenance
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.compat import as_input
+from tq_hf.config import number_of_positions
 
 PLAIN = "plain"
 CACHES = (PLAIN, *PRESETS)
@@ -267,7 +268,7 @@ def main() -> None:
     config = AutoConfig.from_pretrained(arguments.model).get_text_config()
     try:
         tasks = with_lengths(tasks, arguments.lengths)
-        check(tasks, arguments.include_path, getattr(config, "max_position_embeddings", None))
+        check(tasks, arguments.include_path, number_of_positions(config, alone=True))
     except ValueError as error:
         parser.error(str(error))
     record = resumed(

@@ -91,9 +91,9 @@ BUDGETS = {
     "tq_hf": {
         "tools": 2771,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
         "batching": 4823,  # latents; options by request; requests that fail alone; prefixes in files; grammars
-        "graph_decoding": 1348,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
+        "graph_decoding": 1347,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 872,  # layers that are uneven on purpose; layers that share the order of padded rows
-        "layers": 1829,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
+        "layers": 1827,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
         "stores": 940,  # one way into operators; one store; blocks that keep their codes when rows are assigned or cut
         "ops": 2696,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 909,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
@@ -104,7 +104,7 @@ BUDGETS = {
         "balance": 116,  # kernels of a probe are compiled together
         "config": 241,  # which layers hold latents, and their bits
         "prepared": 184,  # one product for projections of the same states
-        "compat": 600,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
+        "compat": 599,  # names of transformers that each way stands on; padding of a mask; tracing in one thread
         "__init__": 71,  # public names on first use
     },
 }

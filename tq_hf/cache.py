@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .balance import Balance
 from .compat import (
     CACHE_NAME,
-    asked_by_prefill,
+    asked_by,
     check_required_names,
     has_attention_heads,
     is_capturing,
@@ -38,7 +38,7 @@ from .layers.base import Copyable, FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer, compressed
 from .layers.dense import GrowingLayer, PreallocatedLayer, SlidingLayer
 from .layers.handle import for_graphs
-from .layers.rollback import crop, held_lengths
+from .layers.rollback import check_complete, crop, held_lengths
 from .memory import MemoryFootprint, measure
 from .ops.dispatch import check_choice
 from .saving.cache_file import load_cache, save_cache
@@ -104,11 +104,10 @@ class TurboQuantCache(Copyable, DynamicCache):
         if isinstance(balance, bool):
             overrides["balance"] = balance
         elif balance is not None and not isinstance(balance, Balance):
-            allowed = "True or False, a `Balance`, or a cache of this model"
-            raise ValueError(f"`balance` is {balance!r}; it must be {allowed}.")
+            raise ValueError(f"`balance` is {balance!r}: pass True or False, a `Balance`, or a cache of this model.")
         self.config = config_of(preset, overrides)
         self.last_update: tuple[int, int] | None = None
-        """Index of the layer updated last, and its number of new tokens; `None` if no layer is ahead of the others."""
+        """Index of the layer updated last, and number of new tokens; `None` if no layer is ahead of the others."""
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         # Not named `max_cache_len`: PEFT replaces a cache that has an attribute of this name.
@@ -118,13 +117,14 @@ class TurboQuantCache(Copyable, DynamicCache):
         """Indices of layers that encoded the first prompt; `None` after the check for states beyond fp16."""
         self._padding: Padding | None = None
         """Padding of the next call of several tokens, if masks were made for it and a layer lacks sinks."""
-        self._empty_from = len(layers := _layers(model_config, self.config, max_cache_len))
-        """Index of the first of the last layers that held no tokens at the last `crop`."""
+        self._first_empty: int | None = None
+        """Index of the first of the last layers without tokens if the last `crop` left tokens in others."""
         self._refuses_repeats = False
         """Whether to refuse a repeated update of one layer without a new mask; set by masks of an encoder-decoder."""
         self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
             model_config.get_text_config(decoder=True), "add_cross_attention", False
         )
+        layers = _layers(model_config, self.config, max_cache_len)
         self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -154,7 +154,7 @@ class TurboQuantCache(Copyable, DynamicCache):
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if any(map(_is_filled, self.layers)):
+        if any(held_lengths(self.layers).values()):
             raise pickle.PicklingError(
                 "A TurboQuantCache that holds tokens cannot be pickled; an empty one can. Write it to a file with "
                 "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
@@ -175,8 +175,11 @@ class TurboQuantCache(Copyable, DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate()` compiles decode steps. Chunks of a prompt stay eager: no graph can encode a prompt."""
-        return all(layer.is_compileable for layer in self.layers) and not asked_by_prefill()
+        """Whether `generate()` compiles decode steps; no graph can encode a prompt. Masks have columns for empty rows
+        in all steps, also where linear layers record their past."""
+        if (asks := asked_by()) == "mask":
+            return self.preallocated_for is not None
+        return not asks and all(layer.is_compileable for layer in self.layers)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -189,21 +192,19 @@ class TurboQuantCache(Copyable, DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. The cache is unchanged then.
         """
-        if torch.compiler.is_dynamo_compiling() and not (
-            key_states.shape[2] <= STEP_TOKENS and self._is_traceable(layer_idx, key_states.shape[2])
-        ):
-            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
                 f"{layer_idx}; make the cache from this model's config."
             )
+        layer: Any = self.layers[layer_idx]
+        if torch.compiler.is_dynamo_compiling() and not _is_traceable(layer, key_states.shape[2]):
+            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if self._refuses_repeats and not torch.compiler.is_dynamo_compiling():
             self._check_repeat(layer_idx, key_states.shape[2])
         if self._deferred is not None:
             self._encode_deferred()
-        layer: Any = self.layers[layer_idx]
-        if layer_idx >= self._empty_from and max(held_lengths(self.layers).values()) > key_states.shape[2]:
+        if self._first_empty is not None and layer_idx >= self._first_empty:
             raise ValueError(
                 f"Layer {layer_idx} held no tokens when others were cropped: an exception had ended the first call. "
                 "Make a new cache, and pass the whole prompt again."
@@ -223,6 +224,11 @@ class TurboQuantCache(Copyable, DynamicCache):
                 self._unchecked.add(layer_idx)
         return states
 
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Update a layer of linear attention; its recurrent states follow."""
+        self.last_update = layer_idx, 0
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
     def _check_repeat(self, layer_idx: int, tokens: int) -> None:
         """Refuse cross-attention that updates the cache of self-attention: raise `ValueError` if a call updates one
         layer twice in a row. The cache returns to its state before the call."""
@@ -239,12 +245,6 @@ class TurboQuantCache(Copyable, DynamicCache):
             f"the encoder: cross-attention needs a second cache. Pass `{CACHE_NAME}=EncoderDecoderCache("
             "TurboQuantCache(model.config), DynamicCache(config=model.config))` from transformers."
         )
-
-    def _is_traceable(self, layer_idx: int, tokens: int) -> bool:
-        """Whether a compiled graph may include an update of this layer by this number of tokens."""
-        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        is_ready = layer is not None and layer.is_compileable and layer.is_initialized
-        return is_ready and (tokens == 1 or (hasattr(layer, "takes_step") and layer.takes_step(tokens)))
 
     @torch.compiler.disable
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,25 +271,18 @@ class TurboQuantCache(Copyable, DynamicCache):
         return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask for `query_length` new tokens covers. A call of the model
-        begins."""
-        self._begin_call(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
-
-    def _begin_call(self, tokens: int) -> None:
-        """Prepare for `tokens` new tokens. A compiled step never finds a deferred prompt: masks are made before
-        updates."""
+        """Length and offset of keys that a mask for `query_length` new tokens covers. A call of the model begins."""
         if self._is_encoder_decoder:
             self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:
             self._encode_deferred()
-        if torch.compiler.is_dynamo_compiling():
-            return
-        if self._unchecked and not is_capturing():
-            warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
-            self._unchecked = None
-        self._padding = self._observe_padding() if tokens > 1 else None
-        self._check_room(tokens)
+        if not torch.compiler.is_dynamo_compiling():
+            if self._unchecked and not is_capturing():
+                warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
+                self._unchecked = None
+            self._padding = self._observe_padding() if query_length > 1 else None
+            self._check_room(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_room(self, tokens: int) -> None:
         """Raise a `ValueError` if a preallocated cache has no room for the answer that `generate()` begins, or, with
@@ -330,18 +323,25 @@ class TurboQuantCache(Copyable, DynamicCache):
         if self.offloading:
             layer.offload()
 
+    def reset(self) -> None:
+        """Remove all tokens, also those that an exception left in the first layers."""
+        super().reset()
+        self.last_update = self._first_empty = self._padding = None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of each layer.
 
         An exception in a forward pass (Ctrl-C, no memory left) leaves the first layers a call ahead of the others. The
         tokens of that call count as the newest: all of them are removed, and layers without them lose fewer tokens.
+        Layers of linear attention cannot forget them.
 
         Raises:
             ValueError: A layer cannot be cropped, or `tokens_to_remove` is not a number or is positive. The cache is
                 unchanged then.
         """
         self._require("crop")
-        self._empty_from = crop(self.layers, tokens_to_remove, self.last_update)
+        check_complete(self.layers, self.last_update)
+        self._first_empty = crop(self.layers, tokens_to_remove, self.last_update)
         self.last_update = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -351,8 +351,8 @@ class TurboQuantCache(Copyable, DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices`, in this order. Raise `ValueError`, and change nothing, if a layer cannot."""
-        if not isinstance(indices, torch.Tensor):
-            raise ValueError(f"`indices` is {indices!r}; it must be a tensor of the sequences to keep.")
+        if not isinstance(indices, torch.Tensor) or indices.dim() != 1:
+            raise ValueError(f"`indices` is {indices!r}; it must be a tensor `[n]` of the sequences to keep.")
         self._require("batch_select_indices")
         super().batch_select_indices(indices)
 
@@ -417,6 +417,12 @@ class TurboQuantCache(Copyable, DynamicCache):
         return load_cache(cls, path, model, preset, max_cache_len)[0]
 
 
+def _is_traceable(layer: Any, tokens: int) -> bool:
+    """Whether a compiled graph may include an update of a layer by this number of tokens."""
+    is_step = tokens == 1 or (tokens <= STEP_TOKENS and hasattr(layer, "takes_step") and layer.takes_step(tokens))
+    return is_step and layer.is_compileable and layer.is_initialized
+
+
 def check_max_cache_len(max_cache_len: Any) -> None:
     """Raise a `ValueError` unless `max_cache_len` is a number of tokens or `None`."""
     is_number = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
@@ -472,7 +478,7 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
             )
     _agree_on_masks(layers, decoder_config)
     if not compressed(layers):
-        logger.warning(
+        logger.warning_once(
             f"No layer of this {type(decoder_config).__name__} is compressed. Its layers have the class "
             f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; only full-attention layers outside "
             "`skip_layers` are compressed."
@@ -518,9 +524,3 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
     for layer in layers:
         if isinstance(layer, SlidingLayer):
             layer.room = room
-
-
-def _is_filled(layer: Any) -> bool:
-    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
-    holds_tokens = getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0
-    return holds_tokens or any(any(one.values()) for one in states)

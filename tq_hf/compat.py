@@ -470,11 +470,9 @@ def memory_per_gpu(handler: Any, gpus: int) -> dict[str, Any]:
 
 
 def _takes(model: type[PreTrainedModel]) -> bool:
-    if not model._can_set_attn_implementation():
-        return False
     # Models that sdpa cannot compute (softcap, sinks) still declare flex or flash attention.
     others = model._supports_attention_backend and (model._supports_flex_attn or model._supports_flash_attn)
-    return model._supports_sdpa or others
+    return model._can_set_attn_implementation() and (model._supports_sdpa or others)
 
 
 def _models(kind: type[PreTrainedModel] = PreTrainedModel) -> Iterator[type[PreTrainedModel]]:
@@ -492,13 +490,14 @@ def _callers(frame: FrameType | None, but: str = "") -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def asked_by_prefill() -> bool:
-    """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled, as the
-    loop over steps does with the same `_valid_auto_compile_criteria` (transformers 5.17 to 5.24)."""
+def asked_by() -> str:
+    """Return who asks if a cache is compileable: "mask", to leave out that of one token, or "prefill" of `generate()`,
+    for chunks of a prompt (transformers 5.17 to 5.24); "" for others. The loop over steps is one of these."""
     if torch.compiler.is_dynamo_compiling():
-        return False
+        return "mask"
     names = [frame.f_code.co_name for frame in islice(_callers(sys._getframe(2), but="is_compileable"), 2)]
-    return names == ["_valid_auto_compile_criteria", "_prefill"]
+    is_prefill = names == ["_valid_auto_compile_criteria", "_prefill"]
+    return "mask" if names[0].startswith("create_") else "prefill" if is_prefill else ""
 
 
 _SWITCH = "original_max_position_embeddings"
@@ -531,7 +530,7 @@ def length_of_generation() -> tuple[int, int] | None:
 def padding_mask_of_caller() -> torch.Tensor | None:
     """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one. It is a local variable of
     the function that makes masks and calls `get_mask_sizes` of a cache (transformers 5.17 to 5.24)."""
-    mask = next(_callers(sys._getframe(3), but="get_mask_sizes")).f_locals.get("attention_mask")
+    mask = next(_callers(sys._getframe(2), but="get_mask_sizes")).f_locals.get("attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 

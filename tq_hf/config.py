@@ -164,14 +164,14 @@ FOLLOWING = ("dynamic", "longrope")
 Requests of one step would change each other's answers there."""
 
 
-def number_of_positions(model_config: Any) -> int | None:
-    """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
+def number_of_positions(model_config: Any, alone: bool = False) -> int | None:
+    """Number of positions that the config of a decoder allows, `alone` or to requests of one step; `None` for any."""
     named = [n for name in POSITIONS if isinstance(n := getattr(model_config, name, None), int) and n > 0]
     for rope in rotary_embeddings(model_config):
         kind, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
         if kind in EXTENDED and named:
             named = [max(min(named), int((before or min(named)) * (rope.get("factor") or 1)))]
-        elif kind == "longrope" and before:
+        elif kind == "longrope" and before and not alone:
             named.append(before)
     return min(named, default=None)
 

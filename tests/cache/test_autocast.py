@@ -197,6 +197,16 @@ def test_a_cache_filled_within_autocast_is_saved_and_loaded(tmp_path, skipped, l
         assert_same((ours.keys, ours.values), (theirs.keys, theirs.values))
 
 
+def test_linear_states_are_loaded_within_the_autocast_that_filled_them(tmp_path):
+    model, path = build("qwen3_next"), tmp_path / "cache.safetensors"
+    with torch.no_grad(), on():
+        model(prompt(200), **as_input(cache := TurboQuantCache(model.config)))
+        cache.save(path, model)
+        assert TurboQuantCache.load(path, model).get_seq_length() == 200
+    with pytest.raises(ValueError, match="bfloat16 .* must be torch.float32 .* or of another autocast"):
+        TurboQuantCache.load(path, model)
+
+
 @pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
 def test_without_autocast_keys_and_values_have_one_dtype(held):
     cache = TurboQuantCache(llama_config())

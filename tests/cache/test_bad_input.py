@@ -249,10 +249,11 @@ def test_a_crop_of_no_negative_number_is_refused(tokens):
             cache.crop(tokens)
 
 
-def test_sequences_to_keep_are_a_tensor():
+@pytest.mark.parametrize("indices", [[0], torch.tensor(0), torch.tensor([[0]])], ids=str)
+def test_sequences_to_keep_are_a_tensor(indices):
     cache = new_cache()
-    with unchanged(cache), pytest.raises(ValueError, match=r"`indices` is \[0\]; it must be a tensor"):
-        cache.batch_select_indices([0])
+    with unchanged(cache), pytest.raises(ValueError, match=r"`indices` is .*0.*; it must be a tensor `\[n\]`"):
+        cache.batch_select_indices(indices)
 
 
 def test_a_model_of_more_layers_is_refused():
@@ -292,8 +293,9 @@ def test_a_crop_that_a_later_layer_refuses_changes_nothing(recording):
 
 
 @pytest.mark.parametrize("limit", [None, 1000])
-@pytest.mark.parametrize(("crop", "kept"), [(-1, 299), (-2, 299), (-5, 296), (-1000, 0)])
+@pytest.mark.parametrize(("crop", "kept"), [(-1, 299), (torch.tensor(-2), 299), (-5, 296), (-1000, 0)])
 def test_a_crop_evens_out_what_an_exception_left_uneven(limit, crop, kept):
+    """transformers 5.17 passes a tensor in assisted decoding."""
     cache, even = new_cache(max_cache_len=limit), new_cache(max_cache_len=limit)
     cache.crop(-1)
     more = states(9, 2, tokens=2)
@@ -346,19 +348,6 @@ def test_an_empty_cache_pickles(options):
         pickle.dumps(there)
 
 
-def test_after_a_refusal_the_cache_goes_on_as_if_nothing_had_happened():
-    cache, undisturbed = new_cache(max_cache_len=400), new_cache(max_cache_len=400)
-    for wrong in (states(5, 3, tokens=1), states(5, 2, tokens=101), states(5, 2, tokens=1, dtype=torch.half)):
-        with pytest.raises(ValueError):
-            cache.update(*wrong, 0)
-    with pytest.raises(ValueError):
-        cache.crop(1)
-    for seed in range(3):
-        more = states(seed, 2, tokens=20)
-        for after, before in zip(cache.update(*more, 0), undisturbed.update(*more, 0), strict=True):
-            assert torch.equal(after, before)
-
-
 def test_a_copy_is_not_touched_by_its_original():
     cache = new_cache()
     twin = copy.deepcopy(cache)
@@ -398,10 +387,3 @@ def test_a_dense_layer_keeps_all_that_transformers_gave_it(monkeypatch):
     monkeypatch.setattr(tq_hf.cache, "DynamicCache", lambda **options: made)
     cache = TurboQuantCache(llama_config(), skip_layers=(1,))
     assert cache.layers[1].novelty == 7 and type(cache.layers[1]).__name__ == "GrowingLayer"
-
-
-def test_a_crop_by_a_tensor_of_one_number_is_one():
-    """transformers 5.17 passes it in assisted decoding."""
-    cache = new_cache(300)
-    cache.crop(torch.tensor(-3))
-    assert cache.get_seq_length() == 297

@@ -197,12 +197,14 @@ def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
         assert torch.equal(layer.values, other.values)
 
 
-def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
-    """Also of the third turn, whose prompt comes in a kind of call that is no longer watched."""
+@pytest.mark.parametrize("tokens", [150, 1])
+def test_compiled_steps_of_every_turn_read_packed_blocks(tokens, monkeypatch):
+    """Also of the third turn, whose prompt comes in a kind of call that is no longer watched, and after a prompt of one
+    token, as decoders beside an encoder have."""
     model = build("llama", num_hidden_layers=2, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=256)
     monkeypatch.setattr(dispatch, "dense_tokens", lambda *arguments: pytest.fail("a compiled step reads dense states"))
-    ids = torch.randint(2, VOCAB, (1, 150), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(2, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         ids = model.generate(ids, **as_input(cache), max_new_tokens=4, do_sample=False, compile_config=compile_config())
         ids = torch.cat([ids, ids[:, :7]], dim=1)

@@ -29,6 +29,7 @@ SAMPLE = (
     "deepseek_v3",  # latents
     "diffllama",  # gives attention other values than it cached
     "doge",  # computes with its values
+    "dory",  # adds layers to the cache
     "gemma3_text",
     "llama",
     "minimax_m3_vl",  # another kind of preallocated layer beside compressed ones

@@ -177,6 +177,11 @@ def read_chunks(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
     return continued(model, cache, 400, 150, 1, 1, 5, 1, 16, 40, 1)
 
 
+def read_steps(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
+    """Steps from the first token on."""
+    return continued(model, cache, 1, 1, 1, 1)
+
+
 def read_edited(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
     """Steps between changes of what the cache holds."""
     logits = [continued(model, cache, 420, 3, batch=2)]
@@ -205,7 +210,7 @@ def read_padded(model: PreTrainedModel, cache: TurboQuantCache) -> torch.Tensor:
     return torch.cat(logits[1:], 1)
 
 
-READS = (read_chunks, read_edited, read_padded)
+READS = (read_chunks, read_steps, read_edited, read_padded)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +218,7 @@ READS = (read_chunks, read_edited, read_padded)
     quick_of(
         product(CONFIGS, (None, 1024), READS),
         *[("deepseek_v3", 1024, read_chunks), ("deepseek_v3", None, read_edited), ("deepseek_v3", 1024, read_padded)],
+        ("deepseek_v3", 1024, read_steps),
     ),
 )
 def test_absorbed_queries_give_what_expanded_latents_give(name, room, read, absorbed):

@@ -87,6 +87,24 @@ def test_pruned_layers_of_an_interrupted_call_are_not_saved_until_they_are_cropp
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [350, 300, 200, 290]
 
 
+def test_linear_layers_that_read_half_a_call_are_neither_cropped_nor_saved(tmp_path):
+    """They do not count tokens: before the first layer that does, all lengths are equal."""
+    model = build("qwen3_next", num_hidden_layers=4, attention="turboquant")
+    cache = TurboQuantCache(model.config, model=model)
+    run(model, cache, tokens(1, 30))
+    cache.crop(0)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(model, cache, tokens(1, 9))
+    hook.remove()
+    for refused in (partial(cache.crop, 0), partial(cache.save, tmp_path / "c.safetensors")):
+        with pytest.raises(ValueError, match="An exception .* linear attention had read .* Make a new cache"):
+            refused()
+    cache.reset()
+    run(model, cache, tokens(1, 30))
+    cache.crop(0)
+
+
 def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
     config = T5Config(
         vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0

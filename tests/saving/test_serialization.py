@@ -18,7 +18,7 @@ from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import assert_unchanged, every_pair, snapshot
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, reloaded, run, split, tokens
 from tests.support.tiny_models import CONFIGS, build, dense_attention
-from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
+from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 from tq_hf.saving.cache_file import load_cache, save_cache
@@ -133,6 +133,24 @@ def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_le
     # In transformers 5.17 masks of single calls do not fit the windows of any cache that has been used so.
     for length in (1, 9, 1) if Version(transformers.__version__) >= Version("5.21") else ():
         assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
+def test_convolutions_come_back_after_assisted_decoding(tmp_path, max_cache_len):
+    """Attention is sdpa's, which has no mask of one token where a cache with empty rows is said not to be compileable:
+    layers are not while they record their past, which grows from call to call."""
+    model, options = tiny_model("lfm2_moe"), dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    cache = TurboQuantCache(model.config, model=model, max_cache_len=max_cache_len, residual_length=10**4)
+    ids = tokens(1, 6).repeat(1, 5)
+    out = model.generate(ids, **as_input(cache), **options, prompt_lookup_num_tokens=3)
+    assert torch.equal(out, model.generate(ids, **options))
+    run(model, cache, tokens(1, 3))
+    loaded = reloaded(tmp_path, model, cache)
+    for length in (1, 1):
+        assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+    if max_cache_len is not None:
+        with pytest.raises(ValueError, match=r"also has linear layers that record their past.* Leave out"):
+            model.generate(out, **as_input(cache), **options, custom_generate=graph_decoding)
 
 
 def test_a_preallocated_window_that_is_full_goes_on_sliding(tmp_path):
@@ -334,9 +352,7 @@ def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
     return [run(model, cache, tokens(2, count, seed)) for seed, count in enumerate(calls)]
 
 
-@pytest.mark.parametrize(
-    ("name", "saved", "length"), every_pair(("llama", "gemma3", "qwen3_next"), (None, 400), (50, 95, 96, 97, 300))
-)
+@pytest.mark.parametrize(("name", "saved", "length"), every_pair(tuple(CONFIGS), (None, 400), (50, 95, 96, 97, 300)))
 def test_a_cache_goes_on_the_same_in_the_other_kind(tmp_path, name, saved, length):
     """Windows of 96 tokens: not yet full, about to be, full, and long past."""
     model, cache = filled(name, length, max_cache_len=saved)
@@ -369,11 +385,3 @@ def test_room_can_be_changed_and_must_suffice(tmp_path):
     for wrong in ("many", 0, 1.5, True):
         with pytest.raises(ValueError, match="`max_cache_len` is .*a number of tokens"):
             TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=wrong)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_is_converted(tmp_path, name):
-    model, cache = filled(name, 120)
-    loaded = reloaded(tmp_path, model, cache, max_cache_len=200)
-    for ours, theirs in zip(logits(model, loaded, [1, 1]), logits(model, cache, [1, 1]), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)

@@ -226,25 +226,6 @@ def test_the_models_own_tensors_are_neither_kept_nor_aliased(calls, room):
     assert all(ref() is None for ref in storages)
 
 
-# Crop
-
-
-@rooms
-@pytest.mark.parametrize("removed, blocks", [(4, 1), (0, 2)], ids=["cut", "complete"])
-def test_crop_of_the_call_that_completed_a_block_is_exact(removed, blocks, room):
-    """Assisted decoding: candidates complete a block, which is encoded, and are then rejected. A block that stays
-    complete stays packed."""
-    pair = states(11, tokens=300, dim=8)
-    store = filled(all_packed(), rows(pair, 0, 256), [250, 6], room)
-    assert store.settle() == (0, 1, BLOCK, 1)
-    store.crop(removed)
-    length = 256 - removed
-    assert (store.counts.blocks + store.counts.pending, store.length) == (blocks, length)
-    assert_same(rows(dispatch.dense(store.view()), blocks * BLOCK), rows(pair, blocks * BLOCK, length))
-    store.append(*rows(pair, length, 300))
-    assert_same(dispatch.dense(store.view()), dispatch.dense(filled(all_packed(), pair).view()))
-
-
 # Failures
 
 

@@ -59,7 +59,8 @@ OWNERS = by_name(
 ENGINE: dict[str, list[Any]] = {}
 """As `OWNERS`, for batches and the server."""
 FRAMES = {
-    "asked_by_prefill": [
+    "asked_by": [
+        (transformers.masking_utils, "create_causal_mask"),
         (GenerationMixin, "_prefill(._valid_auto_compile_criteria)"),
         (GenerationMixin, "_valid_auto_compile_criteria(.is_compileable)"),
     ],

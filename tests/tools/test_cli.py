@@ -4,6 +4,7 @@ import json
 import re
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ TEMPLATE = (
 )
 
 
-def saved_model(name: str, folder: Path, **changes: int) -> Path:
+def saved_model(name: str, folder: Path, **changes: Any) -> Path:
     """A folder with a tiny random chat model of one token a character; `changes` are those of its config."""
     model = build(name, **changes)
     model.save_pretrained(folder)
@@ -245,6 +246,18 @@ def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
         assert chat.holds_conversation() != slid
         assert chat.say(text) == undisturbed.say(text)
         assert chat.ids == undisturbed.ids
+
+
+def test_linear_layers_that_read_half_a_message_are_not_kept(tmp_path):
+    model, tokenizer = cli._loaded(str(saved_model("qwen3_next", tmp_path)), None, "cpu")
+    chat, undisturbed = (Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
+    assert chat.say("one") == undisturbed.say("one")
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        chat.say("broken")
+    hook.remove()
+    assert not chat.holds_conversation()
+    assert chat.say("two") == undisturbed.say("two") and chat.ids == undisturbed.ids
 
 
 def test_a_model_without_a_template_continues_the_text(llama_folder):

@@ -16,6 +16,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MptConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen3NextConfig,
@@ -226,11 +227,14 @@ def test_a_multimodal_config_is_estimated_by_its_decoder():
     assert Estimator(config).footprint("4bit_nc", 5000).sizes == Estimator(text).footprint("4bit_nc", 5000).sizes
 
 
-def test_rope_that_looks_at_the_prompt_is_no_obstacle():
+def test_rope_that_looks_at_the_prompt_is_no_obstacle_nor_another_name_of_positions():
     half = [1.0] * 48
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": half, "long_factor": half}
-    config = Phi3Config(rope_parameters=rope | {"original_max_position_embeddings": 4096})
-    assert Estimator(config).footprint("4bit_nc", 10000).packed > 0
+    rope["original_max_position_embeddings"] = 4096
+    config = Phi3Config(max_position_embeddings=131072, rope_parameters=rope)
+    estimator = Estimator(config)
+    assert estimator.footprint("4bit_nc", 10000).packed > 0 and estimator.max_positions == 131072
+    assert Estimator(MptConfig(d_model=64, n_heads=4, n_layers=1, max_seq_len=512)).max_positions == 512
     assert config.rope_parameters["rope_type"] == "longrope"
 
 

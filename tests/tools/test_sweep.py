@@ -310,9 +310,10 @@ def test_without_a_chat_template_the_text_is_continued(folder: Path) -> None:
     assert tokenizer.decode(prompt_ids(tokenizer, "A long text", "Why?", 6)[0]) == "A long"
 
 
-def test_a_prompt_that_is_longer_than_the_model_allows_is_refused(folder: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+def test_a_prompt_that_is_longer_than_the_model_allows_is_refused(tmp_path: Path) -> None:
+    rope, text = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, tmp_path / "text.txt"
+    folder = saved_model("llama", tmp_path / "model", rope_parameters=rope)
     text.write_text("x" * 5000, encoding="utf-8")
     said = fails("compare", folder, "--text", text, "--tokens", 5000)
-    assert "and with 64 new ones that is more than the" in said and "Pass fewer `--tokens`" in said
+    assert "and with 64 new ones that is more than the 4,096 positions" in said and "Pass fewer `--tokens`" in said
     assert "4bit_nc" in fails("compare", folder, "--preset", "5bit")

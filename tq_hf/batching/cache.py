@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import find_head_dim
 
 from ..compat import layer_config, memory_per_gpu
-from ..config import holds_latents
+from ..config import holds_latents, number_of_positions
 from ..ops import dispatch, latent_pages
 from ..ops.workspace import Workspace
 from .allocators import (
@@ -214,7 +214,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.plans_prompts = dispatch.plans_prompts(like, allocator.layout)
         tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
         blocks = options.num_blocks
-        lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
+        lengths = [number_of_positions(self.config), blocks and blocks * BLOCK_TOKENS]
         lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
         longest = min(filter(None, lengths), default=0)
         self.memory.token_bytes, self.memory.request_bytes = probe.linear.peaks

@@ -106,7 +106,7 @@ class StepProbe(TurboQuantPagedCache):
         (query, key, value), (_, weight, expanded) = states, args
         if self.holds_latents and (weight is None or expanded is None):
             raise TypeError(f"layer {layer_idx} has no weight of `kv_b_proj`, or a quantized one")
-        if weight is not None and not weight.is_meta and not agrees(weight, (key, value), expanded):
+        if weight is not None and not weight.is_meta and not agrees(weight, key, value, *expanded):
             self.unexplained.append(layer_idx)
         self.twice += [layer_idx] if layer_idx in self.specs else []
         self.specs[layer_idx] = LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype)

@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..compat import attention_of_parts, layer_types_known, outside_inference_mode, restore_attention
+from ..config import number_of_positions
 from ..ops.dispatch import check_choice
 from ..prepared import join, needs_of_graphs, separate
 from ..saving import fingerprint
@@ -41,8 +42,7 @@ from .requests import SHORT_STEPS, AnswerRouter, Detokenizer, StepAbandoned, Wak
 logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
-"""Number of tokens that a block table covers if neither hints nor the model set a limit. Steps with longer requests use
-lists instead of a block table."""
+"""Tokens that a block table covers if neither hints nor the model set a limit. Longer requests need lists instead."""
 
 serving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The manager that serves a model, by model, from `start` until the thread ends."""
@@ -133,7 +133,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             # Size tables for the longest request, by the hints and the model's limit.
-            longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
+            longest = number_of_positions(decoder) or UNKNOWN_LENGTH
             longest = min(longest, (hints.max_prompt_length + hints.max_generated_length) or longest)
             resolved.max_blocks_per_request = TableShape.of(config, layout, model.dtype).width(longest)
 

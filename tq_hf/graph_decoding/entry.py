@@ -113,7 +113,7 @@ def _check(
     advice = "Leave out `custom_generate`, or "
     if model.config.is_encoder_decoder:
         raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
-    if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
+    if not isinstance(cache, TurboQuantCache) or cache.preallocated_for is None:
         came = "none" if cache is None else type(cache).__name__
         came += " without `max_cache_len`" if isinstance(cache, TurboQuantCache) else ""
         raise ValueError(

@@ -97,6 +97,8 @@ def check_layers(model: Any, cache: TurboQuantCache, drafts: bool) -> None:
     }
     if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
         other.add("layers of attention within chunks")
+    if not all(layer.is_compileable for layer in layers):
+        other.add("linear layers that record their past, for drafts of an earlier call")
     every_is_full = all(isinstance(layer, FullAttentionLayer) for layer in layers)
     if not every_is_full and any("recurrent_states" in vars(module) for module in model.modules()):
         other.add("recurrent states outside of it")
@@ -201,7 +203,12 @@ class Loop:
     def _run_or_replay(self, step: Any) -> bool:
         """Run a step, captured once it is warm. Returns whether its graph was replayed."""
         if step.graph is None and self.captures and step.warm >= WARM_UP:
-            self._capture(step)
+            try:
+                step.graph = capture(partial(self._run, step), self.prompt.device)
+            except RuntimeError as error:
+                sentence = capture_failure(self.model, error)
+                raise RuntimeError(f"{sentence} Leave out `custom_generate=graph_decoding`.") from error
+            step.outputs = (step.logits, step.scores)
         if step.graph is None:
             self._run(step)
             step.warm += 1
@@ -215,14 +222,6 @@ class Loop:
         for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
             if every is not None and tensor is not None:
                 every.append(tensor.clone())
-
-    def _capture(self, step: CapturedStep) -> None:
-        try:
-            step.graph = capture(partial(self._run, step), self.prompt.device)
-        except RuntimeError as error:
-            sentence = capture_failure(self.model, error)
-            raise RuntimeError(f"{sentence} Leave out `custom_generate=graph_decoding`.") from error
-        step.outputs = (step.logits, step.scores)
 
     def _run(self, step: CapturedStep) -> None:
         """Run the operations of the graph."""

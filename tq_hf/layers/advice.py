@@ -46,8 +46,7 @@ def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str
     if not states.is_cuda:
         return
     card = torch.cuda.get_device_properties(states.device)
-    nvidia = torch.version.hip is None
-    if nvidia and card.major < 8 and states.dtype == torch.bfloat16:
+    if torch.version.hip is None and card.major < 8 and states.dtype == torch.bfloat16:
         way = "float32, because " + fails if model_type in OVERFLOWS else "`dtype=torch.float16`"
         logger.warning_once(
             f"{card.name} has no bfloat16 units: the cache's kernels convert, but the model's own matrix products are "

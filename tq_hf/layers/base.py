@@ -173,13 +173,9 @@ def check_crop(tokens_to_remove: int | torch.Tensor) -> int:
     """Convert `tokens_to_remove` to an `int`; assisted decoding passes a tensor of one number. Raise `ValueError`
     unless it is a whole number, 0 or less (older versions of transformers passed the length to keep)."""
     try:
-        tokens = operator.index(tokens_to_remove)
+        if (tokens := operator.index(tokens_to_remove)) <= 0:
+            return tokens
     except TypeError:
-        raise ValueError(
-            f"`crop` was called with {tokens_to_remove!r}. Pass a negative number of tokens, e.g. -1."
-        ) from None
-    if tokens > 0:
-        raise ValueError(
-            f"`crop` was called with {tokens}. Pass the number of tokens to remove as a negative number, e.g. -1."
-        )
-    return tokens
+        pass
+    came = f"`crop` was called with {tokens_to_remove!r}"
+    raise ValueError(f"{came}. Pass the number of tokens to remove as a negative number, e.g. -1.")

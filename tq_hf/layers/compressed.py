@@ -87,10 +87,8 @@ class TurboQuantLayer(FullAttentionLayer):
         self.needs_queries = True
         self._model_config: Callable[[], Any] = (lambda: None) if model_config is None else weakref.ref(model_config)
         self.reader: weakref.ref[Any] | None = None
-        self.is_untouched = False
-        self.expands = False
+        self.is_untouched = self.expands = self._had_gradients = False
         self._assigned: dict[str, torch.Tensor] | None = None
-        self._had_gradients = False
         self._edits = {"keys": 0, "values": 0, "all": 0, "codes": 0}
         self.prompt: KeyValue | None = None
 
@@ -109,9 +107,8 @@ class TurboQuantLayer(FullAttentionLayer):
         Assigning both keys and values replaces all tokens (kvpress prunes in this way). Sinks, blocks and residual are
         filled as from a prompt, with the present channel scales; positions are the caller's. Blocks of 128 rows keep
         their codes if their content is unchanged, also where multiples of 128 rows before them are gone:
-        `keys[:, :, :n]` is a `crop`. Other rows from packed blocks are quantized again each time. For rows shuffled
-        once at 4 bits the error of keys grew from 5.5% to 8.4%, that of values from 9.0% to 9.5%. Forward hooks of a
-        module with "turboquant" attention read the exact first prompt.
+        `keys[:, :, :n]` is a `crop`. Other rows from packed blocks are quantized again each time (at 4 bits once: 8.4%
+        error of keys, not 5.5%). Forward hooks of a module with "turboquant" attention read the exact first prompt.
 
         Raises:
             ValueError: An assigned tensor does not fit. The layer is unchanged then.
@@ -242,12 +239,16 @@ class TurboQuantLayer(FullAttentionLayer):
             view = self.store.append(key_states, value_states, self.needs_queries, padding, is_step)
         if view.counts is None:
             return self._first_states(view, self._with_empty_rows((key_states, value_states)))
-        if torch.compiler.is_dynamo_compiling():
-            return self._compiled_states(view)
         handle = Handle(self, view)
+        if torch.compiler.is_dynamo_compiling():
+            if self.reads_packed and self.is_untouched:  # expanded, so without memory; no operation reads them
+                return handle.attached((self._nan.expand(handle.shape(0)), self._nan.expand(handle.shape(1))))
+            if self.reads_packed and self.expands:
+                leave(handle)
+            return self.dense(view)
         if torch.is_grad_enabled():
             handle.sources = self._lost(view, key_states, value_states)
-        if self.reads_packed:
+        if self.reads_packed or (view.past_length == 0 and self._may_read_packed()):
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1:
             self._warn_about_dequantized_steps(view)
@@ -294,14 +295,6 @@ class TurboQuantLayer(FullAttentionLayer):
         self._warn_about_dequantized_steps(view)
         return handle.attached((keys.view_as(keys), values.view_as(values)))
 
-    def _compiled_states(self, view: View) -> KeyValue:
-        handle = Handle(self, view)
-        if self.reads_packed and self.is_untouched:  # expanded, so without memory; no operation reads them
-            return handle.attached((self._nan.expand(handle.shape(0)), self._nan.expand(handle.shape(1))))
-        if self.reads_packed and self.expands:
-            leave(handle)
-        return self.dense(view)
-
     def _warn_about_dequantized_steps(self, view: View) -> None:
         config = self._model_config()
         chosen = config is None or takes_attention_functions(type(config))
@@ -318,10 +311,6 @@ class TurboQuantLayer(FullAttentionLayer):
         reader = None if self.reader is None else self.reader()
         return reader is not None and attention_implementation(reader) == "turboquant"
 
-    def shown_length(self, view: View) -> int:
-        """Number of rows that states for `view` must have, empty rows counted."""
-        return max(view.length, self.get_max_length()) if self.returns_empty_rows else view.length
-
     def dense(self, view: View) -> KeyValue:
         """Dequantize the states of `view`."""
         return self._with_empty_rows(_as_appended(view, graph_ops.dense(view)))
@@ -335,8 +324,10 @@ class TurboQuantLayer(FullAttentionLayer):
         return keys, values
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """All tensors of the layer, by their kind in `memory_footprint`; `{}` before the first update."""
-        return {} if self.store is None else self.store.by_kind()
+        """All tensors of the layer, by their kind in `memory_footprint`."""
+        kinds: dict[str, list[torch.Tensor]] = {"metadata": []} if self.store is None else self.store.by_kind()
+        kinds["metadata"] += self.channel_scales or ()
+        return kinds
 
     def bytes_in_16_bits(self, tokens: int | None = None) -> int:
         """Bytes of `tokens` tokens with 16-bit keys and values; by default of all cached tokens."""

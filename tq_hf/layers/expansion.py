@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors, compiled_frame, is_traceable_wrapper_subclass
 from .base import replaced
@@ -190,18 +189,19 @@ def is_up_projection(weight: torch.Tensor | None, module: torch.nn.Module) -> bo
 def is_known(module: torch.nn.Module, keys: ExpandedStates, values: torch.Tensor) -> bool:
     """Whether `Expansion.weight` explains these keys and values. Numbers of a module's first prompt are compared;
     the operations then run."""
-    expansion = keys._expansion
+    expansion, view = keys._expansion, keys._expansion.handle.view
     signature = expansion.signature(keys, values)
-    if module not in known and expansion.handle.view.counts is None:
-        agree = bool(signature) and agrees(expansion.weight, expansion.handle.states(), (real(keys), real(values)))
-        known[module] = signature if agree else ()
+    if module not in known and (view.counts is None or view.past_length == 0):
+        prompt = slice(None if view.counts is None else 1)  # a step of a preallocated layer has empty rows
+        parts = (x[:, :, prompt] for x in (*expansion.handle.states(), real(keys), real(values)))
+        known[module] = signature if signature and agrees(expansion.weight, *parts) else ()
     return bool(signature) and known.get(module) == signature
 
 
-def agrees(weight: torch.Tensor | None, states: KeyValue, expanded: KeyValue) -> bool:
-    """Whether keys `[B, Hq, T, Dk]` and values `[B, Hq, T, Dv]` are `weight` times latents `[B, 1, T, R]`, keys beside
-    rotary keys `[B, 1, T, Dr]`."""
-    latents, rotary, keys, values = (part[:, :, -COMPARED_TOKENS:] for part in (*states, *expanded))
+def agrees(weight: torch.Tensor | None, *parts: torch.Tensor) -> bool:
+    """Whether `weight` times latents `[B, 1, T, R]`, beside rotary keys `[B, 1, T, Dr]`, is keys `[B, Hq, T, Dk]` and
+    values `[B, Hq, T, Dv]`: the four `parts`."""
+    latents, rotary, keys, values = (part[:, :, -COMPARED_TOKENS:] for part in parts)
     heads, content = keys.shape[1], keys.shape[3] - rotary.shape[3]
     kind = (heads * (content + values.shape[3]), latents.shape[3]), latents.dtype
     if weight is None or content < 1 or values.shape[1] != heads or (weight.shape, weight.dtype) != kind:

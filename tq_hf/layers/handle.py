@@ -72,9 +72,7 @@ class Handle:
     """Tensors that the states depend on and that get no gradients: see `without_backward`."""
 
     def __init__(self, layer: Any, view: View, states: KeyValue | None = None) -> None:
-        self.layer = layer
-        self.view = view
-        self._states = states
+        self.layer, self.view, self._states = layer, view, states
 
     def lazy(self, bases: KeyValue) -> KeyValue:
         """Lazy keys and values with the dtype and device of `bases`."""
@@ -99,7 +97,8 @@ class Handle:
         """Shape of the keys (0) or values (1)."""
         if self._states is not None:
             return self._states[index].shape
-        return self.view.tensors.dense_shapes(self.layer.shown_length(self.view))[index]
+        room = self.layer.get_max_length() if self.layer.returns_empty_rows else 0
+        return self.view.tensors.dense_shapes(max(self.view.length, room))[index]
 
     def recorder(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expansion | None:
         """`Expansion` that records an operation on lazy states, if any: a linear layer on latents begins one."""
@@ -272,7 +271,7 @@ def _resolve_expanded(
     known = config is not None and is_known(module, keys, values)
     own = is_up_projection(keys._expansion.weight, module)
     layer.expands = known and own and dispatch.supports_latents(keys._expansion.like, handle.view.tensors.layout)
-    if is_first and known:
+    if known and layer.reader is None:
         layer.reader = weakref.ref(config)
     if is_first or not known:
         return None, _real(keys), _real(values)

@@ -47,8 +47,20 @@ def tokens_ahead(
     return dict.fromkeys(first, 1) if is_prefix and all(layer.is_compileable for layer in layers) else {}
 
 
-def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | None = None) -> int:
-    """`TurboQuantCache.crop`. Returns the index of the first of the last layers that held no tokens."""
+def check_complete(layers: Sequence[Any], last: tuple[int, int] | None) -> None:
+    """Raise a `ValueError` if an exception ended a call after layers of linear attention had read its tokens: the layer
+    updated last (see `tokens_ahead`) is not the last layer."""
+    linear = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    end = max((*linear, *held_lengths(layers)), default=0)
+    if last and linear and linear[0] <= last[0] < end:
+        raise ValueError(
+            "An exception (Ctrl-C, no memory left) ended a forward pass after layers of linear attention had read its "
+            "tokens, which they cannot forget. Make a new cache, and pass the whole prompt again."
+        )
+
+
+def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | None = None) -> int | None:
+    """`TurboQuantCache.crop`. Returns the index from which on no layer held tokens; `None` if none holds any now."""
     tokens = -check_crop(tokens_to_remove)
     lengths = held_lengths(layers)
     records = any(getattr(layer, "record_past", False) for layer in layers)  # assisted decoding crops 0 tokens, too
@@ -71,7 +83,8 @@ def crop(layers: Sequence[Any], tokens_to_remove: int, last: tuple[int, int] | N
         # Also called for 0 tokens: a layer that records its past frees the record here.
         if number or getattr(layer, "record_past", False):
             layer.crop(-number)
-    return 1 + max((i for i, length in lengths.items() if length), default=len(layers))
+    filled = [i for i, length in lengths.items() if length]
+    return filled[-1] + 1 if any(lengths[i] > removed[i] for i in filled) else None
 
 
 def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from ..compat import outside_inference_mode
 from ..config import PRESETS, TurboQuantConfig
-from ..layers.rollback import held_lengths, tokens_ahead
+from ..layers.rollback import check_complete, held_lengths, tokens_ahead
 from . import fingerprint, safetensors_file
 from .layers import Loader, describe
 
@@ -54,6 +54,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
             f"{type(model).__name__} has read the states of an encoder or an image by cross-attention, and its keys "
             "and values depend on that input, which this cache does not hold. Only caches of texts can be saved."
         )
+    check_complete(cache.layers, cache.last_update)
     least, most, first = min(lengths.values()), max(lengths.values()), next(iter(lengths.values()))
     if least and (ahead := tokens_ahead(cache.layers, lengths, cache.last_update)):
         raise ValueError(

@@ -141,11 +141,8 @@ def _in_words(adapters: Any) -> str:
 
 def _shard(decoder: torch.nn.Module) -> str | None:
     """Name the part of a tensor-parallel model in this process; `None` for a whole model."""
-    for parameter in decoder.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            return f"rank {mesh.get_local_rank()} of {mesh.size()}"
-    return None
+    mesh = next((each.device_mesh for each in decoder.parameters() if isinstance(each, DTensor)), None)
+    return None if mesh is None else f"rank {mesh.get_local_rank()} of {mesh.size()}"
 
 
 def _samples(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

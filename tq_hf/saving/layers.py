@@ -49,9 +49,8 @@ def _named(index: int) -> Iterator[None]:
 
 
 class Loader:
-    """Checks of the description of a file (`state`) against a model, which runs on a few tokens, and the restored cache
-    of the class `kind`. Its `max_cache_len`, `room`, may be another than that of the saved cache. Raises `ValueError`
-    if the description does not match a cache of this model."""
+    """Checks the description `state` of a file against a model, which runs on a few tokens. Restores a cache of class
+    `kind`, whose `max_cache_len` is `room`. Raises `ValueError` if the file is not of a cache of this model."""
 
     def __init__(
         self, kind: Callable[..., Cache], model: Any, config: TurboQuantConfig, state: dict[str, Any], room: int | None
@@ -124,7 +123,7 @@ class Loader:
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
                     f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and must be {tensor.dtype} "
-                    f"{list(tensor.shape)} in a cache of this model: the file is damaged."
+                    f"{list(tensor.shape)} in a cache of this model: the file is damaged or of another autocast."
                 )
         for device, size in need.items():
             free = _free_memory(device)

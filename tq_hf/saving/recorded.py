@@ -117,6 +117,9 @@ class RecordedLayer:
     def state(self) -> State:
         """Describe the layer (see `tq_hf.layers.base`): numbers under `values`, and tensors, both by path."""
         values, tensors = _contents(self.layer)
+        for index, size in getattr(self.layer, "conv_kernel_size", {}).items():
+            if (states := tensors.get(path := f"conv_states.{index}")) is not None:  # without a recorded past
+                tensors[path] = torch.nn.functional.pad(states, (size - states.shape[-1], 0))
         for path, value in values.items():
             if value is not None and not isinstance(value, (bool, int)):
                 raise ValueError(

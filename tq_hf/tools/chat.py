@@ -55,12 +55,12 @@ class Chat:
         """Whether the cache holds all tokens of the conversation except the last, which no step has read yet."""
         return int(self.cache.get_seq_length()) >= len(self.ids) - 1
 
-    def _crop(self, length: int) -> None:
+    def _crop(self, length: int, interrupted: bool = False) -> None:
         """Crop every layer to `length` tokens. Replace the cache by an empty one if it cannot be cropped, as with
         sliding windows and linear attention."""
         surplus = int(self.cache.get_seq_length()) - length
         try:
-            if length and surplus > 0:
+            if length and (surplus > 0 or interrupted):
                 self.cache.crop(-surplus)
         except ValueError:
             length = 0
@@ -86,7 +86,7 @@ class Chat:
                 **as_input(self.cache),
             )
         except BaseException:
-            self._crop(before)  # a step may have stopped between two layers, which then differ in length
+            self._crop(before, interrupted=True)  # a step may have stopped between two layers, which then differ
             raise
         self.ids = output[0].tolist()
         answer = self.tokenizer.decode(self.ids[len(prompt) :], skip_special_tokens=True)

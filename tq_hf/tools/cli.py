@@ -294,7 +294,7 @@ def compare_command(
     differences: measure them with --dtype float32.
     """
     with _errors_as_sentences() as console:
-        from ..config import PRESETS, preset_name
+        from ..config import PRESETS, number_of_positions, preset_name
         from .compare import BASELINE, QUESTION, Comparison, print_answers, print_numbers, prompt_ids
 
         presets = [preset_name(one) for one in preset or PRESETS]
@@ -302,7 +302,7 @@ def compare_command(
         words = _text(text)
         loaded, tokenizer = _loaded(name, dtype, device)
         config = loaded.config.get_text_config(decoder=True)
-        positions = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+        positions = number_of_positions(config, alone=True) or DEFAULT_CONTEXT
         ids = prompt_ids(tokenizer, words, question or QUESTION, tokens)
         if ids.shape[1] + max_new_tokens > positions:
             raise ValueError(

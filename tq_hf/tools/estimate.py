@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, number_of_positions
 from ..memory import MemoryFootprint, measure
 from ..saving.recorded import replay
 from .display import print_rows
@@ -70,7 +70,7 @@ class Estimator:
         elif not all(self.calls):
             empty = sum(not calls for calls in self.calls)
             self.notes.append(f"{empty} of {len(self.calls)} layers cache nothing without images, and are not counted.")
-        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions: int | None = number_of_positions(self.config, alone=True)
 
     def footprint(
         self,
