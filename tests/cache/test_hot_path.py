@@ -15,6 +15,7 @@ from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode import launch
 from transformers import PreTrainedModel
 
+from tests.support.helpers import module_with
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import store_no_rows
 from tests.support.tiny_models import VOCAB, build
@@ -178,7 +179,7 @@ def test_a_first_prompt_launches_at_most_three_kernels_a_layer(room, balance, to
         before = Silent.launches
         with torch.no_grad(), Launching() as mode:
             keys, values = layer.update(states, states)
-            resolve(keys, values, SimpleNamespace(config=None, is_causal=True), query)
+            resolve(keys, values, module_with(config=None, is_causal=True), query)
         assert not layer.store.is_deferred and Silent.launches - before == launches
         assert warm or mode.names == []
 
@@ -192,7 +193,7 @@ def test_a_first_prompt_makes_few_tensors(tokens, tensors, kernels, monkeypatch)
     layers = TurboQuantCache(config).layers
     for layer in layers:
         with torch.no_grad(), Launching() as mode:
-            resolve(*layer.update(states, states), SimpleNamespace(config=None, is_causal=True), query)
+            resolve(*layer.update(states, states), module_with(config=None, is_causal=True), query)
     assert {"empty", "empty_like", "new_empty"}.issuperset(mode.names) and len(mode.names) == tensors
 
 
@@ -215,7 +216,7 @@ def test_what_the_first_layer_of_a_prompt_worked_out_others_look_up(room, tokens
         for layer in range(2):
             functions.clear()
             with profiled(note):
-                resolve(*cache.update(states, states, layer), SimpleNamespace(config=config, is_causal=True), query)
+                resolve(*cache.update(states, states, layer), module_with(config=config, is_causal=True), query)
     assert len(functions) <= most, functions
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tests.support.helpers import (
     assert_same,
     filled,
     llama_config,
+    module_with,
     prefill_bytes,
     rows,
     states,
@@ -159,7 +159,7 @@ def test_a_preallocated_layer_has_room_for_its_length_and_little_more(max_cache_
 @pytest.mark.parametrize("name", ["turboquant", "sdpa", "eager"])
 def test_a_layer_knows_the_attention_its_model_has_now(name):
     """By the config of the module that resolved its handle, whatever config the cache was made from."""
-    module = SimpleNamespace(config=llama_config(1))
+    module = module_with(config=llama_config(1))
     layer = TurboQuantLayer(all_packed())
     for attention in ("turboquant", name, "turboquant"):
         module.config._attn_implementation = attention
@@ -176,7 +176,7 @@ def test_lazy_states_have_the_shape_of_what_they_stand_for_and_a_handle_each():
         (4, 6, 16, torch.float32),
     ]:
         layer = TurboQuantLayer(all_packed())
-        module = SimpleNamespace(config=llama_config(1))
+        module = module_with(config=llama_config(1))
         module.config._attn_implementation = "turboquant"
         resolve(*layer.update(*states(0, heads=heads, tokens=length, dim=dim, dtype=dtype)), module)
         pairs = [layer.update(*states(1, heads=heads, tokens=1, dim=dim, dtype=dtype)) for _ in range(2)]

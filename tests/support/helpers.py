@@ -236,3 +236,10 @@ class CountedBytes(TorchDispatchMode):
             if isinstance(result, torch.Tensor) and (in_place or result.untyped_storage().data_ptr() not in inputs):
                 self.written += result.nbytes
         return out
+
+
+def module_with(**attributes: Any) -> torch.nn.Module:
+    """An attention module that has nothing else."""
+    module = torch.nn.Module()
+    vars(module).update(attributes)
+    return module
