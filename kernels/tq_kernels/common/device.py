@@ -70,11 +70,12 @@ def _flatten(compiled: Any) -> None:
     compiled.src.signature = dict(enumerate(members(compiled.src.signature.values())))
 
 
-def build_launcher(compiled: Any) -> None:
-    """Build what `compiled_launch` finds in Triton's cache afterwards, without the GPU."""
+def with_launcher(compiled: Any) -> Any:
+    """Build what `compiled_launch` finds in Triton's cache afterwards, without the GPU. Returns the kernel."""
     if knows_launch_of(triton.__version__):
         _flatten(compiled)
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled
 
 
 @dataclass(frozen=True)

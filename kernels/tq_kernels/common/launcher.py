@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .device import build_launcher, compiled_launch, current_device, current_raw_stream, interpreted, members
+from .device import compiled_launch, current_device, current_raw_stream, interpreted, members, with_launcher
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options of every compilation. Triton 3.9 warns without `enable_fp_fusion`, and announces that 3.10 will not fuse
@@ -35,11 +35,7 @@ class Compilers(ThreadPoolExecutor):
     """Threads that compile kernels, and the C code that launches them (Triton 3.5 and 3.6: .3 s a kernel)."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
-        def compiled() -> Any:
-            build_launcher(kernel := function(*arguments, **options))
-            return kernel
-
-        return super().submit(compiled)
+        return super().submit(lambda: with_launcher(function(*arguments, **options)))
 
 
 def compile_in_threads(code: Callable[[], Any]) -> Callable[[], None]:
