@@ -149,7 +149,8 @@ def test_convolutions_come_back_after_assisted_decoding(tmp_path, max_cache_len)
     for length in (1, 1):
         assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
     if max_cache_len is not None:
-        with pytest.raises(ValueError, match=r"also has linear layers that record their past.* Leave out"):
+        # With transformers 5.17 it is the mask that cannot be continued.
+        with pytest.raises(ValueError, match=r"(linear layers that record their past|an attention mask).* Leave out"):
             model.generate(out, **as_input(cache), **options, custom_generate=graph_decoding)
 
 

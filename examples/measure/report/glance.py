@@ -119,8 +119,8 @@ def quantized() -> str:
     about = (
         f"{REAL_MODEL} in {found['dtype']} on {found['device'].partition(',')[0]}, one thread: {found['steps']} tokens "
         f"one by one after {found['prompt']:,}, of {found['documents']} texts. `{BASELINE}` holds "
-        f"{base['bytes_held'] / 2**20:.1f} MiB, and its step takes {base['ms_per_step']:.0f} ms. Presets hold "
-        f"the newest 128 tokens or more exactly, in this memory too. "
+        f"{base['bytes_held'] / 2**20:.1f} MiB, and its step takes {base['ms_per_step']:.0f} ms. The memory of "
+        f"presets includes their newest 128 tokens or more, which are exact. "
         f"[All rows](examples/results/README.md#beside-quantizedcache)."
     )
     return table(["cache", "held", "step / `DynamicCache`'s", "KL, nats", "top-1"], lines) + f"\n{about}\n"
