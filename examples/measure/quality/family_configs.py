@@ -25,7 +25,7 @@ TINY_HEAD = 16
 """Channels of a tiny model's heads."""
 
 SIZES: list[tuple[str, Any]] = [
-    (r"(src_|tgt_|decoder_|t2u_|text_)?vocab_size", VOCAB),
+    (r"(src_|tgt_|decoder_|t2u_|text_|unpadded_)?vocab_size", VOCAB),
     (r"(swa_|decoder_|encoder_)?num_(key_value|kv)_heads|kv_heads|multi_query_group_num|swa_num_key_value_heads", 2),
     (r"linear_num_(key|value)_heads|linear_num_heads|mamba_num_heads", 4),
     (r"(\w+_)?(num_)?(attention_)?heads?|n_heads?|swa_num_attention_heads|\w+_heads|mamba_n_heads", 4),
@@ -108,7 +108,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hy_v4_vl_text": _mrope(4, 2, 2),
     "inkling2_loop_text": dict(
         num_hidden_layers=4,
-        unpadded_vocab_size=VOCAB,
         n_layers_per_attn_res_block=1,
         loop_layer_index_start=1,
         loop_layer_index_end=3,
