@@ -192,14 +192,15 @@ class TurboQuantCache(Copyable, DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. The cache is unchanged then.
         """
+        # First of all: what comes before would be a graph of its own.
+        if torch.compiler.is_dynamo_compiling() and not _is_traceable(self.layers[layer_idx:], key_states.shape[2]):
+            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
                 f"{layer_idx}; make the cache from this model's config."
             )
         layer: Any = self.layers[layer_idx]
-        if torch.compiler.is_dynamo_compiling() and not _is_traceable(layer, key_states.shape[2]):
-            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if self._refuses_repeats and not torch.compiler.is_dynamo_compiling():
             self._check_repeat(layer_idx, key_states.shape[2])
         if self._deferred is not None:
@@ -417,10 +418,11 @@ class TurboQuantCache(Copyable, DynamicCache):
         return load_cache(cls, path, model, preset, max_cache_len)[0]
 
 
-def _is_traceable(layer: Any, tokens: int) -> bool:
-    """Whether a compiled graph may include an update of a layer by this number of tokens."""
+def _is_traceable(layers: list[Any], tokens: int) -> bool:
+    """Whether a compiled graph may include an update of the first of `layers`, if any, by this number of tokens."""
+    layer: Any = layers[0] if layers else None
     is_step = tokens == 1 or (tokens <= STEP_TOKENS and hasattr(layer, "takes_step") and layer.takes_step(tokens))
-    return is_step and layer.is_compileable and layer.is_initialized
+    return layer is not None and is_step and layer.is_compileable and layer.is_initialized
 
 
 def check_max_cache_len(max_cache_len: Any) -> None:
