@@ -98,7 +98,7 @@ BUDGETS = {
         "ops": 2696,  # latents; pages of them by kernels; wide heads, one by one; tokens to sample; launch over pages
         "codec": 909,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 812,  # pending tokens; rows of latents; the order of padded rows; dense blocks of pages; cut blocks
-        "cache": 528,  # bits of latent layers; padding of a call; room for a whole answer; models that drop a cache
+        "cache": 531,  # bits of latent layers; padding of a call; room for a whole answer; models that drop a cache
         "attention": 441,  # latents, dense states: functions of their own; lost gradients; a cache that gains nothing
         "memory": 89,
         "balance": 116,  # kernels of a probe are compiled together
@@ -109,11 +109,11 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_569, 35_650
+PRODUCT, TESTS = 28_572, 35_660
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; prompts at the speed of their products 400 (plans
 of cuDNN, compiled and captured prompts, steps with prompts as graphs; what graphs and compiled layers follow; threads
-that build launchers), which are paid for but 113 (and 187 of tests);
+that build launchers), which are paid for but 116 (and 197 of tests);
 loud channels 600."""
 FILES = 127  # prepared.py; {codec/loud,stores/assigned,ops/latent_pages}.py; batching/{prefixes,grammars}.py
 

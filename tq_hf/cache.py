@@ -154,7 +154,10 @@ class TurboQuantCache(Copyable, DynamicCache):
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if any(held_lengths(self.layers).values()):
+        states = [
+            getattr(x, f"is_{kind}_states_initialized", {}) for x in self.layers for kind in ("conv", "recurrent")
+        ]
+        if any(held_lengths(self.layers).values()) or any(any(each.values()) for each in states):
             raise pickle.PicklingError(
                 "A TurboQuantCache that holds tokens cannot be pickled; an empty one can. Write it to a file with "
                 "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."

@@ -2,6 +2,7 @@
 were active, merged and scaled as they were."""
 
 import builtins
+import pickle
 import re
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,15 @@ def test_linear_layers_that_read_half_a_call_are_neither_cropped_nor_saved(tmp_p
     cache.reset()
     run(model, cache, tokens(1, 30))
     cache.crop(0)
+
+
+def test_linear_layers_that_read_half_a_first_call_are_not_pickled():
+    kinds = ["linear_attention"] * 2 + ["full_attention"]
+    model = build("qwen3_next", num_hidden_layers=3, layer_types=kinds, attention="turboquant")
+    cache = TurboQuantCache(model.config)
+    interrupted(model, cache, tokens(1, 20), after=1)
+    with pytest.raises(pickle.PicklingError, match="holds tokens"):
+        pickle.dumps(cache)
 
 
 def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
