@@ -32,7 +32,7 @@ def model() -> PreTrainedModel:
 
 def test_graphs_and_asynchronous_batches_are_on(model: PreTrainedModel) -> None:
     with Session(model) as session:
-        session.run(prompts([5]), greedy(2))
+        session.run(prompts([5]), greedy(4))  # three steps of one token: each pair of buffers has one
         resolved, runner = session.manager.continuous_batching_config, session.manager.batch_processor.model_runner
         assert resolved.use_cuda_graph == (True, True) and runner.use_cuda_graph_decode
         assert session.manager.batch_processor.use_async_batching
