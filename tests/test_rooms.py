@@ -90,7 +90,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2771,  # a server of its own: OpenAI's forms, bounds of requests; compare; display
-        "batching": 4843,  # latents; options by request; requests that fail alone; prefixes in files; grammars
+        "batching": 4888,  # latents; options by request; requests that fail alone; prefixes in files; grammars
         "graph_decoding": 1359,  # linear layers; stop strings; drafts, over windows; caches that a model replaces
         "saving": 872,  # layers that are uneven on purpose; layers that share the order of padded rows
         "layers": 1827,  # latents not expanded, of shards too; rollback of uneven layers; rings; copies; advice
@@ -109,7 +109,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_572, 35_660
+PRODUCT, TESTS = 28_617, 35_679
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; prompts at the speed of their products 400 (plans
 of cuDNN, compiled and captured prompts, steps with prompts as graphs; what graphs and compiled layers follow; threads

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from tests.support.batching_cases import Log, Oracle, Session, answers, greedy, model_of, options, prompts, serve
 from tq_hf import TurboQuantBatching
@@ -200,8 +201,26 @@ def test_arguments_of_another_type_are_refused_in_a_sentence(batching: TurboQuan
     for limit in (0, -3, True, 2.0, "3"):
         with pytest.raises(ValueError, match="`max_new_tokens` is .*; it must be a whole number, 1 or more"):
             batching.generate_batch([[1, 2]], GenerationConfig(), options(), max_new_tokens=limit)
-    with pytest.raises(ValueError, match="`max_blocks_per_request` is -3; it must be a whole number, 0 or more"):
-        batching.generate_batch([[1]], greedy(1), options(max_blocks_per_request=-3))
+    for name, wrong, words in (
+        ("max_blocks_per_request", -3, "a whole number, 0 or more"),
+        ("default_compile_level", 4, "a whole number, 0 to 3"),
+        ("max_memory_percent", 2.0, "a number between 0 and 1"),
+        ("safety_margin", "a", "a number between 0 and 1"),
+        ("use_cuda_graph", "no", "true or false, or two of them"),
+        ("use_cuda_graph", (True,), "true or false, or two of them"),
+        ("use_async_batching", "no", "true or false"),
+        ("decode_compile_config", 5, "a `CompileConfig`"),
+        ("scheduler_type", "nope", "one of fifo, prefill_first, shortest_first"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` is .*; it must be {words}"):
+            batching.generate_batch([[1]], greedy(1), options(**{name: wrong}))
+    with pytest.raises(ValueError, match="`num_requests` is -1; it must be a whole number, 0 or more"):
+        batching.init_continuous_batching(greedy(1), options(), WorkloadHints(num_requests=-1))
+    with pytest.raises(ValueError, match="`inputs` is None; it must be a list of prompts"):
+        batching.generate_batch(None, greedy(1), options())
+    for argument, wrong in (("tokenizer", "a-name"), ("prefix_cache", ""), ("prefix_cache", 5)):
+        with pytest.raises(ValueError, match=f"is {wrong!r}; it must be a (tokenizer|path)"):
+            TurboQuantBatching(batching.model, balance=False, **{argument: wrong})
     with served(batching, 1) as manager:
         for wrong in (None, 5, ["a"]):
             with pytest.raises(ValueError, match="`request_id` is .*; it must be a text"):

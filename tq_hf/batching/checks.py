@@ -13,7 +13,7 @@ import torch
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import Tokens
-from transformers import ContinuousBatchingConfig
+from transformers import CompileConfig, ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
@@ -25,7 +25,7 @@ from ..ops.dispatch import supports_paged_decode, supports_paged_latents, suppor
 from .allocators import LayerSpec, StateName, StateStep, layer_kinds, linear_layers, page_owners, paged_layers
 from .cache import TurboQuantPagedCache
 from .layers import NAME, LinearLayers, running
-from .options import INSTEAD, number
+from .options import INSTEAD, LIMITS, MOST, number, shown
 from .requests import one_line
 
 logger = logging.get_logger(__name__)
@@ -210,14 +210,52 @@ def default_requests(model: Any, config: ContinuousBatchingConfig) -> WorkloadHi
     return WorkloadHints(min(CPU_TOKENS, positions), 0, CPU_REQUESTS)
 
 
+ENGINE_LIMITS: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("num_blocks", "max_batch_tokens", "max_requests_per_batch"), (1, MOST)),
+    **dict.fromkeys(("max_blocks_per_request", "max_queue_size"), (0, MOST)),  # 0: no block table, no limit
+    **dict.fromkeys(("max_memory_percent", "safety_margin", "cpu_offload_space_safety_threshold"), (0.0, 1.0)),
+    **dict.fromkeys(("cpu_offload_space", "cpu_group_timeout"), (0.0, 1e6)),
+    "default_compile_level": (0, 3),
+    "seed": LIMITS["seed"],
+}
+"""Smallest and largest value of an option of the engine that is a number, as in `LIMITS` of requests."""
+ENGINE_KINDS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("allow_block_sharing", "use_async_batching", "return_logprobs"), (bool, "true or false")),
+    **dict.fromkeys(("varlen_compile_config", "decode_compile_config"), (CompileConfig, "a `CompileConfig`")),
+}
+"""Type of an option of the engine, and what a message calls it."""
+
+
+def check_engine(requested: ContinuousBatchingConfig) -> None:
+    """Raise `ValueError` if an option of the engine is of another type than transformers says, or outside its range."""
+    for name, limits in ENGINE_LIMITS.items():
+        if (value := getattr(requested, name)) is not None:
+            number(name, value, *limits)
+    for name, (kind, text) in ENGINE_KINDS.items():
+        if not isinstance(value := getattr(requested, name), kind | None):
+            raise ValueError(f"`{name}` is {shown(value)}; it must be {text}.")
+    graphs = requested.use_cuda_graph
+    pair = graphs if isinstance(graphs, (tuple, list)) else (graphs, graphs)
+    if len(pair) != 2 or not all(isinstance(each, bool | None) for each in pair):
+        raise ValueError(
+            f"`use_cuda_graph` is {shown(graphs)}; it must be true or false, or two of them: for steps with "
+            "prompts, and for decode steps."
+        )
+    if requested.page_size not in (BLOCK_TOKENS, ContinuousBatchingConfig.page_size):
+        raise ValueError(
+            f"`page_size` is {shown(requested.page_size)}; packed pages have {BLOCK_TOKENS} tokens. Leave it out."
+        )
+
+
 def engine_options(
     model: Any, layout: BlockLayout, requested: ContinuousBatchingConfig, dense: list[int], processes: bool
 ) -> ContinuousBatchingConfig:
     """Copy options of the engine, with pages of 128 tokens. Graphs, asynchronous batching and memory that the user
     leaves open are as kernels support them. `dense` full-attention layers are not packed, and all requests have
-    processors of logits by default if it `processes`. Raises `ValueError` if the options have another page size or
-    wrong numbers, or ask for CUDA graphs of steps that read lengths on the host: all steps with dense full-attention
-    layers; and steps with prompts, with sliding windows, linear layers, latents or heads that torch computes."""
+    processors of logits by default if it `processes`. Raises `ValueError` for options that `check_engine` refuses, and
+    for CUDA graphs of steps that read lengths on the host: all steps with dense full-attention layers; and steps with
+    prompts, with sliding windows, linear layers, latents or heads that torch computes."""
+    check_engine(requested)
     decoder, on_gpu = model.config.get_text_config(), model.device.type == "cuda"
     states = torch.empty(0, dtype=model.dtype, device=model.device)
     latents, graphs = holds_latents(decoder), requested.cuda_graph_booleans
@@ -230,13 +268,6 @@ def engine_options(
             f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and {what} read lengths on the host, so they cannot be "
             f"captured in graphs. Leave it out{instead}."
         )
-    if requested.page_size not in (BLOCK_TOKENS, ContinuousBatchingConfig.page_size):
-        raise ValueError(
-            f"`page_size` is {requested.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out."
-        )
-    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request"):
-        if (value := getattr(requested, name)) is not None:
-            number(name, value, int(name != "max_blocks_per_request"))  # 0: no block table
     options = copy(requested)  # a new config would apply deprecated options twice
     options.page_size = BLOCK_TOKENS
     if requested.num_blocks is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
@@ -19,7 +19,7 @@ from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
-from .options import check_refused, options_of, prompt_ids, shown, with_defaults
+from .options import check_refused, number, options_of, prompt_ids, shown, with_defaults
 from .prefixes import PrefixFolder, checked
 from .requests import named, one_line
 
@@ -79,6 +79,8 @@ class TurboQuantBatching(ContinuousMixin):
             raise ValueError(f"`balance` is {balance!r}; it must be True or False, or a `Balance`.")
         self.model = inner_model(model)
         self.config = pages_config(preset, **overrides)
+        if not (tokenizer is None or hasattr(tokenizer, "decode")):
+            raise ValueError(f"`tokenizer` is {shown(tokenizer)}; it must be a tokenizer of transformers.")
         self.tokenizer = tokenizer
         self._balance = balance if isinstance(balance, Balance) else None
         if self._balance and not self.config.balance:
@@ -134,6 +136,8 @@ class TurboQuantBatching(ContinuousMixin):
             generation_config.max_new_tokens = limit
         # transformers logs what a request is refused for, and returns no answers.
         vocabulary = self.model.config.get_text_config().vocab_size
+        if not isinstance(inputs, Iterable):
+            raise ValueError(f"`inputs` is {shown(inputs)}; it must be a list of prompts, each a list of token ids.")
         inputs = [prompt_ids(prompt, vocabulary) for prompt in inputs]
         options_of(generation_config, prompt=max(map(len, inputs), default=0), vocabulary=vocabulary)
         with ExitStack() as at_end:
@@ -175,6 +179,8 @@ class TurboQuantBatching(ContinuousMixin):
         ):
             if not isinstance(value, kind | None):
                 raise ValueError(f"`{name}` is {shown(value)}; it must be a `{kind.__name__}`.")
+        for name, value in vars(workload_hints or WorkloadHints()).items():
+            number(name, value, 0)
         generation_config = with_defaults(generation_config, self.generation_config)
         check_refused(vars(generation_config))  # before a kept manager is destroyed
         if generation_config.eos_token_id is None:

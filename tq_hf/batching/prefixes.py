@@ -60,10 +60,13 @@ class PrefixFolder:
         memory: Bytes of host memory in front of the files, pinned for a GPU. By default 2 GiB for a GPU, else 256 MiB.
 
     Raises:
-        ValueError: The folder cannot be made or listed, or a number of bytes is not a whole number above 0.
+        ValueError: The folder is no path, or cannot be made or listed; or a number of bytes is not a whole number above
+            0.
     """
 
     def __init__(self, folder: str | os.PathLike[str], size: int = 20 * 10**9, memory: int | None = None) -> None:
+        if not folder or not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"A folder for prefixes is {folder!r}; it must be a path.")
         self.path, self.size = Path(folder), number("size", size, 1, 2**62)
         self.memory = None if memory is None else number("memory", memory, 1, 2**62)
         self.known: set[str] = set()
