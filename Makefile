@@ -30,6 +30,10 @@ OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py \
 PRUNING := kvpress==0.5.5
 # By itself: a torch that comes with CUDA asks for a Triton of its own.
 OLDEST_TRITON := "triton==3.5.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
+# The newest Triton that is supported, for the frontend's tests: torch brings an older one here.
+NEWEST_TRITON := "triton==3.9.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
+TRITON := $(VENV)-triton
+TRITON_STAMP := $(TRITON)/.installed
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
 SPREAD := -n $(WORKERS) --dist worksteal
 QUICK := not slow and not cuda and not child
@@ -74,6 +78,10 @@ $(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OLDEST_TRITON)
 	touch $@
 
+$(TRITON_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON) $(NEWEST_TRITON)
+	touch $@
+
 venv: $(STAMP)
 
 # Threads that wait passively cost nothing on a free machine, and a great deal less on a busy one.
@@ -111,18 +119,20 @@ test-oldest: $(OLDEST_STAMP)
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) \
 		-m "$(QUICK)" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
 
-# The ways that users use, and the names that they stand on, on what `pip install` brings today.
+# The ways that users use, the names that they stand on, and the kernels, on what `pip install` brings today.
 test-next:
 	test -x $(NEXT)/bin/python || $(PYTHON) -m venv $(NEXT)
 	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(PIP_ARGS) -e ".[dev]"
 	$(NEXT)/bin/python -m pip list --disable-pip-version-check | grep -E "^(torch|transformers|triton) "
 	$(PARALLEL) $(NEXT)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) -m "$(QUICK)" \
-		-o cache_dir=.pytest_cache/next tests/test_ways.py tests/test_fence.py
+		-o cache_dir=.pytest_cache/next tests/test_ways.py tests/test_fence.py tests/kernels/test_frontend.py
 
 # The kernels by themselves: in Triton's interpreter, and compiled for every GPU they are written for. (The frontend's
-# tests are for the oldest Triton: under the newest, all that they compile is compiled here, too.)
-test-kernels: $(STAMP)
+# tests are for the oldest Triton and the newest: under the one between, all that they compile is compiled here, too.)
+test-kernels: $(STAMP) $(TRITON_STAMP)
 	$(PARALLEL) $(PYTEST) $(SPREAD) -m "$(QUICK)" --ignore=tests/kernels/test_frontend.py tests/kernels
+	$(PARALLEL) PYTHONPATH=$(TRITON) $(PYTEST) $(SPREAD) -m "$(QUICK)" -o cache_dir=.pytest_cache/triton \
+		tests/kernels/test_frontend.py tests/kernels/test_cached_launches.py
 	$(PARALLEL) TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) $(SPREAD) -m "$(QUICK)" $(INTERPRETED_TESTS)
 
 test-slow: $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -129,11 +130,20 @@ def interpreted() -> bool:
     return not isinstance(_nothing, triton.runtime.JITFunction)
 
 
+class Constants:
+    """Named tuple of constants. (A compiled function may call classes, but none of Python's functions.)"""
+
+    def __new__(cls, names, values):
+        return namedtuple(cls.__name__, names)(*map(tl.constexpr, values))
+
+
 @triton.constexpr_function
 def constants_of(shape):
     """`shape`, a tuple that a kernel takes as a constant, of constants: compiled, its members would be plain numbers,
-    which Triton takes in few places."""
-    return shape if triton.knobs.runtime.interpret else type(shape)(*map(tl.constexpr, shape))
+    which Triton takes in few places. From 3.8 on, it is a tuple of Triton's own."""
+    if triton.knobs.runtime.interpret:
+        return shape
+    return Constants(shape._fields if isinstance(shape, tuple) else shape.type.fields, shape)
 
 
 override: Callable[[Target], Target] | None = None
