@@ -244,6 +244,16 @@ def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
             assert given == (None if tokens is None else tokens.data_ptr()) and how(log) == [kind]
 
 
+def test_rows_are_read_16_bytes_at_a_time_only_where_all_begin_at_multiples() -> None:
+    base = torch.zeros(2 * 3 * 64 + 1, dtype=torch.float16)
+    even, shifted = base[:-1].view(2, 3, 64), base[1:].view(2, 3, 64)
+    odd = torch.zeros(2, 3, 65, dtype=torch.float16)[..., :64]
+    for states, is_aligned in ((even, True), (shifted, False), (odd, False)):
+        assert prefix._is_aligned(states[None]) == is_aligned
+        rows = triton_pages._rows(states)
+        assert (rows is states) == is_aligned and rows.data_ptr() % 16 == 0 and torch.equal(rows, states)
+
+
 def test_strides_alone_decide_what_is_compiled_of_numbers_in_tuples(monkeypatch: pytest.MonkeyPatch) -> None:
     """They, and whether a number fits 32 bits."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)

@@ -23,7 +23,7 @@ from triton.language.extra import cuda
 
 from ..common.device import AMPERE, TURING, constants_of
 from ..common.launcher import Strides
-from ..common.schedule import completed, fetch, first_block_column, lengths, located, ring_rows, row_of
+from ..common.schedule import completed, fetch, first_block_column, lengths, located, ring_rows, row_choice, row_of
 from ..format import CODE, PLANE, TOKENS, due_blocks_in_kernel
 from .loud import coded_scales, finite_size, loud_channels_of, loud_unit, store_loud
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
@@ -295,7 +295,7 @@ def _rows_of(
     row = row_of(t, P.SINKS, P.RING)
     in_ring = ring_rows(places.rows, pages, row, t < past, head, places.page_blocks, ROW, P.ROWS, BLOCK_WORDS)
     fresh = (first + tl.maximum(t - past, 0)).to(tl.int64)
-    at = tl.where(t < past, in_ring + START, new.states + fresh * new.stride_t + head * new.stride_h)
+    at = row_choice(t < past, in_ring + START, new.states + fresh * new.stride_t + head * new.stride_h, True)
     return at[:, None]
 
 

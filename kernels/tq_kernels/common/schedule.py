@@ -130,9 +130,19 @@ Args:
 
 
 @triton.jit
-def dense_rows(dense: DenseTokens, t, C: tl.constexpr):
+def row_choice(condition, first, second, ALIGNED: tl.constexpr):
+    """Pointers to rows: `first` where a `condition` is true, else `second`. ALIGNED: whether all are multiples of 16
+    bytes. After a choice, Triton 3.8 and 3.9 do not know, and load number by number."""
+    row = tl.where(condition, first, second)
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)
+    return row
+
+
+@triton.jit
+def dense_rows(dense: DenseTokens, t, C: tl.constexpr, ALIGNED: tl.constexpr = True):
     """Pointers [n] to keys and values of dense tokens `t` [n]; for absent tokens, to the last one. C has DK, DV, and
-    over pages ROWS and BLOCK_WORDS."""
+    over pages ROWS and BLOCK_WORDS; ALIGNED is that of `row_choice`, between rows and new tokens."""
     near = tl.minimum(t, dense.count - 1)
     row = dense.start + near - dense.sinks
     row = tl.where(row >= dense.ring, row - dense.ring, row)
@@ -147,8 +157,9 @@ def dense_rows(dense: DenseTokens, t, C: tl.constexpr):
     v_row = k_row + C.DK
     if dense.new is not None:
         fresh = (near - dense.history).to(tl.int64)
-        k_row = tl.where(near < dense.history, k_row, dense.new.key + fresh * dense.new.key_t)
-        v_row = tl.where(near < dense.history, v_row, dense.new.value + fresh * dense.new.value_t)
+        old = near < dense.history
+        k_row = row_choice(old, k_row, dense.new.key + fresh * dense.new.key_t, ALIGNED)
+        v_row = row_choice(old, v_row, dense.new.value + fresh * dense.new.value_t, ALIGNED)
     return k_row, v_row
 
 

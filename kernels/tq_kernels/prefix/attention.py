@@ -95,12 +95,12 @@ Args:
 PrefixShape = namedtuple(
     "PrefixShape",
     "DK DV DKP DVP BLOCK_DK BLOCK_DV KEY_BITS VALUE_BITS CAUSAL MASK BOUNDS HAS_AUX SPLIT BLOCK_R STEP ASM "
-    "BLOCK_WORDS LOUD SINKS RING ROWS BLOCK_B MERGE",
-    defaults=(0, 0, 0, 0, False),
+    "BLOCK_WORDS LOUD SINKS RING ROWS BLOCK_B MERGE ALIGNED",
+    defaults=(0, 0, 0, 0, False, True),
 )
 """Constants of `prefix_attention`: STEP, 64 or 128, is the number of tokens between two updates of the maximum;
 those from SINKS to BLOCK_B are `Pages.place` and the padded number of sequences, 0 without a block table. MERGE:
-`out` and `new_lse` have the attention to the new tokens."""
+`out` and `new_lse` have the attention to the new tokens. ALIGNED: rows of new tokens are multiples of 16 bytes."""
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def _add_dense(
     for start in tl.range(low, dense.count, TILE, num_stages=1):
         t = start + tl.arange(0, TILE)
         inside = t < dense.count
-        k_row, v_row = dense_rows(dense, t, C)
+        k_row, v_row = dense_rows(dense, t, C, C.ALIGNED)
         k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0)
         v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < C.DV)[None, :], other=0.0)
         x = tl.dot(plain, tl.trans(k.to(tl.float16)))  # [BR, 64]

@@ -103,11 +103,16 @@ def prefix_constants(
     on: Target,
     pages: tuple[int, ...] = (),
 ) -> tuple[PrefixShape]:
-    """Constants of the attention kernel on this target; `pages` are those that only a block table needs."""
+    """Constants of the attention kernel on this target; `pages` are those from `SINKS` on."""
     dims = (layout.key_dim, layout.value_dim, layout.key_dim_padded, layout.value_dim_padded)
     flags = (*layout.bits, causal, mask, bounds, has_aux, split)
     tiles = (config.block_rows, config.step, on.asm, layout.block_words, layout.loud)
     return (PrefixShape(*dims, block_of(layout.key_dim), block_of(layout.value_dim), *flags, *tiles, *pages),)
+
+
+def _is_aligned(states: torch.Tensor) -> bool:
+    """Whether rows of states `[B, H, T, D]` are multiples of 16 bytes."""
+    return all(number % 8 == 0 for number in (states.data_ptr() // 2, states.shape[3], *states.stride()[:3]))
 
 
 @on_its_device
@@ -168,7 +173,7 @@ def attend_prefix(
         layout, blocks, scales, block_strides = packed.layout, packed.data, packed.channel_scales, packed.block_strides
         units = num_blocks + -(-(sinks + residual + fresh[0].shape[2]) // BLOCK_TOKENS)
         numbers = (num_blocks, sinks, residual, dense.shape[2] - max_sinks, max_sinks, fresh[0].shape[2])
-        count, width, place = 0, 0, ()
+        count, width, place = 0, 0, (*(0,) * 4, False, all(map(_is_aligned, (dense, *fresh))))
     (batch, query_heads, queries, _), kv_heads = query.shape, fresh[0].shape[1]
     config = config or prefix_config(layout.key_dim, layout.value_dim, on)
     groups, heads = query_heads // kv_heads, batch * kv_heads

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ..common.device import constants_of, matrix_type, target
 from ..common.launcher import Kernel
+from ..common.schedule import row_choice
 from ..common.softmax import bounded, empty_state, update
 from ..types import AttentionOptions
 from .dense import SPLIT_TOKENS, dense_config
@@ -84,8 +85,8 @@ def window_attention(
         page = tl.load(pages + row // C.ROWS, mask=inside, other=0).to(tl.int64)
         at = rows + page * (n.page_size * 8) + row % C.ROWS * row_size  # [BT]
         fresh = row == newest
-        k_row = tl.where(fresh, new_key, at)
-        v_row = tl.where(fresh, new_value, at + C.ROWS * row_size)
+        k_row = row_choice(fresh, new_key, at, True)
+        v_row = row_choice(fresh, new_value, at + C.ROWS * row_size, True)
         read = inside[:, None] & (d < C.DIM)[None, :]
         k = tl.load(k_row[:, None] + d[None, :], mask=read, other=0.0).to(C.MATRIX)
         v = tl.load(v_row[:, None] + d[None, :], mask=read, other=0.0).to(C.MATRIX)

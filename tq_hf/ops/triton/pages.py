@@ -121,9 +121,11 @@ def prompt_buffer_bytes(
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
-    """`states` with rows at multiples of 8 elements, as models make them."""
+    """`states` with rows at multiples of 8 elements and 16 bytes, as models make them."""
     tokens, heads, channels = states.stride()
-    return states if channels == 1 and tokens % 8 == heads % 8 == 0 else states.contiguous()
+    if channels == 1 and tokens % 8 == heads % 8 == 0 == states.data_ptr() % 16:
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
 
 
 @blocks.once_per_layer
