@@ -248,10 +248,10 @@ def test_rows_are_read_16_bytes_at_a_time_only_where_all_begin_at_multiples() ->
     base = torch.zeros(2 * 3 * 64 + 1, dtype=torch.float16)
     even, shifted = base[:-1].view(2, 3, 64), base[1:].view(2, 3, 64)
     odd = torch.zeros(2, 3, 65, dtype=torch.float16)[..., :64]
-    for states, is_aligned in ((even, True), (shifted, False), (odd, False)):
-        assert prefix._is_aligned(states[None]) == is_aligned
-        rows = triton_pages._rows(states)
-        assert (rows is states) == is_aligned and rows.data_ptr() % 16 == 0 and torch.equal(rows, states)
+    for part, is_aligned in ((even, True), (shifted, False), (odd, False)):
+        assert prefix._is_aligned(part[None]) == is_aligned
+        rows = triton_pages._rows(part)
+        assert (rows is part) == is_aligned and rows.data_ptr() % 16 == 0 and torch.equal(rows, part)
 
 
 def test_strides_alone_decide_what_is_compiled_of_numbers_in_tuples(monkeypatch: pytest.MonkeyPatch) -> None:
