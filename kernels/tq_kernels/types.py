@@ -304,7 +304,7 @@ class Sequences(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """New tokens of all sequences, one after the other; strides are multiples of 8.
+    """New tokens of all sequences, one after the other; strides are multiples of 8, addresses of 16.
 
     Args:
         query: `[T, Hq, D]`.

@@ -167,7 +167,7 @@ class DecodeLaunch:
                 Over pages `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
             states: Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` of a token to write to the residual first, in
                 its dtype; S tokens to append to a preallocated batch. Over pages `[T, Hkv, D]` of all new tokens; their
-                strides and the query's are multiples of 8.
+                strides and the query's are multiples of 8, their addresses of 16.
             slot: Row of the residual for that token, if the batch is not preallocated.
             fill: Over pages, whether to write 0 for padding tokens; requires T >= B and at most one new token a
                 sequence.

@@ -114,7 +114,7 @@ def attend_latents(
         rotary: `[B, Hq, S, Dr]`, likewise: rotary parts of the queries; over pages `[1, Hq, T, Dr]`.
         held: Packed blocks of one KV head; dense rows `[B, 1, ring + sinks, R + Dr]`, contiguous; and the number of
             sinks. Or pages, and the new latents `[T, 1, R]` and rotary keys `[T, 1, Dr]` in the dtype of the rows,
-            strides multiples of 8.
+            strides multiples of 8, addresses of 16.
         counts: Counts of blocks, residual rows and sinks to attend to. The last S rows are the queries' own. Or the
             sequences over pages, whose new tokens are not stored yet, S = `max_q`.
         rotations: sqrt(D) R of latents and of rotary keys as `[D, D]` fp16.

@@ -132,7 +132,7 @@ def attend_windows(
 
     Args:
         tokens: Queries `[N, Hq, D]`, keys `[N, Hkv, D]` and values `[N, Hkv, D]`, the last dimension contiguous and
-            other strides multiples of 8.
+            other strides multiples of 8, addresses of 16.
         rows: `[pages, 2, rows of a page, Hkv, D]`, keys and values of the layer, written in place; only pages may be
             apart, by a multiple of 8 elements.
         window: Tokens of a window.
