@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.recorded_graph import RecordedGraph
+from tests.support.recorded_graph import RecordedGraph, Streamed
 from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention, noisy
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
@@ -151,19 +151,11 @@ def test_criteria_of_ones_own_end_it_at_their_token(pair, way) -> None:
     check(pair, way, ids, stopping_criteria=[stops])
 
 
-class Streamed(list):
-    def put(self, value) -> None:
-        self.extend(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.append("end")
-
-
 @WAYS
 def test_a_streamer_gets_every_token_once(pair, way) -> None:
     model, ids, streamed = pair[0], repeating(pair[0]), Streamed()
     tokens, _ = decode(model, ids, streamer=streamed, **drafts(pair, way))
-    assert streamed == [*tokens[0].tolist(), "end"]
+    assert sum(streamed, []) == [*tokens[0].tolist(), "end"]
 
 
 @WAYS
@@ -311,10 +303,7 @@ def test_a_processor_reads_the_tokens_before_its_position(pair, way) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (dict(batch=2, prompt_lookup_num_tokens=2), "for one sequence, and this call has 2"),
         (dict(room=ROOM - 105, prompt_lookup_num_tokens=4), "max_cache_len=218"),
-        (dict(assistant_early_exit=1), "assistant_early_exit"),
-        (dict(use_mtp=True), "use_mtp"),
         (dict(prompt_lookup_num_tokens=2, assistant_ensemble_weight=0.5), "assistant_ensemble_weight"),
         (dict(config=dict(vocab_size=64)), "vocabulary of 128 tokens, and its assistant of 64"),
         (dict(tokens=1, assistant=True), "has 1 tokens"),
@@ -330,7 +319,7 @@ def test_what_it_cannot_do_is_a_sentence(change, sentence) -> None:
     if change.pop("assistant", False):
         change["assistant_model"] = assistant
     cache = TurboQuantCache(model.config, max_cache_len=change.pop("room", ROOM))
-    ids = repeating(model)[:, -change.pop("tokens", 190) :].repeat(change.pop("batch", 1), 1)
+    ids = repeating(model)[:, -change.pop("tokens", 190) :]
     with pytest.raises(ValueError, match=sentence):
         model.generate(ids, **GREEDY, **change, **as_input(cache), custom_generate=graph_decoding)
     assert int(cache.get_seq_length()) == 0

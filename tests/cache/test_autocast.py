@@ -207,16 +207,6 @@ def test_linear_states_are_loaded_within_the_autocast_that_filled_them(tmp_path)
         TurboQuantCache.load(path, model)
 
 
-@pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
-def test_without_autocast_keys_and_values_have_one_dtype(held):
-    cache = TurboQuantCache(llama_config())
-    if held:
-        cache.update(*states(0, tokens=held), 0)
-    keys, values = states(1, tokens=3)
-    with pytest.raises(ValueError, match="both must have one floating-point dtype"):
-        cache.update(keys, values.bfloat16(), 0)
-
-
 generator = torch.Generator().manual_seed(0)
 PROMPT = torch.randint(3, VOCAB, (2, 300), generator=generator)
 MORE = torch.randint(3, VOCAB, (2, 7), generator=generator)

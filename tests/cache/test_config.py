@@ -173,12 +173,8 @@ def test_a_configuration_with_presets_by_layer_is_hashable_and_goes_by_what_it_s
     assert other == mixed() and hash(other) == hash(mixed()) and other != PRESETS["3bit_nc"]
     assert eval(repr(other)) == other and dataclasses.replace(other) == other
     assert TurboQuantConfig(**json.loads(json.dumps(dataclasses.asdict(other)))) == other
-    for config in (
-        other,
-        TurboQuantConfig(),
-        TurboQuantConfig(key_bits=8, skip_layers=(0, -1)),
-        TurboQuantConfig(seed=3),
-    ):
+    changes: tuple[dict[str, Any], ...] = ({}, dict(key_bits=8, skip_layers=(0, -1)), dict(seed=3))
+    for config in (other, *(TurboQuantConfig(**change) for change in changes)):
         text = config_text(config)
         assert config_from(text) == config and config_text(config_from(text)) == text
 
@@ -205,12 +201,8 @@ def test_what_a_layer_cannot_be_is_a_sentence(options, says):
 
 
 def test_a_layer_named_twice_with_one_meaning_is_that():
-    assert [c.preset for c in TurboQuantConfig(layers={3: "k8v4", -1: "k8v4"}).by_layer(4)] == [
-        None,
-        None,
-        None,
-        "k8v4",
-    ]
+    layers = TurboQuantConfig(layers={3: "k8v4", -1: "k8v4"}).by_layer(4)
+    assert [layer.preset for layer in layers] == [None, None, None, "k8v4"]
 
 
 def test_a_layer_that_is_never_compressed_takes_no_preset():

@@ -108,7 +108,9 @@ def steps(model: PreTrainedModel, cache: Cache, inputs: dict[str, torch.Tensor],
     return logits
 
 
-def check(name: str, length: int, tokens: int, room: int | None = None, padding: int = 0, device: str = "cpu") -> None:
+def check(
+    name: str, length: int, tokens: int, room: int | None = None, padding: int = 0, device: str = "cpu", **more: str
+) -> None:
     """Logits are those of transformers' own caches, and scales those of keys, values and padding alone."""
     came: list[tuple[torch.Tensor, torch.Tensor]] = []
     update = TurboQuantLayer.update
@@ -118,7 +120,7 @@ def check(name: str, length: int, tokens: int, room: int | None = None, padding:
             came.append((keys.cpu(), values.cpu()))
         return update(self, keys, values, *args, **kwargs)
 
-    model, inputs = build(name, device=device), inputs_of(name, length, padding)
+    model, inputs = build(name, device=device, **more), inputs_of(name, length, padding)
     own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     cache = both(model, room, preset="k8v4")
     with pytest.MonkeyPatch.context() as patch:
@@ -139,11 +141,16 @@ CASES += [("bart", 200, 200), ("marian", 200, 1), ("t5", 200, 4), ("t5", 200, 20
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "tokens", "room"),
-    [(*case, room) for case, room in zip(CASES, cycle((None, 1600)), strict=False)],
+    ("name", "length", "tokens", "room", "attention"),
+    [
+        (*case, room, attention)
+        for case, room, attention in zip(
+            CASES, cycle((None, 1600)), cycle(("turboquant", "turboquant", "sdpa")), strict=False
+        )
+    ],
 )
-def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys(name: str, length: int, tokens: int, room: int | None):
-    check(name, length, tokens, room)
+def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys(name, length, tokens, room, attention):
+    check(name, length, tokens, room, attention=attention)
 
 
 @pytest.mark.parametrize(("name", "tokens", "room"), every_pair(("bart", "t5"), (1, 8, 200), (None, 300)))

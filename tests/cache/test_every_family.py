@@ -186,15 +186,6 @@ def test_masks_for_models_with_attention_of_their_own(room):
     assert difference([actual], [expected]) < 2e-3
 
 
-def test_position_biases_of_a_preallocated_cache_are_added():
-    model = tiny_model("t5", "turboquant")
-    own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-    ours = EncoderDecoderCache(
-        TurboQuantCache(model.config, max_cache_len=200, **DENSE), DynamicCache(config=model.config)
-    )
-    assert difference(forward(model, ours), forward(model, own)) < 2e-3
-
-
 def test_what_attention_cannot_compute_is_refused():
     model = tiny_model("inkling2_text", "turboquant")
     with pytest.raises(ValueError, match='sink logits by query.*Load the model with `attn_implementation="eager"'):
@@ -219,24 +210,6 @@ def test_assisted_decoding_of_an_encoder_decoder(cross, room):
     ours.batch_select_indices(torch.tensor([1]))
     assert layer_of(ours.self_attention_cache).batch_size == 1
     assert ours.cross_attention_cache.layers[0].keys.shape[0] == 1
-
-
-@pytest.mark.parametrize("attention", [None, "turboquant"])
-def test_a_compressed_cross_attention_cache_is_read(attention):
-    """A long encoder's keys and values are packed, and each step reads them dequantized."""
-    model = tiny_model("bart/seq2seq", attention)
-    packed = dict(residual_length=0, sink_tokens=0, preset="k8v4")
-    logits = []
-    for cross in (DynamicCache(config=model.config), TurboQuantCache(model.config, **packed)):
-        cache = EncoderDecoderCache(TurboQuantCache(model.config, **DENSE), cross)
-        with torch.no_grad():
-            for step in range(3):
-                out = model(ids(1, 200), decoder_input_ids=ids(1, 3)[:, step : step + 1], **as_input(cache))
-        logits.append(out.logits)
-    assert layer_of(cross).store.blocks.capacity == 1
-    assert 1e-4 < difference([logits[1]], [logits[0]]) < 0.1
-    footprint = cross.memory_footprint()
-    assert footprint.packed > 0
 
 
 LIMIT = 200

@@ -96,9 +96,10 @@ def test_a_compiled_step_too_many_is_refused(attention, masked):
 
 
 @once
-@pytest.mark.parametrize(("attention", "compiled"), [("turboquant", False), ("sdpa", True), ("eager", False)])
+@pytest.mark.parametrize(
+    ("attention", "compiled"), [("turboquant", False), ("turboquant", True), ("sdpa", True), ("eager", False)]
+)
 def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
-    """A compiled one over packed blocks is in `test_compiled.py`."""
     torch._dynamo.reset()
     model = model_on("cpu")
     model.set_attn_implementation(attention)
