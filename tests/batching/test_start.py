@@ -342,11 +342,11 @@ class Events(list[Any]):
         self.at, self.go, self.rest = threading.Event(), threading.Event(), threading.Event()
 
 
-@pytest.fixture(params=["in turn", "asynchronous"])
-def events(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Events:
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch, ways: dict[str, Any]) -> Events:
     """Steps are captured on a CPU: a graph calls the step again."""
     events, init, ahead = Events(), model_runner.ModelRunner.__init__, TurboQuantModelRunner.work_ahead
-    events.options = request.getfixturevalue("asynchronous") if request.param == "asynchronous" else {}
+    events.options = ways
 
     @wraps(init)
     def with_graphs(self: Any, *args: Any, **kwargs: Any) -> None:
