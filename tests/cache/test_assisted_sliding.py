@@ -227,14 +227,8 @@ def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> Non
     lengths = {int(each.get_seq_length()) for each in cache.layers}
     assert len(lengths) == 1
     held = lengths.pop()
-    answer = model.generate(
-        expected[:, : held + 1],
-        **as_input(cache),
-        do_sample=False,
-        max_new_tokens=tokens + NEW - held - 1,
-        custom_generate=graph_decoding,
-        eos_token_id=None,
-    )
+    rest = dict(do_sample=False, max_new_tokens=tokens + NEW - held - 1, eos_token_id=None)
+    answer = model.generate(expected[:, : held + 1], **as_input(cache), **rest, custom_generate=graph_decoding)
     assert tokens < held < tokens + NEW and torch.equal(answer, expected[:, : tokens + NEW])
     assert_same_windows(cache, other)
 

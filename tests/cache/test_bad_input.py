@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, FalconH1Config, Gemma3TextConfig, LlamaConfig, MambaConfig
+from transformers import DynamicCache, FalconH1Config, LlamaConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 import tq_hf.cache
-from tests.support.helpers import assert_unchanged, llama_config, snapshot, states
+from tests.support.helpers import assert_unchanged, gemma_config, llama_config, snapshot, states
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
@@ -239,19 +239,13 @@ def test_a_model_of_more_layers_is_refused():
         cache.update(*states(0, 2), 2)
 
 
-def gemma_config(types: list[str]) -> Gemma3TextConfig:
-    return Gemma3TextConfig(
-        num_hidden_layers=len(types), layer_types=types, sliding_window=16, num_key_value_heads=2, head_dim=64
-    )
-
-
 @pytest.mark.parametrize("recording", [False, True], ids=["forgets", "records"])
 def test_a_crop_that_a_later_layer_refuses_changes_nothing(recording):
     """A window that has let go of older tokens cannot go back, nor further back than it recorded."""
     cache = TurboQuantCache(gemma_config(["full_attention", "sliding_attention"]))
     for tokens in (40, 3):
         for layer in range(2):
-            cache.update(*states(layer, tokens=tokens, dim=64), layer)
+            cache.update(*states(layer, tokens=tokens), layer)
         if recording:
             cache.activate_past_recording()
     before = snapshot(cache.layers[0].store), cache.layers[1].keys

@@ -38,19 +38,9 @@ from tq_hf.codec.balance import channel_scales
 from tq_hf.compat import as_input
 from tq_hf.layers.compressed import TurboQuantLayer
 
-BART = dict(
-    vocab_size=128,
-    d_model=64,
-    encoder_layers=1,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    max_position_embeddings=1600,
-    pad_token_id=0,
-    forced_eos_token_id=None,
-)
+BART = dict(vocab_size=128, d_model=64, max_position_embeddings=1600, pad_token_id=0, forced_eos_token_id=None)
+BART |= dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64)
+BART |= dict(decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=64)
 T5 = dict(vocab_size=128, d_model=64, d_kv=32, d_ff=64, num_layers=2, num_heads=2, feed_forward_proj="relu")
 WHISPER = {**BART, "num_mel_bins": 8, "max_target_positions": 64, "max_source_positions": 1500}
 MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {

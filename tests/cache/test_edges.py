@@ -6,26 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM
 
 import tq_hf.cache
-from tests.support.helpers import assert_same, every_pair, llama_config, states
+from tests.support.helpers import assert_same, every_pair, gemma_config, llama_config, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.layers import advice
 
-SLIDING = Gemma3TextConfig(
-    num_hidden_layers=2,
-    layer_types=["sliding_attention", "full_attention"],
-    sliding_window=16,
-    num_key_value_heads=2,
-    num_attention_heads=4,
-    head_dim=16,
-    hidden_size=64,
-    intermediate_size=64,
-    vocab_size=VOCAB,
-)
+SLIDING = gemma_config(["sliding_attention", "full_attention"], vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("calls", [(0, 300, 1), (0, 40, 1, 5), (0, 1, 1), (0, 0, 300), (20, 0, 3, 0, 1, 300, 0, 1)])

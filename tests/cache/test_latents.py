@@ -87,15 +87,7 @@ def test_what_is_held_is_the_latent(name, room):
 
 CODEBOOK_ERROR = {2: 0.37, 3: 0.19, 4: 0.1, 8: 0.027}
 """Of Gaussian channels, a few percent more than `tests/codec/test_reference.py` expects."""
-ATTENTION_ERROR = {
-    "k8v4": 0.065,
-    "4bit_nc": 0.19,
-    "3.5bit_nc": 0.21,
-    "k3v4_nc": 0.33,
-    "3bit_nc": 0.35,
-    "2.5bit_nc": 0.4,
-    "2bit_nc": 0.78,
-}
+ATTENTION_ERROR = dict(zip(PRESETS, (0.065, 0.19, 0.21, 0.33, 0.35, 0.4, 0.78), strict=True))
 """A tenth more than was found."""
 
 
