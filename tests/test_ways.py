@@ -16,7 +16,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import tq_hf
 from tests.support.helpers import slow
-from tests.support.tiny_models import build, dense_attention
+from tests.support.tiny_models import build, dense_attention, token_ids
 from tq_hf import TurboQuantCache, attention
 from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.layers import advice
@@ -32,7 +32,7 @@ batches = pytest.mark.skipif(
 
 def prompt(rows: int = 1) -> dict[str, torch.Tensor]:
     """Tokens `[rows, 300]`; the second row has 40 pads on its left."""
-    ids = torch.randint(3, 128, (rows, 300), generator=torch.Generator().manual_seed(3))
+    ids = token_ids(rows, 300, seed=3)
     mask = torch.ones_like(ids)
     mask[1:, :40] = 0
     return dict(input_ids=ids, attention_mask=mask)

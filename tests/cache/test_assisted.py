@@ -10,7 +10,7 @@ from transformers import DynamicCache, LogitsProcessor
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.recorded_graph import RecordedGraph, Streamed
-from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention, noisy
+from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention, noisy, token_ids
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding.assisted import PromptLookup, speculative_sample
@@ -47,7 +47,7 @@ def captured(device):
 
 def repeating(model, tokens: int = 150) -> torch.Tensor:
     """A prompt `[1, tokens + 40]` that ends with a part of itself."""
-    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    ids = token_ids(1, tokens, seed=tokens)
     return torch.cat([ids, ids[:, 20:60]], dim=1).to(model.device)
 
 
@@ -328,7 +328,7 @@ def test_what_it_cannot_do_is_a_sentence(change, sentence) -> None:
 @pytest.mark.parametrize(("name", "way"), zip(CONFIGS, cycle(("lookup", "assistant")), strict=False))
 def test_every_family_gives_the_tokens_of_plain_decoding(name, way) -> None:
     model, assistant = models(name)
-    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(5)).repeat(1, 3)
+    ids = token_ids(1, 20, seed=5).repeat(1, 3)
     options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
     model.set_attn_implementation(dense_attention(name))
     expected = model.generate(ids, **as_input(DynamicCache(config=model.config)), **options)
@@ -366,7 +366,7 @@ def test_an_assistant_gets_the_positions_of_its_prompt(name, padded) -> None:
     model = tiny_model(name, "turboquant")
     assistant, runs = copy.deepcopy(model), []
     assistant.generation_config.num_assistant_tokens = 3
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(5))
+    ids = token_ids(1, 40, seed=5)
     mask = (torch.arange(40) >= padded).long()[None]
     options = dict(attention_mask=mask, do_sample=False, max_new_tokens=16, pad_token_id=0, eos_token_id=None)
     options |= dict(disable_compile=True)

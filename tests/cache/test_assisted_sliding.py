@@ -12,7 +12,7 @@ from transformers import DynamicCache, MistralConfig
 from tests.cache.test_assisted import drafts
 from tests.support.helpers import compile_config, every_pair, quick_of, slow
 from tests.support.recorded_graph import RecordedGraph
-from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, noisy, random_weights
+from tests.support.tiny_models import _SIZES, build, dense_attention, noisy, random_weights, token_ids
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding.loop import latest_steps
@@ -44,7 +44,7 @@ def models(name: str, window: int, device: str = "cpu", **changes: int):
 
 def prompt(model, tokens: int) -> torch.Tensor:
     """`[1, tokens]`, whose second half begins like the first."""
-    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    ids = token_ids(1, tokens, seed=tokens)
     ids[:, tokens // 2 :] = ids[:, : (tokens + 1) // 2].clone()
     return ids.to(model.device)
 

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from tests.support.helpers import CPU, compile_config, quick_of, slow
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
 from tq_hf.compat import as_input
@@ -26,7 +26,7 @@ OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.21")
 
 
 def inputs(batch: int = 2, length: int = 240, padding: int = 0) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(length))
+    ids = token_ids(batch, length, seed=length)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -195,7 +195,7 @@ def test_compiled_steps_of_every_turn_read_packed_blocks(tokens, monkeypatch):
 
 def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None, **options) -> list[torch.Tensor]:
     """Tokens of a prompt of 600 and of a second turn of 37 more, both read in chunks where transformers can."""
-    ids = torch.randint(3, VOCAB, (1, 637), generator=torch.Generator().manual_seed(7)).to(model.device)
+    ids = token_ids(1, 637, seed=7).to(model.device)
     options |= dict(**as_input(cache), do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)
     first = model.generate(ids[:, :600], **options)
     if OLD_TRANSFORMERS:
@@ -239,7 +239,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
     for _ in range(3):
         caches = [TurboQuantCache(model.config, max_cache_len=room, **OPTIONS) for room in (preallocated, None)]
         for seed, tokens in enumerate((300, 150, 150, 20, 1, 1, 1)):
-            ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
+            ids = token_ids(1, tokens, seed=seed)
             actual, expected = (m(ids, **as_input(c)).logits for m, c in zip((compiled, model), caches, strict=True))
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])

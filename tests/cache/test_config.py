@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.helpers import compile_config, slow, states
-from tests.support.saving_cases import assert_continue_alike, filled, model_named, tokens
-from tests.support.tiny_models import build
+from tests.support.saving_cases import assert_continue_alike, filled, model_named
+from tests.support.tiny_models import build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.layers.dense import GrowingLayer, PreallocatedLayer
@@ -253,7 +253,7 @@ def assembled(model: Any, room: int | None) -> TurboQuantCache:
 def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
     torch._dynamo.reset()
     model = build("llama", num_hidden_layers=LAYERS, attention="turboquant").to(device)
-    ids = tokens(2, 300).to(device)
+    ids = token_ids(2, 300).to(device)
     outputs = []
     for cache in (
         TurboQuantCache(model.config, mixed(residual_length=0), max_cache_len=room),

@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import tq_hf
 from examples.measure.quality.family_check import NOT_TESTABLE, difference, examine, forward, worst
 from examples.measure.quality.family_configs import WITH_IMAGES, model_types, tiny_model
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache, TurboQuantLayer, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input, switches_rope
 from tq_hf.layers.handle import LazyStates
@@ -213,7 +213,7 @@ def test_assisted_decoding_of_an_encoder_decoder(cross, room):
 
 
 LIMIT = 200
-PROMPT = torch.randint(3, VOCAB, (1, 50), generator=torch.Generator().manual_seed(0)).repeat(1, 6)
+PROMPT = token_ids(1, 50).repeat(1, 6)
 
 
 def phi3():

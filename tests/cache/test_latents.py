@@ -31,6 +31,7 @@ from tests.support.helpers import (
     states,
     storages_reachable_from,
 )
+from tests.support.tiny_models import token_ids
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
 from tq_hf.compat import as_input
@@ -65,7 +66,7 @@ def build(name: str, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def ids(tokens: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    return token_ids(1, tokens, seed=tokens)
 
 
 @pytest.mark.parametrize(("name", "room"), zip(CONFIGS, (None, 1024), strict=True))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.support.helpers import compile_config, every_pair
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, token_ids
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 
@@ -24,7 +24,7 @@ PADS = (150, 2, 0)
 
 
 def prompt(pads: tuple[int, ...] = PADS, length: int = LENGTH) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(length))
+    ids = token_ids(len(pads), length, seed=length)
     mask = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
 
@@ -257,7 +257,7 @@ def with_a_sink(seed: int = 3) -> PreTrainedModel:
 def test_a_padded_row_loses_no_more_than_the_row_alone(pad, room, attention):
     """KL from the full cache, of a model with an attention sink."""
     model, tokens = with_a_sink(), 600
-    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(1, tokens)
     ids[:, 0] = 1
     losses = []
     for padding in (0, pad):

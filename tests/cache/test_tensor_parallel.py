@@ -19,7 +19,7 @@ from examples.measure.quality.stress import rescaled
 from examples.measure.speed.bench_multi_gpu import by_group
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parallel_worker import ANSWERED, LATENTS, NEW_TOKENS, WAYS
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 from tq_hf.ops import workspace
@@ -173,7 +173,7 @@ OPTIONS = dict(residual_length=0, sink_tokens=2)
 
 
 def prompt(batch: int = 2, length: int = 280, padding: int = 30) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(batch, length)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     return {"input_ids": ids, "attention_mask": mask}

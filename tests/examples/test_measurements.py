@@ -35,7 +35,7 @@ from examples.measure.speed import bench_offload, soak
 from examples.measure.speed.bench_start import measure
 from examples.measure.speed.soak import small_model
 from examples.provenance import BASELINE, provenance
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
@@ -124,7 +124,7 @@ def test_caches_are_compared_on_the_same_tokens() -> None:
     presets: dict[str, Any] = {name: partial(TurboQuantCache, config, name) for name in ("4bit_nc", "2bit_nc")}
     run = quantized.Run(model, {BASELINE: partial(DynamicCache, config=config)} | presets)
     for seed in range(2):
-        run.read(torch.randint(3, VOCAB, (1, 520), generator=torch.Generator().manual_seed(seed)), prompt=512)
+        run.read(token_ids(1, 520, seed=seed), prompt=512)
     base, four, two = run.rows()
     assert base["kl"] == 0 < four["kl"] < two["kl"] and base["top1"] == 1
     assert two["bytes_held"] < four["bytes_held"] < base["bytes_held"] and four["ms_per_step"] > 0

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import assert_unchanged, every_pair, snapshot
-from tests.support.saving_cases import assert_continue_alike, filled, model_named, reloaded, run, split, tokens
-from tests.support.tiny_models import CONFIGS, build, dense_attention
+from tests.support.saving_cases import assert_continue_alike, filled, model_named, reloaded, run, split
+from tests.support.tiny_models import CONFIGS, build, dense_attention, token_ids
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
@@ -69,8 +69,8 @@ def test_every_configuration_and_length_comes_back(tmp_path, options, length):
 def test_blocks_whose_rows_are_still_dense_come_back_as_they_were(tmp_path, crop):
     model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, model=model, residual_length=0)
-    run(model, cache, tokens(2, 120))
-    run(model, cache, tokens(2, 20))
+    run(model, cache, token_ids(2, 120))
+    run(model, cache, token_ids(2, 20))
     assert cache.layers[0].store.counts.pending == 1
     assert cache.layers[0].store.blocks.scales.count_nonzero()
     loaded = reloaded(tmp_path, model, cache)
@@ -98,7 +98,7 @@ def test_a_cropped_and_a_reset_cache_come_back(tmp_path):
     cache.reset()
     with pytest.raises(ValueError, match="no tokens"):
         cache.save(tmp_path / "c.safetensors")
-    run(model, cache, tokens(2, 200))
+    run(model, cache, token_ids(2, 200))
     assert_continue_alike(model, cache, reloaded(tmp_path, model, cache))
 
 
@@ -107,7 +107,7 @@ def test_a_cropped_and_a_reset_cache_come_back(tmp_path):
 def test_sliding_layers_that_record_their_past_come_back(tmp_path, max_cache_len, loaded_for):
     model, cache = filled("gemma3", length=80, max_cache_len=max_cache_len)
     cache.activate_past_recording()
-    run(model, cache, tokens(2, 40))
+    run(model, cache, token_ids(2, 40))
     loaded = reloaded(tmp_path, model, cache, max_cache_len=loaded_for)
     assert all(layer.record_past for layer in loaded.layers if layer.is_sliding)
     for one in (cache, loaded):
@@ -115,13 +115,13 @@ def test_sliding_layers_that_record_their_past_come_back(tmp_path, max_cache_len
     if loaded_for == max_cache_len:
         assert_continue_alike(model, cache, loaded, (1,))
     else:
-        torch.testing.assert_close(*(run(model, one, tokens(2, 1)) for one in (loaded, cache)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*(run(model, one, token_ids(2, 1)) for one in (loaded, cache)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
 def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_len):
     model, cache = filled("gemma3", length=80, batch=1, max_cache_len=max_cache_len)
-    ids = tokens(1, 120)
+    ids = token_ids(1, 120)
     out = model.generate(ids, **as_input(cache), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
     assert any(layer.record_past for layer in cache.layers if layer.is_sliding)
     loaded = reloaded(tmp_path, model, cache)
@@ -132,7 +132,7 @@ def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_le
     assert torch.equal(*outs)
     # In transformers 5.17 masks of single calls do not fit the windows of any cache that has been used so.
     for length in (1, 9, 1) if Version(transformers.__version__) >= Version("5.21") else ():
-        assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+        assert torch.equal(*(run(model, one, token_ids(1, length, seed=2)) for one in (cache, loaded)))
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
@@ -141,13 +141,13 @@ def test_convolutions_come_back_after_assisted_decoding(tmp_path, max_cache_len)
     layers are not while they record their past, which grows from call to call."""
     model, options = tiny_model("lfm2_moe"), dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
     cache = TurboQuantCache(model.config, model=model, max_cache_len=max_cache_len, residual_length=10**4)
-    ids = tokens(1, 6).repeat(1, 5)
+    ids = token_ids(1, 6).repeat(1, 5)
     out = model.generate(ids, **as_input(cache), **options, prompt_lookup_num_tokens=3)
     assert torch.equal(out, model.generate(ids, **options))
-    run(model, cache, tokens(1, 3))
+    run(model, cache, token_ids(1, 3))
     loaded = reloaded(tmp_path, model, cache)
     for length in (1, 1):
-        assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+        assert torch.equal(*(run(model, one, token_ids(1, length, seed=2)) for one in (cache, loaded)))
     if max_cache_len is not None:
         # With transformers 5.17 it is the mask that cannot be continued.
         with pytest.raises(ValueError, match=r"(linear layers that record their past|an attention mask).* Leave out"):
@@ -203,13 +203,13 @@ def test_notes_come_back(tmp_path):
 def test_the_model_is_the_one_given_or_the_one_the_cache_was_made_with(tmp_path):
     model = build("llama")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(1, 5))
+    run(model, cache, token_ids(1, 5))
     cache.save(tmp_path / "known.safetensors")
     cache.save(tmp_path / "given.safetensors", model)
     metadata = [split((tmp_path / f"{name}.safetensors").read_bytes())[0] for name in ("known", "given")]
     assert metadata[0] == metadata[1]
     unknown = TurboQuantCache(model.config)
-    run(model, unknown, tokens(1, 5))
+    run(model, unknown, token_ids(1, 5))
     with pytest.raises(ValueError, match=r"Got None in place of the model.*`cache.save\(path, model\)`"):
         unknown.save(tmp_path / "c.safetensors")
     unknown.save(tmp_path / "c.safetensors", model)
@@ -253,7 +253,7 @@ def test_a_model_whose_weights_are_kept_elsewhere_is_the_same_model(tmp_path):
     assert all(parameter.is_meta for parameter in offloaded.parameters())
     assert fingerprint.identify(offloaded) == fingerprint.identify(model)
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", offloaded)
-    assert torch.equal(run(offloaded, loaded, tokens(2, 1)), run(model, cache, tokens(2, 1)))
+    assert torch.equal(run(offloaded, loaded, token_ids(2, 1)), run(model, cache, token_ids(2, 1)))
 
 
 def _retyped(model: Any) -> Any:
@@ -333,7 +333,7 @@ def test_layers_that_a_model_fills_itself_come_back(tmp_path):
     pytest.importorskip("transformers.models.minimax_m3_vl")
     model = tiny_model("minimax_m3_vl_text")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(2, 200))
+    run(model, cache, token_ids(2, 200))
     loaded = reloaded(tmp_path, model, cache)
     assert any(torch.is_tensor(getattr(layer, "idx_keys", None)) for layer in loaded.layers)
     assert_continue_alike(model, cache, loaded)
@@ -343,14 +343,14 @@ def test_layers_that_are_filled_in_an_unknown_way_are_refused_in_a_sentence(tmp_
     pytest.importorskip("transformers.models.deepseek_v4")
     model = tiny_model("deepseek_v4")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(1, 200))
+    run(model, cache, token_ids(1, 200))
     cache.save(tmp_path / "c.safetensors")
     with pytest.raises(ValueError, match="Layer 0 is a DeepseekV4HCACache of transformers, which the model fills in"):
         TurboQuantCache.load(tmp_path / "c.safetensors", model)
 
 
 def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
-    return [run(model, cache, tokens(2, count, seed)) for seed, count in enumerate(calls)]
+    return [run(model, cache, token_ids(2, count, seed)) for seed, count in enumerate(calls)]
 
 
 @pytest.mark.parametrize(("name", "saved", "length"), every_pair(tuple(CONFIGS), (None, 400), (50, 95, 96, 97, 300)))

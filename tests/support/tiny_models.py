@@ -36,6 +36,13 @@ from transformers import (
 )
 
 VOCAB = 128
+
+
+def token_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random tokens `[batch, length]`, none of them special."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
 _OF_TEXT = dict(vocab_size=VOCAB, tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 _SIZES = _OF_TEXT | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, max_position_embeddings=2048)
 _SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
