@@ -291,26 +291,22 @@ def waiting_for(compiler: Compiler, call: Callable[[], object]) -> Iterator[None
     assert compiler.graphs == 1, "it compiled for more numbers of requests"
 
 
-def test_a_manager_that_sleeps_waits_for_what_is_being_compiled() -> None:
-    compiler = Compiler()
-    with started(compiler) as manager:
-        assert compiler.begun.wait(60)
-        manager.stop(keep_for_next_session=True, hard_stop=True)
-        pool, freed = weakref.ref(manager.batch_processor.cache.cache_tensor), []
-        with waiting_for(compiler, lambda: freed.append(manager.sleep())):
-            assert pool() is not None
-        assert freed[0] > 0 and pool() is None
-
-
-def test_a_manager_that_stops_waits_for_what_is_being_compiled() -> None:
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_manager_that_sleeps_or_stops_waits_for_what_is_being_compiled(sleeps: bool) -> None:
     """torch's compiler breaks down if it is reset meanwhile."""
-    compiler = Compiler()
+    compiler, freed = Compiler(), []
     with started(compiler) as manager:
         assert compiler.begun.wait(60)
-        behind = manager.batch_processor.model_runner.behind
-        with waiting_for(compiler, partial(manager.stop, hard_stop=True)):
-            assert behind.is_alive()
+        processor = manager.batch_processor
+        behind, pool = processor.model_runner.behind, weakref.ref(processor.cache.cache_tensor)
+        del processor
+        if sleeps:
+            manager.stop(keep_for_next_session=True, hard_stop=True)
+        with waiting_for(compiler, lambda: freed.append(manager.sleep() if sleeps else manager.stop(hard_stop=True))):
+            assert behind.is_alive() and pool() is not None
         assert not behind.is_alive()
+        if sleeps:
+            assert freed[0] > 0 and pool() is None
 
 
 def test_a_stop_that_does_not_wait_compiles_no_further_step() -> None:

@@ -205,15 +205,18 @@ def test_stop_strings_end_an_answer_beside_their_tokenizer(model, several) -> No
         (dict(synced_gpus=True), "synced_gpus"),
         (dict(stop_strings=["ab"]), "`stop_strings` .'ab'. came without a tokenizer"),
         (dict(return_dict_in_generate=True, output_attentions=True), "output_attentions"),
+        (dict(attention_chunk_size=16), "also has layers of attention within chunks"),  # which do not slide
     ],
 )
-def test_what_it_cannot_do_is_a_sentence(model, change, sentence) -> None:
+def test_what_it_cannot_do_is_a_sentence(model, change, sentence, monkeypatch) -> None:
     caches = {
         "growing": lambda: TurboQuantCache(model.config),
         "dynamic": lambda: DynamicCache(config=model.config),
         None: lambda: TurboQuantCache(model.config, max_cache_len=ROOM),
     }
     cache = caches[change.pop("cache", None)]()
+    if chunk := change.pop("attention_chunk_size", None):
+        monkeypatch.setattr(model.config, "attention_chunk_size", chunk, raising=False)
     with pytest.raises(ValueError, match=sentence):
         model.generate(**prompt(model), **(GREEDY | change), **as_input(cache), custom_generate=graph_decoding)
     assert int(cache.get_seq_length()) == 0

@@ -5,7 +5,7 @@ Without a GPU its operations are recorded and done again, see `recorded_graph`."
 
 import pytest
 import torch
-from transformers import DynamicCache, Llama4TextConfig
+from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from examples.measure.quality.family_configs import tiny_model
@@ -74,16 +74,6 @@ def test_the_step_after_the_end_is_taken_back(device, prompt):
     ends = [free[:, last].tolist() for last in (prompt + 12, prompt + NEW + 7 + 12)]
     tokens = compare(model, prompt, ends=ends)
     assert tokens.shape[1] < free.shape[1] - 15
-
-
-def test_windows_that_do_not_slide_are_refused():
-    """Attention within chunks keeps a window of tokens and reads another part of it at each step."""
-    model = build("llama")
-    cache = TurboQuantCache(model.config, max_cache_len=256)
-    model.config.attention_chunk_size = Llama4TextConfig().attention_chunk_size
-    ids = torch.randint(2, VOCAB, (1, 20))
-    with pytest.raises(ValueError, match="within chunks"):
-        model.generate(ids, **as_input(cache), max_new_tokens=4, **LOOP)
 
 
 def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:

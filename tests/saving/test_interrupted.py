@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.adapters import adapted, change
 from tests.support.saving_cases import filled, reloaded, run
-from tests.support.tiny_models import VOCAB, build, token_ids
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
@@ -115,27 +115,20 @@ def test_linear_layers_that_read_half_a_first_call_are_not_pickled():
         pickle.dumps(cache)
 
 
-def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
-    config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    model = T5ForConditionalGeneration(config).eval()
-    own = TurboQuantCache(model.config)
-    cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
-    model.generate(input_ids=token_ids(1, 9), **as_input(cache), max_new_tokens=3)
-    assert own.get_seq_length() > 0
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration has read the states of an encoder or an image"):
-        own.save(tmp_path / "c.safetensors", model)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_read_of_an_image_by_cross_attention_is_not_saved(tmp_path):
+@pytest.mark.parametrize("name", ["t5", "mllama/images"])
+def test_what_was_read_by_cross_attention_is_not_saved(tmp_path, name):
     """Layers of cross-attention hold the tokens of the image, as many whatever the text: no call was interrupted."""
-    model = tiny_model("mllama/images")
+    model = tiny_model(name)
     cache = TurboQuantCache(model.config)
-    with torch.no_grad():
-        model(**inputs_with_image(model, 30), **as_input(cache))
-    with pytest.raises(ValueError, match="MllamaForConditionalGeneration has read .* an image by cross"):
+    if name == "t5":
+        both = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+        model.generate(input_ids=token_ids(1, 9), **as_input(both), max_new_tokens=3, decoder_start_token_id=0)
+    else:
+        with torch.no_grad():
+            model(**inputs_with_image(model, 30), **as_input(cache))
+    assert cache.get_seq_length() > 0
+    words = f"{type(model).__name__} has read the states of an encoder or an image by cross-attention"
+    with pytest.raises(ValueError, match=words):
         cache.save(tmp_path / "c.safetensors", model)
     assert not list(tmp_path.iterdir())
 

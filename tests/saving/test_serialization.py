@@ -3,7 +3,6 @@ a sentence."""
 
 import copy
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import transformers
 from accelerate import cpu_offload
 from packaging.version import Version
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import assert_unchanged, every_pair, snapshot
@@ -22,8 +20,6 @@ from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_deco
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 from tq_hf.saving.cache_file import load_cache, save_cache
-
-NEEDLE = Path(__file__).resolve().parents[2] / "examples" / "needle"
 
 
 @pytest.mark.parametrize(
@@ -256,20 +252,7 @@ def test_a_model_whose_weights_are_kept_elsewhere_is_the_same_model(tmp_path):
     assert torch.equal(run(offloaded, loaded, token_ids(2, 1)), run(model, cache, token_ids(2, 1)))
 
 
-def _retyped(model: Any) -> Any:
-    return copy.deepcopy(model).to(torch.bfloat16)
-
-
-def _shallower(model: Any) -> Any:
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 3
-    return AutoModelForCausalLM.from_config(config)
-
-
-def _with_other_rope(model: Any) -> Any:
-    changed = copy.deepcopy(model)
-    changed.config.rope_parameters["rope_theta"] *= 2
-    return changed
+ROPE = {"rope_type": "default", "rope_theta": 2e4}
 
 
 @pytest.mark.parametrize(
@@ -277,9 +260,9 @@ def _with_other_rope(model: Any) -> Any:
     [
         (lambda model: build("llama", seed=2), "another model of the same shape"),
         (lambda model: build("qwen3"), "another model: its `model_type`"),
-        (_shallower, "another model: its `num_hidden_layers` is 2, and this model's is 3"),
-        (_with_other_rope, "another model: its `rope_parameters`"),
-        (_retyped, r"made by a model in torch.float32.*dtype=torch.float32"),
+        (lambda model: build("llama", num_hidden_layers=3), "its `num_hidden_layers` is 2, and this model's is 3"),
+        (lambda model: build("llama", rope_parameters=ROPE), "another model: its `rope_parameters`"),
+        (lambda model: build("llama").bfloat16(), r"made by a model in torch.float32.*dtype=torch.float32"),
     ],
     ids=["weights", "family", "layers", "rope", "dtype"],
 )
@@ -305,27 +288,6 @@ def test_a_partly_filled_cache_is_not_saved(tmp_path):
     cache.update(torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32), 0)
     with pytest.raises(ValueError, match="Layer 1 holds no tokens"):
         cache.save(tmp_path / "c.safetensors", model)
-
-
-@pytest.mark.skipif(not (NEEDLE / "model.safetensors").exists(), reason="the shipped model is not there")
-def test_a_long_prompt_saved_and_loaded_answers_its_pass_key(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(NEEDLE)
-    model = AutoModelForCausalLM.from_pretrained(NEEDLE, attn_implementation="turboquant", dtype=torch.float32)
-    filler = (NEEDLE / "filler.txt").read_text(encoding="ascii")
-    fact, question = "\n<<pass key = 493817>>\n", "\n<<pass key = "
-    prompt = tokenizer(filler[:1200] + fact + filler[1200:3000], return_tensors="pt")["input_ids"]
-    cache = TurboQuantCache(model.config)
-    run(model, cache, prompt)
-    cache.save(tmp_path / "prompt.safetensors", model)
-    ids = torch.cat([prompt, tokenizer(question, add_special_tokens=False, return_tensors="pt")["input_ids"]], dim=1)
-    loaded = TurboQuantCache.load(tmp_path / "prompt.safetensors", model)
-    assert loaded.get_seq_length() == prompt.shape[1] >= 3000
-    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-    options |= dict(output_logits=True, return_dict_in_generate=True)
-    outputs = [model.generate(ids, **as_input(one), **options) for one in (cache, loaded)]
-    assert tokenizer.decode(outputs[1].sequences[0, ids.shape[1] :]).startswith("493817")
-    for ours, theirs in zip(*(output.logits for output in outputs), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_layers_that_a_model_fills_itself_come_back(tmp_path):
