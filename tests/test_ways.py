@@ -186,15 +186,16 @@ def test_the_code_at_the_top_of_readme_runs_without_a_warning(tmp_path: Path) ->
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_batches_answer_as_generate(family: str, inference: bool) -> None:
-    from tests.support.batching_cases import Oracle, answers, greedy, options, prompts
+    """The pool is made in the caller's thread, and written to in another."""
+    from tests.support.batching_cases import Session, greedy, prompts
 
     model, inputs = build(family), prompts([20, 290])
-    batching = tq_hf.TurboQuantBatching(model)
-    assert repr(batching) == f"TurboQuantBatching({type(model).__name__}, 4bit_nc)"
-    with torch.inference_mode(inference):
-        found = answers(batching.generate_batch(inputs, greedy(8), options()))
-    oracle = Oracle(model, balance=batching.balance)
-    assert found == [oracle.generate(ids, 8) for ids in inputs]
+    with Session(model) as session:
+        assert repr(session.batching) == f"TurboQuantBatching({type(model).__name__}, 4bit_nc)"
+        with torch.inference_mode(inference):
+            session.prepare()
+            found = session.run(inputs, greedy(8))
+        assert found == [session.oracle.generate(ids, 8) for ids in inputs]
 
 
 @batches

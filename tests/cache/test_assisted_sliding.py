@@ -4,6 +4,7 @@ Without a GPU the operations of a step are recorded and done again, see `recorde
 """
 
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -154,18 +155,12 @@ def test_a_model_without_sliding_layers_takes_an_assistant_with_them_and_the_oth
         check(model, 60, **drafts((model, assistant), way))
 
 
+SECOND = ({}, {"custom_generate": None}, {"prompt_lookup_num_tokens": 9})
+
+
 @pytest.mark.parametrize(
     ("second", "way"),
-    [
-        ({}, "assistant"),
-        ({"custom_generate": None}, "lookup"),
-        ({"prompt_lookup_num_tokens": 9}, "assistant"),
-        *[
-            slow({}, "lookup"),
-            slow({"custom_generate": None}, "assistant"),
-            slow({"prompt_lookup_num_tokens": 9}, "lookup"),
-        ],
-    ],
+    quick_of(product(SECOND, ("lookup", "assistant")), *zip(SECOND, ("assistant", "lookup", "assistant"), strict=True)),
 )
 def test_a_cache_goes_on_in_every_way_after_drafts(device, second, way, tmp_path) -> None:
     """The windows are in order after each call: for other loops, in a file, and with one token taken back."""

@@ -158,9 +158,8 @@ def test_scales_beyond_fp16_are_reported_once_unless_balance_holds_them(sizes, w
     cache = TurboQuantCache(model.config, max_cache_len=length, balance=False)
     run(model, cache)
     (line,) = log
-    assert (
-        line.startswith(f"{what} of layer 1 have an RMS of") and "skip_layers=(1,)" in line and "balance=True" in line
-    )
+    assert line.startswith(f"{what} of layer 1 have an RMS of")
+    assert "skip_layers=(1,)" in line and "balance=True" in line
 
 
 def test_what_balance_cannot_hold_is_reported_too(log):

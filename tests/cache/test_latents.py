@@ -110,15 +110,8 @@ def test_the_error_of_a_latent_is_that_of_its_codebook(name):
     assert relative_error(attend(*held), attend(*exact)) < ATTENTION_ERROR[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        ("deepseek_v3", "turboquant"),
-        slow("glm4_moe_lite", "sdpa"),
-        slow("deepseek_v3", "sdpa"),
-        slow("glm4_moe_lite", "turboquant"),
-    ],
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", slow("glm4_moe_lite")])
+@pytest.mark.parametrize("attention", ["turboquant", slow("sdpa")])
 def test_logits_of_a_compressed_latent_stay_near_those_in_float64(name, attention):
     model = build(name, attention=attention)
     prompt, step = ids(420), ids(421)[:, :1]
