@@ -104,6 +104,15 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 @pytest.fixture(scope="module")
+def required(metadata: email.message.Message) -> list[Requirement]:
+    """What an installation requires, extras included."""
+    return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+
+
+NEEDED = {"torch", "transformers", "accelerate", "safetensors", "triton", "psutil", "rich", "typer"}
+
+
+@pytest.fixture(scope="module")
 def of_the_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a throw-away environment in which the wheel is installed."""
     python = make_environment(tmp_path_factory.mktemp("wheel") / "venv")
@@ -177,18 +186,8 @@ def test_the_types_of_the_public_api_reach_a_user(of_the_wheel: Path, tmp_path: 
     command = [sys.executable, "-m", "mypy", "--python-executable", str(of_the_wheel), "user.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     revealed = [name.split(".")[-1] for name in re.findall(r'Revealed type is "([^"]+)"', done.stdout)]
-    assert revealed == [
-        *(
-            "TurboQuantCache",
-            "float",
-            "TurboQuantCache",
-            "dict[str, Any]",
-            "int",
-            "int",
-            "Balance",
-            "TurboQuantBatching",
-        )
-    ], done.stdout
+    of_results = ["dict[str, Any]", "int", "int", "Balance", "TurboQuantBatching"]
+    assert revealed == ["TurboQuantCache", "float", "TurboQuantCache", *of_results], done.stdout
     errors = re.findall(r"user.py:\d+: error: Argument .*? \[([\w-]+)\]", done.stdout)
     assert errors == ["arg-type", "arg-type"] and done.stdout.count("error:") == 2, done.stdout
 
@@ -226,33 +225,22 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
         }
 
 
-def test_metadata_names_the_pythons_and_the_dependencies(metadata: email.message.Message) -> None:
+def test_metadata_names_the_pythons_and_the_dependencies(
+    metadata: email.message.Message, required: list[Requirement]
+) -> None:
     classifiers = metadata.get_all("Classifier", [])
     pythons = [f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)]
     assert set(pythons) <= set(classifiers)
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
-    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    needed = {r.name for r in requirements if r.marker is None or "extra" not in str(r.marker)}
-    assert needed == {"torch", "transformers", "accelerate", "safetensors", "triton", "psutil", "rich", "typer"}
+    assert {each.name for each in required if "extra" not in str(each.marker)} == NEEDED
 
 
-@pytest.mark.parametrize(
-    ("system", "machine", "has_wheels"),
-    [
-        ("linux", "x86_64", True),
-        ("linux", "aarch64", True),
-        ("linux", "ppc64le", False),
-        ("darwin", "arm64", False),
-        ("darwin", "x86_64", False),
-        ("win32", "AMD64", False),
-    ],
-)
-def test_triton_is_required_where_it_has_wheels(
-    metadata: email.message.Message, system: str, machine: str, has_wheels: bool
-) -> None:
-    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    (triton,) = (requirement for requirement in requirements if requirement.name == "triton")
+@pytest.mark.parametrize("system", ["linux", "darwin", "win32"])
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "arm64", "AMD64", "ppc64le"])
+def test_triton_is_required_where_it_has_wheels(required: list[Requirement], system: str, machine: str) -> None:
+    has_wheels = system == "linux" and machine in ("x86_64", "aarch64")
+    (triton,) = (each for each in required if each.name == "triton")
     assert triton.marker is not None
     assert triton.marker.evaluate({"sys_platform": system, "platform_machine": machine}) is has_wheels
 
@@ -374,25 +362,17 @@ def test_the_reference_knows_nothing_of_the_cache() -> None:
         assert {other.split(".")[1] for other in kernels} <= {"format", "layout", "types"}
 
 
-def test_the_demo_installs_what_it_runs_on_and_nothing_else(metadata: email.message.Message) -> None:
+def test_the_demo_installs_what_it_runs_on_and_nothing_else(required: list[Requirement]) -> None:
     """No tools of development, every package that it imports, and what reads the weights of the real model."""
     lines = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     (install,) = [line for line in lines.splitlines() if "pip install" in line]
     assert install.split("-e ")[1].split()[0] == '".[real]"'
-    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    needed = {each.name for each in requirements if not (each.marker and "extra" in str(each.marker))}
-    assert needed == {"torch", "transformers", "triton", "accelerate", "safetensors", "psutil", "rich", "typer"}
-    reading = {each.name for each in requirements if each.marker and each.marker.evaluate({"extra": "real"})} - needed
-    assert reading == {"gguf", "sentencepiece"}
-    imported = set()
-    for name in ("quickstart", "provenance", "needle_data", "real_model"):
-        tree = ast.walk(ast.parse((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")))
-        for node in tree:
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(str(node.module).split(".")[0])
+    reading = {each.name for each in required if each.marker and each.marker.evaluate({"extra": "real"})}
+    assert reading - NEEDED == {"gguf", "sentencepiece"}
+    names = ("quickstart", "provenance", "needle_data", "real_model")
+    files = {name: imported_modules(ROOT / "examples" / f"{name}.py", f"examples.{name}") for name in names}
+    imported = {name.split(".")[0] for modules in files.values() for name in modules}
     own = {"examples", "needle_data", "provenance", "real_model", "tq_hf", "tq_kernels"}
-    assert imported - own - set(sys.stdlib_module_names) <= needed
+    assert imported - own - set(sys.stdlib_module_names) <= NEEDED

@@ -5,6 +5,7 @@ way. A name of transformers that has gone is named by `tests/test_fence.py`.
 """
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 import tq_hf
 from tests.support.helpers import slow
-from tests.support.tiny_models import build, dense_attention
+from tests.support.tiny_models import build, dense_attention, token_ids
 from tq_hf import TurboQuantCache, attention
 from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.layers import advice
@@ -24,6 +25,18 @@ from tq_hf.layers import advice
 FAMILIES = ["llama", "gemma3", "gpt_oss"]
 ROOM = 512
 GREEDY = dict(max_new_tokens=12, do_sample=False)
+model_of = partial(build, attention="turboquant")
+compiling = CompileConfig(backend="eager")
+compiling._compile_all_devices = True
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "preallocated": {},
+    "compiled": dict(compile_config=compiling),
+    "graph_decoding": dict(custom_generate=tq_hf.graph_decoding),
+    "prompt_lookup": dict(prompt_lookup_num_tokens=3),
+    "beams": dict(num_beams=2),
+}
+"""Of `generate()`, by way."""
 
 batches = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.19"), reason="continuous batching is of another design"
@@ -32,7 +45,7 @@ batches = pytest.mark.skipif(
 
 def prompt(rows: int = 1) -> dict[str, torch.Tensor]:
     """Tokens `[rows, 300]`; the second row has 40 pads on its left."""
-    ids = torch.randint(3, 128, (rows, 300), generator=torch.Generator().manual_seed(3))
+    ids = token_ids(rows, 300, seed=3)
     mask = torch.ones_like(ids)
     mask[1:, :40] = 0
     return dict(input_ids=ids, attention_mask=mask)
@@ -42,15 +55,10 @@ def packed(model: PreTrainedModel, **options: Any) -> TurboQuantCache:
     return TurboQuantCache(model.config, residual_length=0, **options)
 
 
-def model_of(family: str, attention: str = "turboquant") -> PreTrainedModel:
-    model = build(family, attention=attention)
-    return model
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("room", "chunk"), [(None, None), (None, 130), (ROOM, None)], ids=["", "chunks", "room"])
 def test_an_exact_recipe_answers_as_transformers_cache(family: str, room: int | None, chunk: int | None) -> None:
-    dense = model_of(family, dense_attention(family))
+    dense = build(family, attention=dense_attention(family))
     expected = dense.generate(**prompt(2), **GREEDY, **as_input(DynamicCache(config=dense.config)))
     model = model_of(family)
     cache = TurboQuantCache(model.config, residual_length=ROOM, max_cache_len=room)
@@ -69,18 +77,10 @@ def test_an_exact_recipe_answers_as_transformers_cache(family: str, room: int | 
 def test_every_way_answers_as_a_cache_that_grows(family: str, way: str) -> None:
     model = model_of(family)
     rows = 1 if way == "prompt_lookup" else 2  # transformers looks up one sequence
-    compiling = CompileConfig(backend="eager")
-    compiling._compile_all_devices = True
-    options: dict[str, Any] = {
-        "preallocated": {},
-        "compiled": dict(compile_config=compiling),
-        "graph_decoding": dict(custom_generate=tq_hf.graph_decoding),
-        "prompt_lookup": dict(prompt_lookup_num_tokens=3),
-    }[way]
     room = None if way == "prompt_lookup" else ROOM
     expected = model.generate(**prompt(rows), **GREEDY, **as_input(packed(model)))
     cache = packed(model, max_cache_len=room)
-    assert torch.equal(model.generate(**prompt(rows), **GREEDY, **as_input(cache), **options), expected)
+    assert torch.equal(model.generate(**prompt(rows), **GREEDY, **as_input(cache), **OPTIONS[way]), expected)
     assert cache.memory_footprint().packed > 0
 
 
@@ -104,33 +104,26 @@ def test_a_saved_cache_answers_as_the_one_that_was_cropped(family: str, tmp_path
 def test_both_names_of_a_cache_are_taken(name: str) -> None:
     model, ids = model_of("llama"), prompt()["input_ids"]
     expected = model.generate(ids, **GREEDY, **as_input(packed(model)))
-    ways: list[dict[str, Any]] = [{}, dict(custom_generate=tq_hf.graph_decoding), dict(prompt_lookup_num_tokens=3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers', of the older name
-        for way in ways:
-            cache = packed(model, max_cache_len=ROOM if "custom_generate" in way else None)
-            assert torch.equal(model.generate(ids, **GREEDY, **{name: cache}, **way), expected)
+        for way in ("", "graph_decoding", "prompt_lookup"):
+            cache = packed(model, max_cache_len=ROOM if way == "graph_decoding" else None)
+            assert torch.equal(model.generate(ids, **GREEDY, **{name: cache}, **OPTIONS[way]), expected)
         cache = packed(model)
         assert model(ids, **{name: cache})[CACHE_NAME] is cache and cache.get_seq_length() == 300
 
 
-@pytest.mark.parametrize("way", ["", "graph_decoding", "lookup", "beams"])
+@pytest.mark.parametrize("way", ["", "graph_decoding", "prompt_lookup", "beams"])
 @pytest.mark.parametrize("tokens, held", [(300, 0), (1, 0), (300, 290)])
 def test_room_for_the_whole_answer_is_asked_for_before_the_prompt_is_read(way: str, tokens: int, held: int) -> None:
-    options: dict[str, Any] = {
-        "": {},
-        "graph_decoding": dict(custom_generate=tq_hf.graph_decoding),
-        "lookup": dict(prompt_lookup_num_tokens=3),
-        "beams": dict(num_beams=2),
-    }[way]
     model, ids = model_of("llama"), prompt()["input_ids"][:, :tokens]
     cache, enough = (packed(model, max_cache_len=tokens + room) for room in (3, 15))
     if held:
         model(ids[:, :held], **as_input(cache))
     with pytest.raises(ValueError, match=f"{tokens + 11} tokens: .*{tokens + 3}. .*`max_new_tokens=4`"):
-        model.generate(ids, max_new_tokens=12, **as_input(cache), **options)
+        model.generate(ids, max_new_tokens=12, **as_input(cache), **OPTIONS[way])
     assert int(cache.get_seq_length()) == held
-    model.generate(ids, max_new_tokens=12, **as_input(enough), **options)
+    model.generate(ids, max_new_tokens=12, **as_input(enough), **OPTIONS[way])
 
 
 def test_a_cache_or_an_attention_that_gains_nothing_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +186,16 @@ def test_the_code_at_the_top_of_readme_runs_without_a_warning(tmp_path: Path) ->
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_batches_answer_as_generate(family: str, inference: bool) -> None:
-    from tests.support.batching_cases import Oracle, answers, greedy, options, prompts
+    """The pool is made in the caller's thread, and written to in another."""
+    from tests.support.batching_cases import Session, greedy, prompts
 
     model, inputs = build(family), prompts([20, 290])
-    batching = tq_hf.TurboQuantBatching(model)
-    assert repr(batching) == f"TurboQuantBatching({type(model).__name__}, 4bit_nc)"
-    with torch.inference_mode(inference):
-        found = answers(batching.generate_batch(inputs, greedy(8), options()))
-    oracle = Oracle(model, balance=batching.balance)
-    assert found == [oracle.generate(ids, 8) for ids in inputs]
+    with Session(model) as session:
+        assert repr(session.batching) == f"TurboQuantBatching({type(model).__name__}, 4bit_nc)"
+        with torch.inference_mode(inference):
+            session.prepare()
+            found = session.run(inputs, greedy(8))
+        assert found == [session.oracle.generate(ids, 8) for ids in inputs]
 
 
 @batches

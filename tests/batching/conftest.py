@@ -52,6 +52,12 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return dict(use_async_batching=True)
 
 
+@pytest.fixture(params=["in turn", "asynchronous"])
+def ways(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of both kinds of batches, one after the other."""
+    return request.getfixturevalue("asynchronous") if request.param == "asynchronous" else {}
+
+
 @pytest.fixture
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """The requests that were offloaded, to memory that is not pinned, which needs a GPU."""

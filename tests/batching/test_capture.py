@@ -114,12 +114,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
-def test_batches_go_on_without_graphs(
-    capture: Capture, said: list[str], ahead: bool, request: pytest.FixtureRequest
-) -> None:
-    more, inputs = request.getfixturevalue("asynchronous") if ahead else {}, prompts(LENGTHS)
-    with Session(reading(model_of(), capture), max_requests_per_batch=8, **more) as session:
+def test_batches_go_on_without_graphs(capture: Capture, said: list[str], ways: dict[str, Any]) -> None:
+    inputs = prompts(LENGTHS)
+    with Session(reading(model_of(), capture), max_requests_per_batch=8, **ways) as session:
         assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
         assert session.pages_in_use() == 0
     assert capture.begun == len(capture.failed) == 1
@@ -154,13 +151,10 @@ def test_a_step_that_fails_before_its_capture_is_no_capture_that_failed(capture:
     assert [result.error for result in results.values()] == ["a bit fell over"] and not said and not capture.begun
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
-def test_steps_with_prompts_and_few_tokens_are_replayed(
-    replayed: list[tuple[int, ...]], ahead: bool, request: pytest.FixtureRequest
-) -> None:
+def test_steps_with_prompts_and_few_tokens_are_replayed(replayed: list[tuple[int, ...]], ways: dict[str, Any]) -> None:
     """From the fourth of a size on, whatever their requests: others with history, some that are answered, none."""
-    more, new = request.getfixturevalue("asynchronous") if ahead else {}, 5
-    with Session(model_of(), max_batch_tokens=600, **more) as session:
+    new = 5
+    with Session(model_of(), max_batch_tokens=600, **ways) as session:
         for lengths in ([40], [9, 30], [20, 21, 22], [130], [300], [280], [400], [1, 2, 400], [450], [470], [560], [5]):
             inputs = prompts(lengths, seed=sum(lengths))
             assert session.run(inputs, greedy(new)) == [session.oracle.generate(prompt, new) for prompt in inputs]

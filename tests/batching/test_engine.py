@@ -156,14 +156,8 @@ def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
 def test_shorter_prompts_go_first_until_a_longer_one_has_waited_its_time() -> None:
     cache = SimpleNamespace(check_room=lambda state: None, config=LlamaConfig(), prefixes=None)
     scheduler = scheduler_class("shortest_first")(cache, None, 8)
-    arrivals = {
-        "long": (0.0, 4000),
-        "short": (1.0, 100),
-        "offloaded": (1.5, 50),
-        "same": (1.6, 100),
-        "late": (3.95, 90),
-    }
-    for name, (created, length) in arrivals.items():
+    arrivals = {"long": (0.0, 4000), "short": (1.0, 100), "offloaded": (1.5, 50), "same": (1.6, 100)}
+    for name, (created, length) in (arrivals | {"late": (3.95, 90)}).items():
         scheduler.add_waiting_request(RequestState(name, [1] * length, created_time=created))
     scheduler.waiting_requests["offloaded"].is_cpu_offloaded = True
     order = [state.request_id for state in scheduler._get_waiting_candidates()]

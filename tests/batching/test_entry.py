@@ -87,16 +87,6 @@ def test_a_kept_manager_of_the_model_is_not_used_instead() -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
-def test_batches_of_a_caller_in_inference_mode() -> None:
-    """The pool is made in the caller's thread, and written to in another."""
-    (prompt,) = prompts([140])
-    model = model_of()
-    batching = TurboQuantBatching(model)
-    with torch.inference_mode():
-        found = answers(batching.generate_batch([prompt], greedy(4), options()))
-    assert found == [Oracle(model, balance=batching.balance).generate(prompt, 4)]
-
-
 def test_a_kept_manager_is_used_again_only_if_it_generates_as_asked_for() -> None:
     """transformers' would ignore the new generation config, and wait forever for forks it does not make."""
     inputs = prompts([20, 30])

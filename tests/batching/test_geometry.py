@@ -19,18 +19,9 @@ RINGS = {"4bit_nc": 16, "2bit_nc": 32}
 def allocator(preset: str, tables: dict[str, list[int]], sinks: int = 4) -> TurboQuantAllocator:
     config = LlamaConfig(head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     tq_config = TurboQuantConfig.from_preset(preset, sink_tokens=sinks)
-    made = TurboQuantAllocator(
-        tq_config,
-        {},
-        tq_config.layout(64),
-        index=0,
-        layer_indices=[0, 1],
-        num_key_value_heads=2,
-        config=config,
-        cache_dtype=torch.float32,
-        page_size=BLOCK_TOKENS,
-        allow_block_sharing=True,
-    )
+    place = dict(index=0, layer_indices=[0, 1], num_key_value_heads=2, config=config, cache_dtype=torch.float32)
+    place |= dict(page_size=BLOCK_TOKENS, allow_block_sharing=True)
+    made = TurboQuantAllocator(tq_config, {}, tq_config.layout(64), **place)
     made.block_table = tables
     return made
 

@@ -153,14 +153,10 @@ def test_answers_of_a_schema_parse_and_validate(number: int, batching: TurboQuan
     assert len(set(texts)) > 0.75 * number and len({json.loads(text)["more"] is None for text in texts}) == 2
 
 
-@pytest.mark.parametrize("way", ["plain", "asynchronous"])
-def test_several_answers_have_places_of_their_own(
-    way: str, batching: TurboQuantBatching, request: pytest.FixtureRequest
-) -> None:
+def test_several_answers_have_places_of_their_own(batching: TurboQuantBatching, ways: dict[str, Any]) -> None:
     """Stop strings and log-probabilities are those of requests without a form."""
     fields = FORMS["regex"] | ENDS | {"do_sample": True, "seed": 3, "num_return_sequences": 4, "top_logprobs": 2}
-    changes = request.getfixturevalue(way) if way == "asynchronous" else {}
-    with serve(batching, NEW, **changes) as manager:
+    with serve(batching, NEW, **ways) as manager:
         name = manager.add_request(INPUTS[0], temperature=3.0, streaming=True, **fields)
         stopped = manager.add_request(INPUTS[1], stop_strings=["-"], **(FORMS["regex"] | ENDS))
         found: dict[str, Any] = {}

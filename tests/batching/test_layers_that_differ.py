@@ -20,21 +20,29 @@ test_in_the_interpreter = child(__file__)
 MODELS = [gemma4, gemma4_sharing]
 
 
-def test_kernels_read_and_write_pages_of_512_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And torch attends from prompts only, where no kernel does."""
-    kernel_steps, step = [], triton_pages.paged_step
+@pytest.fixture
+def kernel_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, bool]]:
+    """Channels and pages of each step of a layer by kernels, and whether torch attends from its prompts."""
+    found, step = [], triton_pages.paged_step
 
     def noted(*args: Any, **options: Any) -> torch.Tensor:
-        kernel_steps.append((args[0].query.shape[-1], options["attend_prompts"] is not None))
+        found.append((args[0].query.shape[-1], args[1], options["attend_prompts"] is not None))
         return step(*args, **options)
 
     monkeypatch.setattr(triton_pages, "paged_step", noted)
+    return found
+
+
+def test_kernels_read_and_write_pages_of_512_channels(kernel_steps: list[tuple[Any, Any, bool]]) -> None:
+    """And torch attends from prompts only, where no kernel does."""
     few = dict(num_attention_heads=2, num_key_value_heads=1, num_global_key_value_heads=1)  # the interpreter is slow
     model = gemma4(layer_types=["sliding_attention", "full_attention"], **few)
     (prompt,) = prompts([136])
     with Session(model, overrides=dict(balance=False), max_batch_tokens=130) as session:
         assert session.run([prompt], greedy(2)) == [session.oracle.chunked(prompt, 2, [130])]
-    assert set(kernel_steps) == ({(512, True), (512, False)} if INTERPRETED else set())
+    assert {(wide, by_torch) for wide, _, by_torch in kernel_steps} == (
+        {(512, True), (512, False)} if INTERPRETED else set()
+    )
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -56,13 +64,9 @@ def test_pages_are_as_large_as_what_they_hold(make: Callable[[], PreTrainedModel
         assert cache.bytes_per_sector % cache.allocator.bytes_per_block == 0
 
 
-def test_kernels_find_pages_between_which_dense_blocks_lie(monkeypatch) -> None:
-    kernel_steps, step = [], triton_pages.paged_step
-    monkeypatch.setattr(
-        triton_pages, "paged_step", lambda *args, **more: kernel_steps.append(args[1]) or step(*args, **more)
-    )
+def test_kernels_find_pages_between_which_dense_blocks_lie(kernel_steps: list[tuple[Any, Any, bool]]) -> None:
     model, inputs = model_of(num_hidden_layers=3), prompts([3, 132])
     with Session(model, "4bit_nc", overrides=dict(balance=False, skip_layers=(1,))) as session:
         assert session.run(inputs, greedy(3)) == [session.oracle.generate(prompt, 3) for prompt in inputs]
         packed = {id(session.cache.allocator.pages[layer]) for layer in (0, 2)}
-        assert {id(pages) for pages in kernel_steps} == (packed if INTERPRETED else set())
+        assert {id(pages) for _, pages, _ in kernel_steps} == (packed if INTERPRETED else set())

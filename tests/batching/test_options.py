@@ -292,14 +292,12 @@ def test_preempted_requests_keep_their_options(monkeypatch: pytest.MonkeyPatch) 
             assert output.generated_tokens[:20] == expected[:20]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
 def test_requests_whose_pages_waited_on_the_cpu_keep_their_options(
-    offloaded: list[set[str]], ahead: bool, request: pytest.FixtureRequest
+    offloaded: list[set[str]], ways: dict[str, Any]
 ) -> None:
     """An asynchronous engine drops the token that was computed meanwhile, and its slot has counted it."""
     model, inputs = model_of(), prompts([100] * 6, seed=3)
-    more = request.getfixturevalue("asynchronous") if ahead else {}
-    changes = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) | more
+    changes = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) | ways
     fields = {"repetition_penalty": 1.2, "frequency_penalty": 0.7}
     with Session(model, **changes) as session:
         session.run(inputs[:1], greedy(1))
@@ -378,13 +376,9 @@ def test_a_sampled_answer_is_that_of_generate_with_the_same_seed(
     assert [each.generated_tokens for each in found.values()] == [expected] != [alone(model, prompt, {})]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
-def test_log_probabilities_of_chosen_and_most_likely_tokens(
-    ahead: bool, batching: TurboQuantBatching, request: pytest.FixtureRequest
-) -> None:
+def test_log_probabilities_of_chosen_and_most_likely_tokens(ways: dict[str, Any], batching: TurboQuantBatching) -> None:
     model, (prompt, other) = batching.model, prompts([90, 40])
-    config = options(**(request.getfixturevalue("asynchronous") if ahead else {}))
-    with batching.continuous_batching_context_manager(greedy(6), continuous_batching_config=config) as manager:
+    with serve(batching, 6, **ways) as manager:
         names = [manager.add_request(prompt, top_logprobs=4, repetition_penalty=1.7), manager.add_request(other)]
         names.append(manager.add_request(prompt, top_logprobs=0))
         found = outputs_of(manager, len(names))

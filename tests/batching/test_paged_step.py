@@ -7,13 +7,14 @@ import torch
 from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences, Tokens
 
-from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, every_pair, marked, states
+from tests.support.helpers import BLOCK, all_packed, cumulative, dequantized, encoded, every_pair, marked
+from tests.support.window_cases import CHUNKS, HEADS, QUERY_HEADS, TOTALS, Steps
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.tensors.pages import LayerPages
 
-HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 160, 3
+PAGES, LAYERS = 160, 3
 
 
 def layer_pages(
@@ -28,49 +29,32 @@ def layer_pages(
     return pages.with_channel_scales(ChannelScales(keys.bfloat16().half(), values.bfloat16().half())), pool
 
 
-class Requests:
-    """Requests with tokens of their own and shuffled pages, run step by step."""
+class Requests(Steps):
+    """Requests with shuffled pages of blocks and rings."""
 
     def __init__(
         self, config: TurboQuantConfig, dim: int, totals: list[int], dtype: torch.dtype = torch.float32
     ) -> None:
-        self.config = config
+        super().__init__(totals, (QUERY_HEADS, HEADS, dim), dtype)
+        self.config, self.prefix = config, [0] * len(totals)
         self.pages, self.pool = layer_pages(config, dim, dtype)
-        self.tokens = [states(i, 1, HEADS, n, dim, dtype=dtype) for i, n in enumerate(totals)]
-        self.queries = [states(90 + i, 1, QUERY_HEADS, n, dim, dtype=dtype)[0] for i, n in enumerate(totals)]
-        self.done = [0] * len(totals)
         free = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).int()
-        self.prefix = [0] * len(totals)
         needed = [self.pages.tensors.first_block_column + due_blocks(n, config.sink_tokens, 0) for n in totals]
         self.block_table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
         for row, own in zip(self.block_table, free[: sum(needed)].split(needed), strict=True):
             row[: len(own)] = own
         self.unused = free[sum(needed) :].long()
 
-    def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs of the next tokens of each request, next to those over dequantized states, `[n, Hq, D]`."""
-        spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
-        inputs = [
-            torch.cat([x[0, :, span].transpose(0, 1) for x, span in zip(tensors, spans, strict=True)])
-            for tensors in (self.queries, [k for k, _ in self.tokens], [v for _, v in self.tokens])
-        ]
-        inputs = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in inputs]
-        lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
-        packed = [self.packed(i) for i in range(len(new))]
-        sequences = Sequences(cumulative(new), cumulative(lengths), self.block_table, torch.tensor(packed), max(new))
-        out = paged_step(Tokens(*inputs), self.pages, sequences, AttentionOptions(0.2, **options))
-        assert (out[sum(new) :] == 0).all()
-        expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
-        self.done = [done + n for done, n in zip(self.done, new, strict=True)]
-        return [pair for pair in zip(out[: sum(new)].split(new), expected, strict=True) if pair[1] is not None]
+    def compute(self, tokens: Tokens, new: list[int], lengths: list[int], **options) -> torch.Tensor:
+        packed = torch.tensor([self.packed(i) for i in range(len(new))])
+        sequences = Sequences(cumulative(new), cumulative(lengths), self.block_table, packed, max(new))
+        return paged_step(tokens, self.pages, sequences, AttentionOptions(0.2, **options))
 
     def packed(self, i: int) -> int:
         """Blocks that request i reads packed in its next step."""
         return max(self.prefix[i], self.config.num_blocks(self.done[i]))
 
-    def expected(self, i: int, span: slice, **options) -> torch.Tensor | None:
-        if span.start == span.stop:
-            return None
+    def expected(self, i: int, span: slice, **options) -> torch.Tensor:
         keys, values = (x[:, :, : span.stop].clone() for x in self.tokens[i])
         start = self.config.sink_tokens
         stop = start + self.packed(i) * BLOCK
@@ -79,11 +63,6 @@ class Requests:
         for states_, read in zip((keys, values), dequantized(self.config, blocks, old), strict=True):
             states_[:, :, start:stop] = read
         return attend_dense(self.queries[i][:, :, span], (keys, values), None, AttentionOptions(0.2, **options))[0]
-
-
-CHUNKS = [[300, 1, 0, 40], [1, 127, 5, 88], [127, 1, 250, 0], [1, 1, 1, 1], [130, 256, 1, 1]]
-"""New tokens of four requests in five steps: prompts, single tokens, blocks completed by one and by many."""
-TOTALS = [sum(column) for column in zip(*CHUNKS, strict=True)]
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (8, 4), (3, 2)], ids=str)

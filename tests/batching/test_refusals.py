@@ -224,37 +224,28 @@ def test_a_request_without_a_limit_that_outgrows_the_pool_fails_and_others_go_on
         session.manager.stop(keep_for_next_session=True)
 
 
-class Broken:
-    """Lets a layer's step fail."""
+@pytest.fixture
+def fail_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets a layer's step fail once, after so many layers have done theirs."""
+    real = allocators.paged_step
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left: int | None = None
-        real = allocators.paged_step
+    def fail_after(layers: int) -> None:
+        left = iter([False] * layers + [True])
 
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if self.left is not None:
-                self.left -= 1
-                if self.left < 0:
-                    self.left = None
-                    raise RuntimeError("a bit fell over")
+            if next(left, False):
+                raise RuntimeError("a bit fell over")
             return real(*args, **kwargs)
 
         monkeypatch.setattr(allocators, "paged_step", step)
 
-    def after(self, layers: int) -> None:
-        """Fail once, after so many layers have done theirs."""
-        self.left = layers
+    return fail_after
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Broken:
-    return Broken(monkeypatch)
-
-
-def test_a_step_that_fails_fails_its_requests_and_leaves_the_manager_usable(broken: Broken) -> None:
+def test_a_step_that_fails_fails_its_requests_and_leaves_the_manager_usable(fail_after: Callable[[int], None]) -> None:
     inputs = prompts([130, 40])
     with Session(model_of()) as session:
-        broken.after(2 * 7 + 1)  # in the second layer of the eighth step
+        fail_after(2 * 7 + 1)  # in the second layer of the eighth step
         results = session.batching.generate_batch(inputs, greedy(20), session.options, persistent_manager=True)
         assert "a bit fell over" in [result.error for result in results.values()]
         assert session.pages_in_use() == 0
@@ -281,9 +272,9 @@ def said() -> Iterator[list[str]]:
 
 
 def test_a_failed_request_is_one_line_and_the_batch_says_at_its_end_which_failed(
-    broken: Broken, said: list[str], batching: TurboQuantBatching
+    fail_after: Callable[[int], None], said: list[str], batching: TurboQuantBatching
 ) -> None:
-    broken.after(2 * 2)  # the third step
+    fail_after(2 * 2)  # the third step
     results = batching.generate_batch(prompts([20, 20, 900]), greedy(7), options(max_batch_tokens=64, num_blocks=200))
     first, last = said
     assert first.startswith("A step of continuous batching failed, and with the step request") and first.endswith(
@@ -310,12 +301,12 @@ def test_a_batch_of_answers_says_nothing(said: list[str], batching: TurboQuantBa
 
 
 @pytest.mark.parametrize("sharing", [True, False])
-def test_requests_that_were_not_in_the_step_go_on(broken: Broken, sharing: bool) -> None:
+def test_requests_that_were_not_in_the_step_go_on(fail_after: Callable[[int], None], sharing: bool) -> None:
     """The second of two prompts waits for room in the batch."""
     first, second = prompts([64, 64])
     with Session(model_of(), max_requests_per_batch=1, allow_block_sharing=sharing) as session:
         expected = session.run([second], greedy(3))
-        broken.after(2 * 2)  # the third step
+        fail_after(2 * 2)  # the third step
         results = session.batching.generate_batch([first, second], greedy(3), session.options, persistent_manager=True)
         failed, served = sorted(results.values(), key=lambda result: result.error is None)
         assert failed.error == "a bit fell over" and served.error is None
@@ -339,8 +330,8 @@ def test_a_request_that_cannot_be_scheduled_fails_and_others_are_answered(monkey
         assert session.run([prompt], greedy(3)) == [session.oracle.generate(prompt, 3)]
 
 
-def test_forks_fail_with_their_parent(broken: Broken) -> None:
-    broken.after(0)
+def test_forks_fail_with_their_parent(fail_after: Callable[[int], None]) -> None:
+    fail_after(0)
     generation = greedy(3, answers=3)
     with Session(model_of()) as session:
         results = session.batching.generate_batch(prompts([200]), generation, session.options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import PreTrainedModel
@@ -73,14 +73,10 @@ def test_a_block_is_known_by_all_tokens_before_it(model: PreTrainedModel) -> Non
 
 
 @pytest.mark.parametrize("new", [1, 6])
-@pytest.mark.parametrize("way", ["plain", "asynchronous"])
-def test_all_parts_of_a_prompt_are_shared(
-    way: str, new: int, model: PreTrainedModel, request: pytest.FixtureRequest
-) -> None:
+def test_all_parts_of_a_prompt_are_shared(new: int, model: PreTrainedModel, ways: dict[str, Any]) -> None:
     """Also if the last part is scheduled before the one before it is over, and if the answer has a single token."""
-    changes = request.getfixturevalue(way) if way == "asynchronous" else {}
     (first,) = prompts([700])
-    with Session(model, max_batch_tokens=256, **changes) as session:
+    with Session(model, max_batch_tokens=256, **ways) as session:
         session.run([first], greedy(new))
         assert len(session.cache.allocator.match_prefix_blocks(first)) == 5
         assert session.pages_in_use() == 0

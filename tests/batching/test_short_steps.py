@@ -143,19 +143,11 @@ def test_answers_to_one_prompt_are_cancelled_one_by_one_or_together(batching: Tu
         assert not manager.output_router._open and session.pages_in_use() == 0
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 4.0},
-        {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": 200,
-            "short_factor": [1.0] * 16,
-            "long_factor": [1.0 + i / 16 for i in range(16)],
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 200, "short_factor": [1.0] * 16}
+LONG |= {"long_factor": [1.0 + i / 16 for i in range(16)]}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, LONG], ids=lambda rope: rope["rope_type"])
 def test_answers_do_not_depend_on_the_longest_request_of_a_step(rope: dict[str, Any]) -> None:
     """Frequencies of these kinds follow the longest text of a call, beyond the positions of the training."""
     positions = 200 if rope["rope_type"] == "dynamic" else 800

@@ -291,26 +291,22 @@ def waiting_for(compiler: Compiler, call: Callable[[], object]) -> Iterator[None
     assert compiler.graphs == 1, "it compiled for more numbers of requests"
 
 
-def test_a_manager_that_sleeps_waits_for_what_is_being_compiled() -> None:
-    compiler = Compiler()
-    with started(compiler) as manager:
-        assert compiler.begun.wait(60)
-        manager.stop(keep_for_next_session=True, hard_stop=True)
-        pool, freed = weakref.ref(manager.batch_processor.cache.cache_tensor), []
-        with waiting_for(compiler, lambda: freed.append(manager.sleep())):
-            assert pool() is not None
-        assert freed[0] > 0 and pool() is None
-
-
-def test_a_manager_that_stops_waits_for_what_is_being_compiled() -> None:
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_manager_that_sleeps_or_stops_waits_for_what_is_being_compiled(sleeps: bool) -> None:
     """torch's compiler breaks down if it is reset meanwhile."""
-    compiler = Compiler()
+    compiler, freed = Compiler(), []
     with started(compiler) as manager:
         assert compiler.begun.wait(60)
-        behind = manager.batch_processor.model_runner.behind
-        with waiting_for(compiler, partial(manager.stop, hard_stop=True)):
-            assert behind.is_alive()
+        processor = manager.batch_processor
+        behind, pool = processor.model_runner.behind, weakref.ref(processor.cache.cache_tensor)
+        del processor
+        if sleeps:
+            manager.stop(keep_for_next_session=True, hard_stop=True)
+        with waiting_for(compiler, lambda: freed.append(manager.sleep() if sleeps else manager.stop(hard_stop=True))):
+            assert behind.is_alive() and pool() is not None
         assert not behind.is_alive()
+        if sleeps:
+            assert freed[0] > 0 and pool() is None
 
 
 def test_a_stop_that_does_not_wait_compiles_no_further_step() -> None:
@@ -342,11 +338,11 @@ class Events(list[Any]):
         self.at, self.go, self.rest = threading.Event(), threading.Event(), threading.Event()
 
 
-@pytest.fixture(params=["in turn", "asynchronous"])
-def events(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Events:
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch, ways: dict[str, Any]) -> Events:
     """Steps are captured on a CPU: a graph calls the step again."""
     events, init, ahead = Events(), model_runner.ModelRunner.__init__, TurboQuantModelRunner.work_ahead
-    events.options = request.getfixturevalue("asynchronous") if request.param == "asynchronous" else {}
+    events.options = ways
 
     @wraps(init)
     def with_graphs(self: Any, *args: Any, **kwargs: Any) -> None:

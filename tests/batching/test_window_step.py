@@ -50,8 +50,9 @@ def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
 def test_layers_that_share_windows_all_read_what_was_there_before_the_step() -> None:
     requests, stored = [Requests(96, 36, TOTALS) for _ in range(2)]
     for new in CHUNKS:
-        first = requests.step(new, store=False)
-        requests.done = list(stored.done)
+        requests.store = False
+        first = requests.step(new)
+        requests.store, requests.done = True, list(stored.done)
         for (a, _), (b, _), (c, _) in zip(first, requests.step(new), stored.step(new), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
             torch.testing.assert_close(a, c, rtol=0, atol=0)

@@ -4,6 +4,7 @@ Without a GPU the operations of a step are recorded and done again, see `recorde
 """
 
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import DynamicCache, MistralConfig
 from tests.cache.test_assisted import drafts
 from tests.support.helpers import compile_config, every_pair, quick_of, slow
 from tests.support.recorded_graph import RecordedGraph
-from tests.support.tiny_models import _SIZES, VOCAB, build, dense_attention, noisy, random_weights
+from tests.support.tiny_models import _SIZES, build, dense_attention, noisy, random_weights, token_ids
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding.loop import latest_steps
@@ -44,7 +45,7 @@ def models(name: str, window: int, device: str = "cpu", **changes: int):
 
 def prompt(model, tokens: int) -> torch.Tensor:
     """`[1, tokens]`, whose second half begins like the first."""
-    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    ids = token_ids(1, tokens, seed=tokens)
     ids[:, tokens // 2 :] = ids[:, : (tokens + 1) // 2].clone()
     return ids.to(model.device)
 
@@ -154,18 +155,12 @@ def test_a_model_without_sliding_layers_takes_an_assistant_with_them_and_the_oth
         check(model, 60, **drafts((model, assistant), way))
 
 
+SECOND = ({}, {"custom_generate": None}, {"prompt_lookup_num_tokens": 9})
+
+
 @pytest.mark.parametrize(
     ("second", "way"),
-    [
-        ({}, "assistant"),
-        ({"custom_generate": None}, "lookup"),
-        ({"prompt_lookup_num_tokens": 9}, "assistant"),
-        *[
-            slow({}, "lookup"),
-            slow({"custom_generate": None}, "assistant"),
-            slow({"prompt_lookup_num_tokens": 9}, "lookup"),
-        ],
-    ],
+    quick_of(product(SECOND, ("lookup", "assistant")), *zip(SECOND, ("assistant", "lookup", "assistant"), strict=True)),
 )
 def test_a_cache_goes_on_in_every_way_after_drafts(device, second, way, tmp_path) -> None:
     """The windows are in order after each call: for other loops, in a file, and with one token taken back."""
@@ -227,14 +222,8 @@ def test_a_step_that_an_exception_ended_is_taken_back(tokens, layer, way) -> Non
     lengths = {int(each.get_seq_length()) for each in cache.layers}
     assert len(lengths) == 1
     held = lengths.pop()
-    answer = model.generate(
-        expected[:, : held + 1],
-        **as_input(cache),
-        do_sample=False,
-        max_new_tokens=tokens + NEW - held - 1,
-        custom_generate=graph_decoding,
-        eos_token_id=None,
-    )
+    rest = dict(do_sample=False, max_new_tokens=tokens + NEW - held - 1, eos_token_id=None)
+    answer = model.generate(expected[:, : held + 1], **as_input(cache), **rest, custom_generate=graph_decoding)
     assert tokens < held < tokens + NEW and torch.equal(answer, expected[:, : tokens + NEW])
     assert_same_windows(cache, other)
 

@@ -3,14 +3,15 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, FalconH1Config, Gemma3TextConfig, LlamaConfig, MambaConfig
+from transformers import DynamicCache, FalconH1Config, LlamaConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 import tq_hf.cache
-from tests.support.helpers import assert_unchanged, llama_config, snapshot, states
+from tests.support.helpers import assert_unchanged, gemma_config, llama_config, snapshot, states
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
@@ -47,34 +48,35 @@ class unchanged:
 # Making a cache
 
 
-@pytest.mark.parametrize("preset", ["8bit", "turboquant", "turboquant_5bit", "", None, 4])
-def test_unknown_preset_lists_the_valid_ones(preset):
-    with pytest.raises(ValueError) as error:
-        TurboQuantCache(llama_config(), preset)
-    assert repr(preset) in str(error.value) and all(name in str(error.value) for name in PRESETS)
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "preset": (["8bit", "turboquant", "turboquant_5bit", "", None, 4], f"{{!r}}.*{'.*'.join(PRESETS)}"),
+    "model_config": (
+        [None, {}, "llama", torch.nn.Linear(1, 1), LlamaConfig],
+        r"must be a transformers config \(pass `model.config`\), not",
+    ),
+    "model": (["Qwen/Qwen3-4B", llama_config()], r"must be the model itself, or left out, not (str|LlamaConfig)"),
+    "offloading": (["no", 1, None], "is {!r}; it must be True or False"),
+    "max_cache_len": ([0, -1, "100", 100.5, True], "is {!r}; .*1 or more"),
+    "skip_layers": ([(2,), (-3,), (0, 5)], "names layer {last}, but the model has 2 layers; use -2 to 1"),
+    "balance": (["both", 1, 0.5, object()], "is .*True or False, a `Balance`, or a cache"),
+}
+"""Values that an argument cannot have, and what its error says."""
 
 
-def test_options_beside_a_config_object_are_refused():
+@pytest.mark.parametrize("name, value", [(name, value) for name, (values, _) in REFUSED.items() for value in values])
+def test_arguments_that_a_cache_cannot_be_made_of_are_refused(name, value):
+    says = REFUSED[name][1].format(value, last=value[-1] if isinstance(value, tuple) else None)
+    with pytest.raises(ValueError, match=says) as error:
+        TurboQuantCache(**{"model_config": llama_config(2), name: value})
+    assert name == "preset" or f"`{name}`" in str(error.value)
+
+
+def test_a_config_object_is_refused_beside_options_and_without_attention_heads():
     with pytest.raises(ValueError, match="TurboQuantConfig and also key_bits, seed.*dataclasses.replace"):
         TurboQuantCache(llama_config(), TurboQuantConfig(), seed=1, key_bits=3)
     assert TurboQuantCache(llama_config(), TurboQuantConfig(seed=1)).config.seed == 1
-
-
-def test_config_without_attention_heads_is_refused():
     with pytest.raises(ValueError, match="MambaConfig has no attention heads.*pass none"):
         TurboQuantCache(MambaConfig())
-
-
-@pytest.mark.parametrize("model_config", [None, {}, "llama", torch.nn.Linear(1, 1), LlamaConfig])
-def test_anything_but_a_model_config_is_refused(model_config):
-    with pytest.raises(ValueError, match=r"`model_config` must be a transformers config \(pass `model.config`\), not"):
-        TurboQuantCache(model_config)
-
-
-@pytest.mark.parametrize("layers", [(2,), (-3,), (0, 5)])
-def test_skipping_a_layer_the_model_has_not_says_which_there_are(layers):
-    with pytest.raises(ValueError, match=f"names layer {layers[-1]}, but the model has 2 layers; use -2 to 1"):
-        TurboQuantCache(llama_config(2), skip_layers=layers)
 
 
 @pytest.mark.parametrize("name", ["4BIT_NC", "turboquant_4bit_nc", "TurboQuant_4bit_NC"])
@@ -87,28 +89,10 @@ def test_a_preset_of_other_bits_has_no_name():
     assert TurboQuantConfig.from_preset("4bit_nc", key_bits=4, residual_length=0).preset == "4bit_nc"
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-4B", llama_config()], ids=["name", "config"])
-def test_a_model_that_is_none_is_refused(model):
-    with pytest.raises(ValueError, match="`model` must be the model itself, or left out, not (str|LlamaConfig)"):
-        TurboQuantCache(llama_config(), model=model)
-
-
-@pytest.mark.parametrize("offloading", ["no", 1, None])
-def test_offloading_is_true_or_false(offloading):
-    with pytest.raises(ValueError, match=f"`offloading` is {offloading!r}; it must be True or False"):
-        TurboQuantCache(llama_config(), offloading=offloading)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_offloading_needs_a_gpu():
     with pytest.raises(ValueError, match="there is no GPU. Leave it out"):
         TurboQuantCache(llama_config(), offloading=True)
-
-
-@pytest.mark.parametrize("length", [0, -1, "100", 100.5, True])
-def test_max_cache_len_must_be_positive(length):
-    with pytest.raises(ValueError, match=f"`max_cache_len` is {length!r}; .*1 or more"):
-        TurboQuantCache(llama_config(), max_cache_len=length)
 
 
 # Reusing and filling a cache
@@ -225,18 +209,11 @@ def test_kinds_of_layers_that_transformers_does_not_preallocate_are_refused():
         TurboQuantCache(config, max_cache_len=256)
 
 
-def test_exceeding_max_cache_len_with_the_prompt_is_refused():
-    cache = new_cache(0, max_cache_len=200)
-    with unchanged(cache), pytest.raises(ValueError, match="prompt has 201 tokens and `max_cache_len` is 200.*larger"):
-        cache.update(*states(5, 2, tokens=201), 0)
-    cache.update(*states(5, 2, tokens=200), 0)
-    assert cache.get_seq_length() == 200
-
-
-@pytest.mark.parametrize("held, more", [(300, 1), (300, 2), (300, 300), (290, 11), (100, 300)])
-def test_exceeding_max_cache_len_while_decoding_is_refused(held, more):
+@pytest.mark.parametrize("held, more", [(0, 301), (300, 1), (300, 2), (300, 300), (290, 11), (100, 300)])
+def test_exceeding_max_cache_len_is_refused(held, more):
     cache = new_cache(held, max_cache_len=300)
-    with unchanged(cache), pytest.raises(ValueError, match=f"{more} tokens to the {held}.*`max_cache_len` of 300"):
+    says = f"{more} tokens to the {held}.*`max_cache_len` of 300" if held else "prompt has 301 tokens and .*300.*larger"
+    with unchanged(cache), pytest.raises(ValueError, match=says):
         cache.update(*states(5, 2, tokens=more), 0)
     cache.update(*states(5, 2, tokens=300 - held), 0)
     assert cache.get_seq_length() == 300
@@ -262,19 +239,13 @@ def test_a_model_of_more_layers_is_refused():
         cache.update(*states(0, 2), 2)
 
 
-def gemma_config(types: list[str]) -> Gemma3TextConfig:
-    return Gemma3TextConfig(
-        num_hidden_layers=len(types), layer_types=types, sliding_window=16, num_key_value_heads=2, head_dim=64
-    )
-
-
 @pytest.mark.parametrize("recording", [False, True], ids=["forgets", "records"])
 def test_a_crop_that_a_later_layer_refuses_changes_nothing(recording):
     """A window that has let go of older tokens cannot go back, nor further back than it recorded."""
     cache = TurboQuantCache(gemma_config(["full_attention", "sliding_attention"]))
     for tokens in (40, 3):
         for layer in range(2):
-            cache.update(*states(layer, tokens=tokens, dim=64), layer)
+            cache.update(*states(layer, tokens=tokens), layer)
         if recording:
             cache.activate_past_recording()
     before = snapshot(cache.layers[0].store), cache.layers[1].keys
@@ -290,23 +261,6 @@ def test_a_crop_that_a_later_layer_refuses_changes_nothing(recording):
     before = cache.get_seq_length()
     cache.crop(0)
     assert [layer.get_seq_length() for layer in cache.layers] == [before, before]
-
-
-@pytest.mark.parametrize("limit", [None, 1000])
-@pytest.mark.parametrize(("crop", "kept"), [(-1, 299), (torch.tensor(-2), 299), (-5, 296), (-1000, 0)])
-def test_a_crop_evens_out_what_an_exception_left_uneven(limit, crop, kept):
-    """transformers 5.17 passes a tensor in assisted decoding."""
-    cache, even = new_cache(max_cache_len=limit), new_cache(max_cache_len=limit)
-    cache.crop(-1)
-    more = states(9, 2, tokens=2)
-    cache.update(*more, 0)  # Ctrl-C before layer 1
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [301, 299]
-    cache.crop(crop)
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [kept, kept]
-    if kept:
-        even.crop(kept - 300)
-        for ours, theirs in zip(cache.layers, even.layers, strict=True):
-            assert torch.equal(ours.keys, theirs.keys)
 
 
 def test_what_a_cache_is_shows():

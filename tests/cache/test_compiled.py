@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from tests.support.helpers import CPU, compile_config, quick_of, slow
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
 from tq_hf.compat import as_input
@@ -26,7 +26,7 @@ OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.21")
 
 
 def inputs(batch: int = 2, length: int = 240, padding: int = 0) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(length))
+    ids = token_ids(batch, length, seed=length)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -145,7 +145,9 @@ def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
     model = build("llama", num_hidden_layers=2, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=2 * MAX_LENGTH, **OPTIONS)
     growing = TurboQuantCache(model.config, **OPTIONS)
-    addresses = [tensor.data_ptr() for tensors in _tensors(cache, model) for tensor in tensors]
+    heads = model.config.num_key_value_heads, model.config.head_dim
+    cache.early_initialization(2, *heads, torch.float32, torch.device("cpu"))
+    addresses = addresses_of(cache)
     for _ in range(2):
         ids = inputs(length=200)["input_ids"]
         for turn in (30, 150):
@@ -170,31 +172,12 @@ def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
         cache.reset()
         growing.reset()
         assert cache.get_seq_length() == 0
-    after = [
-        tensor.data_ptr() for layer in cache.layers for tensors in layer.store.by_kind().values() for tensor in tensors
-    ]
-    assert after == addresses, "tensors moved: captured graphs would read freed memory"
+    assert addresses_of(cache) == addresses, "tensors moved: captured graphs would read freed memory"
 
 
-def _tensors(cache: TurboQuantCache, model: PreTrainedModel):
-    """The cache's tensors, made by an early initialisation."""
-    config = model.config
-    cache.early_initialization(2, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu"))
-    for layer in cache.layers:
-        yield from layer.store.by_kind().values()
-
-
-def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
-    model = build("llama", num_hidden_layers=2, attention="turboquant")
-    cache = TurboQuantCache(model.config, max_cache_len=250, **OPTIONS)
-    with pytest.raises(ValueError, match="max_cache_len"):
-        model.generate(**inputs(), **as_input(cache), do_sample=False, max_length=264, compile_config=compile_config())
-    assert cache.get_seq_length() == 250
-    exact = TurboQuantCache(model.config, **OPTIONS)
-    model.generate(**inputs(), **as_input(exact), do_sample=False, max_new_tokens=11)
-    for layer, other in zip(cache.layers, exact.layers, strict=True):
-        assert torch.equal(layer.keys, other.keys)
-        assert torch.equal(layer.values, other.values)
+def addresses_of(cache: TurboQuantCache) -> list[int]:
+    tensors = (group for layer in cache.layers for group in layer.store.by_kind().values())
+    return [tensor.data_ptr() for group in tensors for tensor in group]
 
 
 @pytest.mark.parametrize("tokens", [150, 1])
@@ -212,7 +195,7 @@ def test_compiled_steps_of_every_turn_read_packed_blocks(tokens, monkeypatch):
 
 def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None, **options) -> list[torch.Tensor]:
     """Tokens of a prompt of 600 and of a second turn of 37 more, both read in chunks where transformers can."""
-    ids = torch.randint(3, VOCAB, (1, 637), generator=torch.Generator().manual_seed(7)).to(model.device)
+    ids = token_ids(1, 637, seed=7).to(model.device)
     options |= dict(**as_input(cache), do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)
     first = model.generate(ids[:, :600], **options)
     if OLD_TRANSFORMERS:
@@ -256,7 +239,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
     for _ in range(3):
         caches = [TurboQuantCache(model.config, max_cache_len=room, **OPTIONS) for room in (preallocated, None)]
         for seed, tokens in enumerate((300, 150, 150, 20, 1, 1, 1)):
-            ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
+            ids = token_ids(1, tokens, seed=seed)
             actual, expected = (m(ids, **as_input(c)).logits for m, c in zip((compiled, model), caches, strict=True))
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])

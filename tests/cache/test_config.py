@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.helpers import compile_config, slow, states
-from tests.support.saving_cases import assert_continue_alike, filled, model_named, tokens
-from tests.support.tiny_models import build
+from tests.support.saving_cases import assert_continue_alike, filled, model_named
+from tests.support.tiny_models import build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.layers.dense import GrowingLayer, PreallocatedLayer
@@ -173,12 +173,8 @@ def test_a_configuration_with_presets_by_layer_is_hashable_and_goes_by_what_it_s
     assert other == mixed() and hash(other) == hash(mixed()) and other != PRESETS["3bit_nc"]
     assert eval(repr(other)) == other and dataclasses.replace(other) == other
     assert TurboQuantConfig(**json.loads(json.dumps(dataclasses.asdict(other)))) == other
-    for config in (
-        other,
-        TurboQuantConfig(),
-        TurboQuantConfig(key_bits=8, skip_layers=(0, -1)),
-        TurboQuantConfig(seed=3),
-    ):
+    changes: tuple[dict[str, Any], ...] = ({}, dict(key_bits=8, skip_layers=(0, -1)), dict(seed=3))
+    for config in (other, *(TurboQuantConfig(**change) for change in changes)):
         text = config_text(config)
         assert config_from(text) == config and config_text(config_from(text)) == text
 
@@ -205,12 +201,8 @@ def test_what_a_layer_cannot_be_is_a_sentence(options, says):
 
 
 def test_a_layer_named_twice_with_one_meaning_is_that():
-    assert [c.preset for c in TurboQuantConfig(layers={3: "k8v4", -1: "k8v4"}).by_layer(4)] == [
-        None,
-        None,
-        None,
-        "k8v4",
-    ]
+    layers = TurboQuantConfig(layers={3: "k8v4", -1: "k8v4"}).by_layer(4)
+    assert [layer.preset for layer in layers] == [None, None, None, "k8v4"]
 
 
 def test_a_layer_that_is_never_compressed_takes_no_preset():
@@ -261,7 +253,7 @@ def assembled(model: Any, room: int | None) -> TurboQuantCache:
 def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
     torch._dynamo.reset()
     model = build("llama", num_hidden_layers=LAYERS, attention="turboquant").to(device)
-    ids = tokens(2, 300).to(device)
+    ids = token_ids(2, 300).to(device)
     outputs = []
     for cache in (
         TurboQuantCache(model.config, mixed(residual_length=0), max_cache_len=room),

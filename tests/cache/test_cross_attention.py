@@ -38,19 +38,9 @@ from tq_hf.codec.balance import channel_scales
 from tq_hf.compat import as_input
 from tq_hf.layers.compressed import TurboQuantLayer
 
-BART = dict(
-    vocab_size=128,
-    d_model=64,
-    encoder_layers=1,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    max_position_embeddings=1600,
-    pad_token_id=0,
-    forced_eos_token_id=None,
-)
+BART = dict(vocab_size=128, d_model=64, max_position_embeddings=1600, pad_token_id=0, forced_eos_token_id=None)
+BART |= dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64)
+BART |= dict(decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=64)
 T5 = dict(vocab_size=128, d_model=64, d_kv=32, d_ff=64, num_layers=2, num_heads=2, feed_forward_proj="relu")
 WHISPER = {**BART, "num_mel_bins": 8, "max_target_positions": 64, "max_source_positions": 1500}
 MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
@@ -108,7 +98,9 @@ def steps(model: PreTrainedModel, cache: Cache, inputs: dict[str, torch.Tensor],
     return logits
 
 
-def check(name: str, length: int, tokens: int, room: int | None = None, padding: int = 0, device: str = "cpu") -> None:
+def check(
+    name: str, length: int, tokens: int, room: int | None = None, padding: int = 0, device: str = "cpu", **more: str
+) -> None:
     """Logits are those of transformers' own caches, and scales those of keys, values and padding alone."""
     came: list[tuple[torch.Tensor, torch.Tensor]] = []
     update = TurboQuantLayer.update
@@ -118,7 +110,7 @@ def check(name: str, length: int, tokens: int, room: int | None = None, padding:
             came.append((keys.cpu(), values.cpu()))
         return update(self, keys, values, *args, **kwargs)
 
-    model, inputs = build(name, device=device), inputs_of(name, length, padding)
+    model, inputs = build(name, device=device, **more), inputs_of(name, length, padding)
     own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     cache = both(model, room, preset="k8v4")
     with pytest.MonkeyPatch.context() as patch:
@@ -139,11 +131,16 @@ CASES += [("bart", 200, 200), ("marian", 200, 1), ("t5", 200, 4), ("t5", 200, 20
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "tokens", "room"),
-    [(*case, room) for case, room in zip(CASES, cycle((None, 1600)), strict=False)],
+    ("name", "length", "tokens", "room", "attention"),
+    [
+        (*case, room, attention)
+        for case, room, attention in zip(
+            CASES, cycle((None, 1600)), cycle(("turboquant", "turboquant", "sdpa")), strict=False
+        )
+    ],
 )
-def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys(name: str, length: int, tokens: int, room: int | None):
-    check(name, length, tokens, room)
+def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys(name, length, tokens, room, attention):
+    check(name, length, tokens, room, attention=attention)
 
 
 @pytest.mark.parametrize(("name", "tokens", "room"), every_pair(("bart", "t5"), (1, 8, 200), (None, 300)))

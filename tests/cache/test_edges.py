@@ -6,26 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM
 
 import tq_hf.cache
-from tests.support.helpers import assert_same, every_pair, llama_config, states
-from tests.support.tiny_models import VOCAB, build
+from tests.support.helpers import assert_same, every_pair, gemma_config, llama_config, states
+from tests.support.tiny_models import VOCAB, build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.layers import advice
 
-SLIDING = Gemma3TextConfig(
-    num_hidden_layers=2,
-    layer_types=["sliding_attention", "full_attention"],
-    sliding_window=16,
-    num_key_value_heads=2,
-    num_attention_heads=4,
-    head_dim=16,
-    hidden_size=64,
-    intermediate_size=64,
-    vocab_size=VOCAB,
-)
+SLIDING = gemma_config(["sliding_attention", "full_attention"], vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("calls", [(0, 300, 1), (0, 40, 1, 5), (0, 1, 1), (0, 0, 300), (20, 0, 3, 0, 1, 300, 0, 1)])
@@ -73,15 +63,11 @@ def test_a_model_on_the_meta_device_runs(config, attention, limit, skipped):
     assert int(cache.get_seq_length()) == 0
 
 
-def tokens(count: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (2, count), generator=torch.Generator().manual_seed(0))
-
-
 def used(name: str, attention: str, **options):
     """A float32 model, and a cache that it has used."""
     model = build(name, attention=attention)
     cache = TurboQuantCache(model.config, **options)
-    model.generate(tokens(150), **as_input(cache), max_new_tokens=3, do_sample=False)
+    model.generate(token_ids(2, 150), **as_input(cache), max_new_tokens=3, do_sample=False)
     return model, cache
 
 
@@ -99,23 +85,23 @@ def test_a_model_of_another_dtype_is_refused_by_a_used_cache(name, attention, li
     before = held(cache)
     model.bfloat16()
     for call in (
-        lambda: model(tokens(1), **as_input(cache)),
-        lambda: model(tokens(5), **as_input(cache)),
-        lambda: model.generate(tokens(155), **as_input(cache), max_new_tokens=3),
+        lambda: model(token_ids(2, 1), **as_input(cache)),
+        lambda: model(token_ids(2, 5), **as_input(cache)),
+        lambda: model.generate(token_ids(2, 155), **as_input(cache), max_new_tokens=3),
     ):
         with pytest.raises(ValueError, match="dtype torch.float32, but was given keys with dtype torch.bfloat16"):
             call()
     assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))
     cache.reset()
     if limit is None:
-        model.generate(tokens(150), **as_input(cache), max_new_tokens=3)
+        model.generate(token_ids(2, 150), **as_input(cache), max_new_tokens=3)
         assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
     else:
         with pytest.raises(ValueError, match="a preallocated cache still has its batch size, dtype and device"):
-            model.generate(tokens(150), **as_input(cache), max_new_tokens=3)
+            model.generate(token_ids(2, 150), **as_input(cache), max_new_tokens=3)
         fresh = TurboQuantCache(model.float().config, max_cache_len=limit, skip_layers=skipped)
         for serving in (cache, fresh):
-            model.generate(tokens(150), **as_input(serving), max_new_tokens=3, do_sample=False)
+            model.generate(token_ids(2, 150), **as_input(serving), max_new_tokens=3, do_sample=False)
         assert all(torch.equal(again, new) for again, new in zip(held(cache), held(fresh), strict=True))
 
 
@@ -129,7 +115,7 @@ def test_a_model_on_another_device_is_refused_by_a_used_cache(name, limit, skipp
     model.to("meta")
     for count in (1, 5) if limit is None else (1,):
         with pytest.raises(ValueError, match="device cpu, but was given keys with device meta.*reset"):
-            model(tokens(count).to("meta"), **as_input(cache))
+            model(token_ids(2, count).to("meta"), **as_input(cache))
     assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))
 
 
@@ -154,7 +140,7 @@ def scaled(keys: float = 1.0, values: float = 1.0, layer: int = 1) -> Any:
 
 
 def run(model: Any, cache: TurboQuantCache, tokens: int = 300, calls: int = 3) -> None:
-    ids = torch.randint(1, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(2, tokens)
     for part in (ids, *[ids[:, :1]] * (calls - 1)):
         model(part, **as_input(cache))
 
@@ -172,9 +158,8 @@ def test_scales_beyond_fp16_are_reported_once_unless_balance_holds_them(sizes, w
     cache = TurboQuantCache(model.config, max_cache_len=length, balance=False)
     run(model, cache)
     (line,) = log
-    assert (
-        line.startswith(f"{what} of layer 1 have an RMS of") and "skip_layers=(1,)" in line and "balance=True" in line
-    )
+    assert line.startswith(f"{what} of layer 1 have an RMS of")
+    assert "skip_layers=(1,)" in line and "balance=True" in line
 
 
 def test_what_balance_cannot_hold_is_reported_too(log):

@@ -23,7 +23,7 @@ from tests.support.helpers import (
     snapshot,
     states,
 )
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.layers.dense import PreallocatedLayer, SlidingLayer
@@ -31,6 +31,7 @@ from tq_hf.ops import dispatch
 
 PROMPT, KEPT, QUESTION = 700, 420, 20
 RATIO = 1 - KEPT / PROMPT
+IDS = token_ids(1, PROMPT + QUESTION + 3)
 
 
 def by_score(kvpress):
@@ -85,15 +86,11 @@ def masking(kvpress, monkeypatch):
     kvpress.attention_patch.patch_attention_functions()
 
 
-def ids(tokens: int = PROMPT + QUESTION + 3) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
-
-
 @torch.no_grad()
 def prefill(model, cache, press=None):
     """A prompt, pruned. Returns the rows that each layer holds."""
     with nullcontext() if press is None else press(model):
-        model.model(ids()[:, :PROMPT], **as_input(cache))
+        model.model(IDS[:, :PROMPT], **as_input(cache))
     rows = [(layer.keys, layer.values) for layer in cache.layers]
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [keys.shape[2] for keys, _ in rows]
     return rows
@@ -104,7 +101,7 @@ def answer(model, cache):
     """Log-probabilities of a question and of three steps after it, at the positions they have in the whole text."""
     logits, start = [], PROMPT
     for tokens in (QUESTION, 1, 1, 1):
-        new, positions = ids()[:, start : start + tokens], torch.arange(start, start + tokens)[None]
+        new, positions = IDS[:, start : start + tokens], torch.arange(start, start + tokens)[None]
         logits.append(model(new, **as_input(cache), position_ids=positions).logits)
         start += tokens
     return torch.cat(logits, 1).double().log_softmax(-1)
@@ -159,7 +156,7 @@ def test_generation_goes_on_after_a_pruned_prompt_as_on_a_dynamic_cache(attentio
             cache = TurboQuantCache(model.config, residual_length=10**6, max_cache_len=limit)
         prefill(model, cache, press)
         own = options if ours else {}
-        new = model.generate(ids()[:, : KEPT + 1], max_new_tokens=8, do_sample=False, **as_input(cache), **own)
+        new = model.generate(IDS[:, : KEPT + 1], max_new_tokens=8, do_sample=False, **as_input(cache), **own)
         generated.append(new)
         assert int(cache.get_seq_length()) == KEPT + 8
     assert torch.equal(*generated)

@@ -186,16 +186,6 @@ def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
     assert 1e-5 < errors[0] < 0.6 * errors[1], errors
 
 
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_only_its_own_attention_function_reads_the_packed_store(name, attention):
-    model = model_named(name, attention=attention)
-    cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
-    logits = decode_logits(model, cache, prompts(1, 140))
-    assert logits.isfinite().all()
-    assert all(layer.reads_packed == (attention == "turboquant") for layer in packed_layers(cache))
-
-
 def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
     """With prompts of which no channel is so near a boundary that rounding decides its code."""
     model = model_named("llama")
@@ -246,18 +236,6 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
     assert_close(*logits)
 
 
-@pytest.mark.parametrize("held, more", [(190, 11), (200, 1)])
-@pytest.mark.parametrize("skip_layers", [(0,), (-1,)])
-def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_layers, held, more):
-    model = model_named("llama", attention="turboquant")
-    cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers, **EVERYTHING_PACKED)
-    with torch.no_grad():
-        model(prompts(1, held)["input_ids"], **as_input(cache))
-        with pytest.raises(ValueError, match=f"{more} tokens to the {held} in this cache exceeds its `max_cache_len`"):
-            model(prompts(1, more)["input_ids"], **as_input(cache))
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [held] * 2
-
-
 def test_linear_layers_keep_the_stock_class_and_sliding_ones_its_place():
     for name in ("gemma3", "gpt_oss", "qwen3_next"):
         config = CONFIGS[name]()
@@ -279,22 +257,6 @@ def test_a_reset_cache_serves_another_batch_size():
 
 
 @pytest.mark.parametrize("preallocated", [None, 400])
-def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
-    model = model_named("llama", attention="turboquant")
-    outputs = []
-    for context in (torch.inference_mode, torch.no_grad):
-        cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
-        ids = prompts(2, 300)["input_ids"]
-        with context():
-            for start in range(0, 260, 130):
-                model(ids[:, start : start + 130], **as_input(cache))
-            cache.reorder_cache(torch.tensor([1, 0]))
-            cache.crop(-30)
-        outputs.append(generate(model, cache, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
-    assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("preallocated", [None, 400])
 def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
     model = model_named("llama", attention="turboquant")
     options = dict(max_cache_len=preallocated, skip_layers=(1,))
@@ -302,8 +264,10 @@ def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
     ids = prompts(2, 300)["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.inference_mode():
-        model(ids[:, :290], **as_input(cache))
+        for start in range(0, 260, 130):
+            model(ids[:, start : start + 130], **as_input(cache))
         cache.reorder_cache(torch.tensor([0, 1]))
+        cache.crop(-30)  # into the second block
         copied = copy.deepcopy(cache)
         inside = generate(model, copy.deepcopy(cache), inputs)
     outside = generate(model, copied, inputs)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
 DENSE = dict(residual_length=10**4)
 LOST = "gradients of keys and values after the first call are lost.*`use_cache=False`.*`DynamicCache`"
-IDS = torch.randint(3, VOCAB, (2, 400), generator=torch.Generator().manual_seed(0))
+IDS = token_ids(2, 400)
 
 attentions = pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
 limits = pytest.mark.parametrize("limit", [None, 400])

@@ -11,17 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import (
-    CompileConfig,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    WatermarkingConfig,
-)
+from transformers import CompileConfig, DynamicCache, GenerationConfig, LogitsProcessor, WatermarkingConfig
 
 from examples.measure.quality.family_configs import tiny_model
-from tests.support.recorded_graph import record_graphs
+from tests.support.helpers import compile_config
+from tests.support.recorded_graph import Streamed, record_graphs
 from tests.support.tiny_models import VOCAB, build, letters
 from tq_hf import TurboQuantCache, attention, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input, prefill
@@ -35,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 
 ROOM = 256
 GREEDY = dict(max_new_tokens=20, do_sample=False)
+COMPILED = compile_config(fullgraph=False)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -79,10 +74,42 @@ def same_caches(one: TurboQuantCache, other: TurboQuantCache, second_keys: float
     )
 
 
-@pytest.mark.parametrize("padded", [0, 9])
-def test_greedy_tokens_are_those_of_generate(model, padded) -> None:
-    (expected, plain), (tokens, cache) = both(model, prompt(model, padded=padded), **GREEDY)
+class Upper(LogitsProcessor):
+    """Prefers the upper half of the vocabulary."""
+
+    def __call__(self, input_ids, scores):
+        return scores + 3 * (torch.arange(scores.shape[-1], device=scores.device) >= scores.shape[-1] // 2)
+
+
+AS_GREEDY = ("padded", "inputs_embeds", "prefill_chunk_size")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(padded=0),
+        dict(padded=9),
+        dict(inputs_embeds=True),
+        dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9),  # in the graph
+        dict(do_sample=True, min_new_tokens=5, repetition_penalty=1.3),  # which look at the tokens so far
+        dict(do_sample=True, num_return_sequences=3),
+        dict(do_sample=True, watermarking_config=WatermarkingConfig(bias=2.5)),
+        dict(logits_processor=[Upper()]),
+        dict(prefix_allowed_tokens_fn=lambda batch, ids: list(range(10 + ids.shape[0] % 7, 40))),
+        dict(guidance_scale=1.5),
+        dict(prefill_chunk_size=40),
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_tokens_are_those_of_generate(model, options) -> None:
+    inputs, generates = prompt(model, padded=options.get("padded", 0)), {**GREEDY, **options}
+    generates.pop("padded", None)
+    if generates.pop("inputs_embeds", False):
+        inputs = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+    (expected, plain), (tokens, cache) = both(model, inputs, **generates)
     assert torch.equal(tokens, expected) and same_caches(cache, plain)
+    (free, _), _ = both(model, prompt(model), **GREEDY)
+    assert list(options)[-1] in AS_GREEDY or not torch.equal(tokens, free)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -107,15 +134,6 @@ def test_an_answer_may_fill_the_cache(model, ends, monkeypatch) -> None:
         assert int(cache.get_seq_length()) == 20 + last
 
 
-@pytest.mark.parametrize(
-    "options", [dict(temperature=0.8, top_k=20, top_p=0.9), dict(repetition_penalty=1.3, min_new_tokens=5)]
-)
-def test_sampled_tokens_are_those_of_generate(model, options) -> None:
-    """The first processors run in the graph, the second ones look at the tokens so far."""
-    (expected, _), (tokens, _) = both(model, prompt(model), max_new_tokens=20, do_sample=True, **options)
-    assert torch.equal(tokens, expected)
-
-
 def test_it_stops_where_generate_stops(model) -> None:
     inputs = prompt(model)
     free = model.generate(**inputs, **GREEDY, **as_input(DynamicCache(config=model.config)))[:, 150:]
@@ -125,32 +143,13 @@ def test_it_stops_where_generate_stops(model) -> None:
     assert same_caches(cache, plain)
 
 
-class StopsAt(StoppingCriteria):
-    """Ends a sequence once it is so long."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
-
-
 def test_criteria_of_ones_own_stop_it(model) -> None:
-    (expected, plain), (tokens, cache) = both(model, prompt(model), **GREEDY, stopping_criteria=[StopsAt(157)])
+    def stops(input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 157, device=input_ids.device)
+
+    (expected, plain), (tokens, cache) = both(model, prompt(model), **GREEDY, stopping_criteria=[stops])
     assert torch.equal(tokens, expected) and tokens.shape[1] == 157
     assert same_caches(cache, plain)
-
-
-def test_several_turns_use_one_cache(model) -> None:
-    turns = []
-    for loop in ({}, {"custom_generate": graph_decoding}):
-        cache = TurboQuantCache(model.config, "4bit_nc", max_cache_len=ROOM)
-        ids = prompt(model)["input_ids"]
-        for turn in range(3):
-            ids = model.generate(ids, **as_input(cache), **GREEDY, **loop)
-            ids = torch.cat([ids, prompt(model, tokens=7 + turn)["input_ids"]], dim=1)
-        turns.append(ids)
-    assert torch.equal(turns[0], turns[1])
 
 
 def test_a_dictionary_holds_what_generate_returns(model) -> None:
@@ -162,16 +161,6 @@ def test_a_dictionary_holds_what_generate_returns(model) -> None:
         for one, other in zip(getattr(got, name), getattr(expected, name), strict=True):
             close = rounding(model.device, 1e-4)
             torch.testing.assert_close(one, other, atol=close, rtol=close)
-
-
-class Streamed(list):
-    """A streamer that keeps what it is given."""
-
-    def put(self, value) -> None:
-        self.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.append("end")
 
 
 def test_a_streamer_gets_every_token_once(model) -> None:
@@ -208,7 +197,7 @@ def test_stop_strings_end_an_answer_beside_their_tokenizer(model, several) -> No
         (dict(constraints=[object()]), "constrained beam search"),
         (dict(penalty_alpha=0.6, top_k=4), "contrastive search"),
         (dict(dola_layers="low"), "dola generation"),
-        (dict(prompt_lookup_num_tokens=2), "for one sequence"),
+        (dict(prompt_lookup_num_tokens=2), "for one sequence, and this call has 2"),
         (dict(assistant_early_exit=2), "assistant_early_exit"),
         (dict(assistant_model=build("llama")), "for one sequence"),
         (dict(use_mtp=True), "use_mtp"),
@@ -216,52 +205,21 @@ def test_stop_strings_end_an_answer_beside_their_tokenizer(model, several) -> No
         (dict(synced_gpus=True), "synced_gpus"),
         (dict(stop_strings=["ab"]), "`stop_strings` .'ab'. came without a tokenizer"),
         (dict(return_dict_in_generate=True, output_attentions=True), "output_attentions"),
+        (dict(attention_chunk_size=16), "also has layers of attention within chunks"),  # which do not slide
     ],
 )
-def test_what_it_cannot_do_is_a_sentence(model, change, sentence) -> None:
+def test_what_it_cannot_do_is_a_sentence(model, change, sentence, monkeypatch) -> None:
     caches = {
         "growing": lambda: TurboQuantCache(model.config),
         "dynamic": lambda: DynamicCache(config=model.config),
         None: lambda: TurboQuantCache(model.config, max_cache_len=ROOM),
     }
     cache = caches[change.pop("cache", None)]()
+    if chunk := change.pop("attention_chunk_size", None):
+        monkeypatch.setattr(model.config, "attention_chunk_size", chunk, raising=False)
     with pytest.raises(ValueError, match=sentence):
         model.generate(**prompt(model), **(GREEDY | change), **as_input(cache), custom_generate=graph_decoding)
     assert int(cache.get_seq_length()) == 0
-
-
-class Upper(LogitsProcessor):
-    """Prefers the upper half of the vocabulary."""
-
-    def __call__(self, input_ids, scores):
-        return scores + 3 * (torch.arange(scores.shape[-1], device=scores.device) >= scores.shape[-1] // 2)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(do_sample=True, num_return_sequences=3),
-        dict(do_sample=True, watermarking_config=WatermarkingConfig(bias=2.5)),
-        dict(logits_processor=[Upper()]),
-        dict(prefix_allowed_tokens_fn=lambda batch, ids: list(range(10 + ids.shape[0] % 7, 40))),
-        dict(guidance_scale=1.5),
-        dict(prefill_chunk_size=40),
-    ],
-    ids=lambda options: list(options)[-1],
-)
-def test_what_generate_prepares_is_heeded(model, options) -> None:
-    (expected, plain), (tokens, cache) = both(model, prompt(model), **(GREEDY | options))
-    assert torch.equal(tokens, expected)
-    assert same_caches(cache, plain)
-    (free, _), _ = both(model, prompt(model), **GREEDY)
-    assert "prefill_chunk_size" in options or not torch.equal(tokens, free)
-
-
-def test_embeddings_are_a_prompt(model) -> None:
-    embeddings = model.get_input_embeddings()(prompt(model)["input_ids"])
-    (expected, plain), (tokens, cache) = both(model, {"inputs_embeds": embeddings}, **GREEDY)
-    assert torch.equal(tokens, expected)
-    assert same_caches(cache, plain)
 
 
 def test_another_adapter_or_hook_makes_another_step(model, monkeypatch) -> None:
@@ -283,38 +241,32 @@ def keys(model, monkeypatch, *calls: dict) -> list:
     found, real = [], graph_loop.Loop._key
     monkeypatch.setattr(graph_loop.Loop, "_key", lambda self, *args: found.append(real(self, *args)) or found[-1])
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
-    options = dict(max_new_tokens=3, **as_input(cache), custom_generate=graph_decoding)
+    options = dict(max_new_tokens=3, do_sample=False, **as_input(cache), custom_generate=graph_decoding)
     for call in calls:
-        model.generate(**prompt(model, tokens=20), **options, **call)
+        model.generate(**prompt(model, tokens=20), **(options | call))
         cache.reset()
     return found
 
 
-def test_cutoffs_that_are_close_have_a_step_each(model, monkeypatch) -> None:
-    """A tensor that is printed is rounded to four digits."""
-    cutoffs = [dict(do_sample=True, eta_cutoff=cutoff) for cutoff in (3.1e-4, 3.4e-4, 3.1e-4)]
-    one, other, again = keys(model, monkeypatch, *cutoffs)
-    assert one == again != other
-
-
-def test_processors_outside_of_the_step_leave_it_as_it_is(model, monkeypatch) -> None:
-    penalties = [dict(do_sample=False, repetition_penalty=penalty) for penalty in (1.1, 1.3)]
-    one, other = keys(model, monkeypatch, *penalties)
-    assert one == other
-
-
-def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypatch) -> None:
-    config = CompileConfig(backend="eager", mode=None)
-    config._compile_all_devices = True
-    calls = [dict(do_sample=False, compile_config=config, disable_compile=disabled) for disabled in (False, True)]
-    compiled, plain = keys(model, monkeypatch, *calls)
-    assert compiled != plain
+@pytest.mark.parametrize(
+    ("calls", "steps"),
+    [
+        # A tensor that is printed is rounded to four digits.
+        ([dict(do_sample=True, eta_cutoff=cutoff) for cutoff in (3.1e-4, 3.4e-4, 3.1e-4)], [0, 1, 0]),
+        ([dict(repetition_penalty=penalty) for penalty in (1.1, 1.3)], [0, 0]),  # outside of the step
+        ([dict(compile_config=COMPILED, disable_compile=disabled) for disabled in (False, True)], [0, 1]),
+    ],
+    ids=["cutoffs", "penalties", "compiled"],
+)
+def test_a_step_is_another_if_what_it_computes_is(model, calls, steps, monkeypatch) -> None:
+    found = keys(model, monkeypatch, *calls)
+    assert [found.index(key) for key in found] == steps
 
 
 def test_a_step_that_is_compiled_otherwise_is_another(model, monkeypatch) -> None:
     monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__)
     monkeypatch.setattr(PromptReader, "of", lambda *_: SimpleNamespace(read=prefill))
-    calls = [dict(do_sample=False, compile_config=CompileConfig(options={"tuning": on})) for on in (True, False, True)]
+    calls = [dict(compile_config=CompileConfig(options={"tuning": on})) for on in (True, False, True)]
     for call in calls:
         call["compile_config"]._compile_all_devices = True
     one, other, again = keys(model, monkeypatch, *calls)
@@ -559,12 +511,10 @@ def test_layers_that_attend_otherwise_are_not_compiled(model, monkeypatch, caplo
 def test_layers_on_several_devices_are_refused_where_a_step_would_be_captured(monkeypatch) -> None:
     """With layers on the CPU, `generate()` compiles nothing and the loop captures nothing."""
     model = build("llama")
-    config = CompileConfig(backend="eager", mode=None)
-    config._compile_all_devices = True
 
     def answer(devices, cache):
         monkeypatch.setattr(model, "hf_device_map", devices, raising=False)
-        options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=config)
+        options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=COMPILED)
         return model.generate(**prompt(model), **GREEDY, **options).tolist()
 
     caches = [TurboQuantCache(model.config, max_cache_len=ROOM) for _ in range(3)]
@@ -573,18 +523,6 @@ def test_layers_on_several_devices_are_refused_where_a_step_would_be_captured(mo
         answer({"model": 0, "lm_head": 1}, caches[1])
     assert int(caches[1].get_seq_length()) == 0
     assert answer({"model": 0, "lm_head": "cpu"}, caches[2]) == expected
-
-
-def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
-    real, enabled = graph_loop.Loop._key, iter([False, True])
-
-    def key(self, *args):
-        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=next(enabled)):
-            return real(self, *args)
-
-    monkeypatch.setattr(graph_loop.Loop, "_key", key)
-    plain, lower = keys(model, monkeypatch, dict(do_sample=False), dict(do_sample=False))
-    assert plain != lower
 
 
 @pytest.mark.parametrize("drafts", ["none", "lookup", "assistant"])

@@ -5,13 +5,13 @@ Without a GPU its operations are recorded and done again, see `recorded_graph`."
 
 import pytest
 import torch
-from transformers import DynamicCache, Llama4TextConfig
+from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import slow
 from tests.support.recorded_graph import LOOP, QUIET, conversation
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
@@ -76,21 +76,11 @@ def test_the_step_after_the_end_is_taken_back(device, prompt):
     assert tokens.shape[1] < free.shape[1] - 15
 
 
-def test_windows_that_do_not_slide_are_refused():
-    """Attention within chunks keeps a window of tokens and reads another part of it at each step."""
-    model = build("llama")
-    cache = TurboQuantCache(model.config, max_cache_len=256)
-    model.config.attention_chunk_size = Llama4TextConfig().attention_chunk_size
-    ids = torch.randint(2, VOCAB, (1, 20))
-    with pytest.raises(ValueError, match="within chunks"):
-        model.generate(ids, **as_input(cache), max_new_tokens=4, **LOOP)
-
-
 def test_a_replayed_step_is_not_taken_for_recorded(device) -> None:
     """transformers' assisted decoding records what leaves a window, and replayed steps do not."""
     model = build("gemma3", sliding_window=20, attention="turboquant").to(device)
     cache = TurboQuantCache(model.config, residual_length=10**4, max_cache_len=256)
-    ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = token_ids(1, 30).to(device)
     options = dict(do_sample=False, eos_token_id=None)
     ids = model.generate(ids, **as_input(cache), max_new_tokens=8, prompt_lookup_num_tokens=3, **options)
     ids = torch.cat([ids, ids[:, :9]], dim=1)

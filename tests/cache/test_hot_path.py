@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tests.support.helpers import module_with
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import store_no_rows
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.layers.handle import resolve
@@ -112,7 +112,7 @@ def after_steps(layers: int, room: int | None) -> tuple[PreTrainedModel, TurboQu
     """A model, a cache after a prompt and two steps, the first of which compiles, and the prompt."""
     model = build("llama", num_hidden_layers=layers, attention="turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=room)
-    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(1, 20)
     for part in (ids, ids[:, :1], ids[:, :1]):
         model(part, **as_input(cache))
     return model, cache, ids

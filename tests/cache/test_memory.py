@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3TextConfig
+from transformers import DynamicCache
 
-from tests.support.helpers import BLOCK, llama_config, prefill_bytes, states, storages_reachable_from
+from tests.support.helpers import BLOCK, gemma_config, llama_config, prefill_bytes, states, storages_reachable_from
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
 
 LAYERS = 2
+GEMMA = gemma_config(["sliding_attention", "full_attention"] * 2, window=64)
 
 
 def pushed(cache, seed: int, tokens: int, layers: int = LAYERS, dtype: torch.dtype = torch.bfloat16, **shape):
@@ -15,18 +16,6 @@ def pushed(cache, seed: int, tokens: int, layers: int = LAYERS, dtype: torch.dty
     for layer in range(layers):
         cache.update(*states(seed + layer, tokens=tokens, dtype=dtype, **shape), layer)
     return cache
-
-
-def gemma_config() -> Gemma3TextConfig:
-    return Gemma3TextConfig(
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=64,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
 
 
 @pytest.mark.parametrize("calls", [[1], [700], [700, 1, 1], [300, 128, 129, 60, 60, 500]])
@@ -66,11 +55,11 @@ def test_dropping_sequences_releases_their_bytes():
 
 
 def test_sliding_and_skipped_layers_count_as_uncompressed():
-    cache = TurboQuantCache(gemma_config(), skip_layers=(-1,))
+    cache = TurboQuantCache(GEMMA, skip_layers=(-1,))
     kinds = [isinstance(layer, TurboQuantLayer) for layer in cache.layers]
     assert kinds == [False, True, False, False]
     pushed(cache, 0, 500, layers=4)
-    plain = pushed(DynamicCache(config=gemma_config()), 0, 500, layers=4)
+    plain = pushed(DynamicCache(config=GEMMA), 0, 500, layers=4)
     footprint = cache.memory_footprint()
     dense = [layer.keys.nbytes + layer.values.nbytes for layer in plain.layers]
     counts = sum(cache.layers[i].cumulative_length.nbytes for i in (0, 2))
@@ -82,10 +71,10 @@ def test_sliding_and_skipped_layers_count_as_uncompressed():
 
 def test_bf16_equivalent_is_what_a_dynamic_cache_of_the_same_model_holds():
     """For float32 states too: the comparison is with a 16-bit cache, sliding layers at their window."""
-    plain = pushed(DynamicCache(config=gemma_config()), 0, 500, layers=4)
+    plain = pushed(DynamicCache(config=GEMMA), 0, 500, layers=4)
     bf16 = sum(layer.keys.numel() + layer.values.numel() for layer in plain.layers) * 2
     for dtype in (torch.bfloat16, torch.float32):
-        cache = pushed(TurboQuantCache(gemma_config(), skip_layers=(-1,)), 0, 500, layers=4, dtype=dtype)
+        cache = pushed(TurboQuantCache(GEMMA, skip_layers=(-1,)), 0, 500, layers=4, dtype=dtype)
         assert cache.memory_footprint().bf16_equivalent == bf16
 
 

@@ -11,12 +11,12 @@ import torch
 
 from tests.support.helpers import assert_unchanged, compile_config, every_pair, quick_of, snapshot
 from tests.support.kernel_cases import INTERPRETED, child
-from tests.support.tiny_models import VOCAB, build, dense_attention
+from tests.support.tiny_models import build, dense_attention, token_ids
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 
 ROOM = 12
-PROMPT = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
+PROMPT = token_ids(1, ROOM - 2)
 once = pytest.mark.skipif(INTERPRETED, reason="the operator checks before it chooses who computes")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -96,9 +96,10 @@ def test_a_compiled_step_too_many_is_refused(attention, masked):
 
 
 @once
-@pytest.mark.parametrize(("attention", "compiled"), [("turboquant", False), ("sdpa", True), ("eager", False)])
+@pytest.mark.parametrize(
+    ("attention", "compiled"), [("turboquant", False), ("turboquant", True), ("sdpa", True), ("eager", False)]
+)
 def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
-    """A compiled one over packed blocks is in `test_compiled.py`."""
     torch._dynamo.reset()
     model = model_on("cpu")
     model.set_attn_implementation(attention)
@@ -120,7 +121,7 @@ def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
 def test_a_call_too_long_is_refused_before_the_first_layer_reads_it(name, changes, held_tokens):
     """Sliding windows and linear layers, which have no limit of their own, come before full attention here."""
     model = build(name, **changes)
-    ids = torch.randint(3, VOCAB, (1, 90), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(1, 90)
     skip = (0,) if name == "llama" else ()
     for attention in ("turboquant", dense_attention(name)):
         model.set_attn_implementation(attention)

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
-IDS = torch.randint(3, VOCAB, (1, 310), generator=torch.Generator().manual_seed(0))
+IDS = token_ids(1, 310)
 
 
 class Quantized(torch.Tensor):

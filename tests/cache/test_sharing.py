@@ -10,14 +10,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import KVSharingDict
 
 from tests.support.helpers import every_pair
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 
 
 def logits(model, cache) -> torch.Tensor:
     """Of a prompt and two steps, `[1, V]`."""
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(1, 40)
     for tokens in (ids, ids[:, :1], ids[:, 1:2]):
         out = model(tokens, **as_input(cache)).logits[:, -1]
     return out
@@ -72,7 +72,7 @@ def _in_a_list(cache):
 def test_a_shallow_copy_has_rows_of_its_own(name, options, fork):
     """Branches of a prompt: layers of transformers' `DynamicCache` replace their tensors, these write in place."""
     model = build(name, attention="turboquant")
-    tokens = torch.randint(3, VOCAB, (1, 312), generator=torch.Generator().manual_seed(0))
+    tokens = token_ids(1, 312)
     caches = [TurboQuantCache(model.config, **options) for _ in range(2)]
     for cache in caches:
         model(tokens[:, :300], **as_input(cache))

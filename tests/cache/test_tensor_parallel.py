@@ -17,9 +17,10 @@ from examples import needle_data as needle
 from examples.measure.quality.family_configs import tiny_model
 from examples.measure.quality.stress import rescaled
 from examples.measure.speed.bench_multi_gpu import by_group
+from examples.provenance import ROOT, SHIPPED_MODEL
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parallel_worker import ANSWERED, LATENTS, NEW_TOKENS, WAYS
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantLayer
 from tq_hf.compat import as_input
 from tq_hf.ops import workspace
@@ -68,45 +69,46 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text(encoding="utf-8")) for rank in RANKS]
 
 
-@pytest.fixture(scope="module")
-def found(folder) -> list[dict[str, Any]]:
-    return read_results(folder)
+@pytest.fixture(params=RANKS)
+def rank(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def found(folder, rank) -> dict[str, Any]:
+    """What one of the ranks found."""
+    return read_results(folder)[rank]
 
 
 @pytest.mark.parametrize("preset", ANSWERED)
 def test_tokens_are_those_of_one_process_on_every_rank(found, preset):
-    for rank in RANKS:
-        tokens, expected = found[rank]["tokens"][preset]
-        assert len(tokens[0]) == NEW_TOKENS and len({*tokens[0], *tokens[1]}) > 14, "too uniform to tell a wrong cache"
-        assert tokens == expected
+    tokens, expected = found["tokens"][preset]
+    assert len(tokens[0]) == NEW_TOKENS and len({*tokens[0], *tokens[1]}) > 14, "too uniform to tell a wrong cache"
+    assert tokens == expected
 
 
 def test_a_rank_holds_its_own_kv_heads_whole_and_half_of_the_bytes(found):
-    for rank in RANKS:
-        assert set(found[rank]["heads"]) == {2}
-        for mine, whole in found[rank]["bytes"].values():
-            assert {kind: 2 * size for kind, size in mine.items()} == whole
-            assert mine["packed"] > 0
+    assert set(found["heads"]) == {2}
+    for mine, whole in found["bytes"].values():
+        assert {kind: 2 * size for kind, size in mine.items()} == whole
+        assert mine["packed"] > 0
 
 
 def test_ranks_rotate_and_quantize_alike(found):
     """The packed bits of all ranks together are those of one process: no seed depends on the rank."""
-    for rank in RANKS:
-        assert found[rank]["same_packed"] == dict.fromkeys(PRESETS, True)
+    assert found["same_packed"] == dict.fromkeys(PRESETS, True)
 
 
 def test_a_rank_balances_its_own_heads_as_one_process_does(found):
-    for rank in RANKS:
-        furthest, touched = found[rank]["channel_scales"]
-        # In each of two layers, rows and heads two channels of keys and two of values.
-        assert furthest < 0.02 and touched >= 32
+    furthest, touched = found["channel_scales"]
+    # In each of two layers, rows and heads two channels of keys and two of values.
+    assert furthest < 0.02 and touched >= 32
 
 
 def test_compiled_decoding_is_one_graph(found):
-    for rank in RANKS:
-        tokens, expected = found[rank]["compiled"]["tokens"]
-        assert tokens == expected
-        assert found[rank]["compiled"]["graphs"] == 1 and not found[rank]["compiled"]["breaks"]
+    tokens, expected = found["compiled"]["tokens"]
+    assert tokens == expected
+    assert found["compiled"]["graphs"] == 1 and not found["compiled"]["breaks"]
 
 
 @pytest.mark.slow
@@ -120,22 +122,20 @@ def test_local_shards_without_module_guards_give_the_same_tokens_for_caches_of_a
 
 
 def test_no_collective_is_added(found):
-    for rank in RANKS:
-        counts = found[rank]["collectives"]
-        assert counts["ours"] == counts["dynamic"] > 0
+    counts = found["collectives"]
+    assert counts["ours"] == counts["dynamic"] > 0
 
 
 def test_each_rank_saves_and_loads_its_own_heads(found):
-    assert all(found[rank]["loaded_logits_equal"] for rank in RANKS)
+    assert found["loaded_logits_equal"]
 
 
-def test_a_file_of_another_rank_or_number_of_processes_is_refused_clearly(found, folder, model):
-    for rank in RANKS:
-        assert f"rank {1 - rank} of 2" in found[rank]["other_rank"]
-        assert f"rank {rank} of 2" in found[rank]["other_rank"]
-        assert f"rank {rank} of 2" in found[rank]["one_process_file"]
-        with pytest.raises(ValueError, match=f"rank {rank} of 2.*this model is whole"):
-            TurboQuantCache.load(folder / f"rank-{rank}.safetensors", model)
+def test_a_file_of_another_rank_or_number_of_processes_is_refused_clearly(found, rank, folder, model):
+    assert f"rank {1 - rank} of 2" in found["other_rank"]
+    assert f"rank {rank} of 2" in found["other_rank"]
+    assert f"rank {rank} of 2" in found["one_process_file"]
+    with pytest.raises(ValueError, match=f"rank {rank} of 2.*this model is whole"):
+        TurboQuantCache.load(folder / f"rank-{rank}.safetensors", model)
 
 
 of_latents = pytest.mark.parametrize(("name", "way"), [(name, way) for name in LATENTS for way in WAYS[name]])
@@ -143,37 +143,33 @@ of_latents = pytest.mark.parametrize(("name", "way"), [(name, way) for name in L
 
 @of_latents
 def test_tokens_of_latents_are_those_of_one_process(found, name, way):
-    for rank in RANKS:
-        sharded, alone = found[rank]["latents"][name][way]
-        assert len(set(sharded["tokens"][-1])) > 7, "too uniform to tell a wrong cache"
-        assert sharded["tokens"] == alone["tokens"]
-        assert way != "compiled" or found[rank]["latents"][name]["graphs"] == 1
+    sharded, alone = found["latents"][name][way]
+    assert len(set(sharded["tokens"][-1])) > 7, "too uniform to tell a wrong cache"
+    assert sharded["tokens"] == alone["tokens"]
+    assert way != "compiled" or found["latents"][name]["graphs"] == 1
 
 
 @of_latents
 def test_queries_absorb_the_up_projection_of_the_heads_of_their_rank(found, name, way):
     """No step expands latents: each layer absorbs in each step."""
-    for rank in RANKS:
-        sharded, alone = found[rank]["latents"][name][way]
-        assert len(sharded["rows"]) == len(alone["rows"]) >= 2 * (NEW_TOKENS - 1)
-        assert {LATENTS[name] * rows for rows in sharded["rows"]} == set(alone["rows"])
+    sharded, alone = found["latents"][name][way]
+    assert len(sharded["rows"]) == len(alone["rows"]) >= 2 * (NEW_TOKENS - 1)
+    assert {LATENTS[name] * rows for rows in sharded["rows"]} == set(alone["rows"])
 
 
 @pytest.mark.parametrize("name", LATENTS)
 def test_pages_of_latents_are_whole_and_steps_are_those_of_the_heads_of_a_rank(found, name):
-    for rank in RANKS:
-        sharded, alone = found[rank]["latents"][name]["batches"]
-        assert sharded["heads"] == alone["heads"] == 1
-        assert LATENTS[name] * sharded["expanded"] == alone["expanded"]
+    sharded, alone = found["latents"][name]["batches"]
+    assert sharded["heads"] == alone["heads"] == 1
+    assert LATENTS[name] * sharded["expanded"] == alone["expanded"]
 
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 OPTIONS = dict(residual_length=0, sink_tokens=2)
 
 
 def prompt(batch: int = 2, length: int = 280, padding: int = 30) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(batch, length)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -226,11 +222,9 @@ def test_hooks_of_an_offloaded_model_leave_states_to_the_model(name, tmp_path, m
     """accelerate's hooks move what layers are given: of Gemma 3n also the keys that layers share, which are read by
     that. Doge computes with its values. Nobody reads the states of Llama."""
     plain, offloaded = (tiny_model(name) if name == "doge" else build(name) for _ in range(2))
-    layers = {f"model.layers.{index}": "cpu" for index in range(len(offloaded.model.layers))} | {
-        "model.layers.1": "disk"
-    }
-    others = {f"model.{part}": "cpu" for part, _ in offloaded.model.named_children() if part != "layers"}
-    places = layers | others | {"lm_head": "cpu"}
+    layers = [f"model.layers.{index}" for index in range(len(offloaded.model.layers))]
+    others = [f"model.{part}" for part, _ in offloaded.model.named_children() if part != "layers"]
+    places = dict.fromkeys((*layers, *others, "lm_head"), "cpu") | {"model.layers.1": "disk"}
     dispatch_model(offloaded, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
     assert offloaded.model.layers[1].self_attn.k_proj.weight.is_meta
     given, update = [], TurboQuantLayer.update
@@ -268,12 +262,8 @@ def check_measurement(record: dict[str, Any], furthest: float = 0.0) -> None:
             assert each["ms_per_step"] > 0 and found["tokens"] > 0 and found["furthest_behind"] <= furthest
             assert found["equal"] >= 0.8 * found["tokens"]
         assert [2 * each["bytes_with_heads"] for each in ranks] == [alone["bytes_with_heads"]] * 2
-    for name in (
-        "pages, 3 x 200",
-        "pages, compiled, 3 x 200",
-        "generate, compiled, 2 x 300",
-        "generate, without guards, 2 x 300",
-    ):
+    pages, generate = ("pages", "pages, compiled"), ("generate, compiled", "generate, without guards")
+    for name in (*(f"{way}, 3 x 200" for way in pages), *(f"{way}, 2 x 300" for way in generate)):
         assert all(each["ms_per_step"] > 0 for each in (one[name], *split[name]))
     assert all(each["local_shards_give_equal_logits"] for each in split["generate, without guards, 2 x 300"])
     assert split["logits"][0]["relative_rms"] < 2e-2
@@ -288,11 +278,8 @@ def test_time_of_a_step_by_kernels():
     spans = waits + [(t + begin, t + end, name) for t in (100, 110) for begin, end, name in step]
     found = by_group(spans, 3)
     assert (found["wall_us"], found["busy_us"], found["gaps_us"]) == (8.5, 5.0, 3.5)
-    assert {group: us for group, us in found["groups"].items() if us} == {
-        "decode_split": 2,
-        "all-reduce": 3,
-        "fused": 1,
-    }
+    busy = {group: us for group, us in found["groups"].items() if us}
+    assert busy == {"decode_split": 2, "all-reduce": 3, "fused": 1}
     assert found["launches"] == 3
     layers = [(t + begin, t + end, name) for t in range(0, 60, 10) for begin, end, name in step]
     assert by_group(layers, 2)["layer"] == [[name, begin, end] for begin, end, name in step]
@@ -301,7 +288,7 @@ def test_time_of_a_step_by_kernels():
 def run_example(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "examples.measure.speed.bench_multi_gpu", "--tiny", "--layers", "2"]
     command += ["--output", str(folder / "out.json")]
-    run = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-8000:]
     return json.loads((folder / "out.json").read_text(encoding="utf-8"))
 
@@ -310,20 +297,15 @@ def run_example(folder: Path) -> dict[str, Any]:
 
 
 def needle_model(device_map: Any) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(
-        EXAMPLES / "needle", dtype=torch.float16, attn_implementation="turboquant", device_map=device_map
-    )
-    return model.eval()
+    how = dict(dtype=torch.float16, attn_implementation="turboquant", device_map=device_map)
+    return AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, **how).eval()
 
 
 def halves(second: Any) -> dict[str, Any]:
     """A device map with the last two of four layers on `second`."""
     first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1")
-    return (
-        dict.fromkeys(first, 0)
-        | dict.fromkeys(("model.layers.2", "model.layers.3"), second)
-        | {name: 0 if second == "cpu" else second for name in ("model.norm", "lm_head")}
-    )
+    places = dict.fromkeys(first, 0) | dict.fromkeys(("model.layers.2", "model.layers.3"), second)
+    return places | dict.fromkeys(("model.norm", "lm_head"), 0 if second == "cpu" else second)
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +371,7 @@ def test_a_file_is_loaded_onto_the_gpus_of_the_model(one_gpu, two_gpus, tmp_path
 @pytest.mark.filterwarnings("default")  # what the compiler says of graphs over two devices
 @TWO_GPUS
 def test_compiled_decoding_over_two_gpus_recalls_a_passkey(two_gpus):
-    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "needle")
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     text, answer = needle.passkey_prompt(3000, depth=0.4, seed=0)
     ids = tokenizer(text, return_tensors="pt").to("cuda:0")
     cache = TurboQuantCache(two_gpus.config, max_cache_len=3072)

@@ -23,7 +23,7 @@ from tests.support.helpers import (
     rows,
     states,
 )
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.codec import codebook, reference, rotation, trellis
 from tq_hf.codec.packing import unpack
@@ -309,7 +309,7 @@ def test_a_lost_key_that_is_masked_is_not_seen():
 
 
 CPU = torch.device("cpu")
-IDS = torch.randint(3, VOCAB, (1, 310), generator=torch.Generator().manual_seed(0))
+IDS = token_ids(1, 310)
 TABLES = {
     "levels": (codebook.levels, lambda bits: (bits, CPU)),
     "boundaries": (codebook.boundaries, lambda bits: (4, CPU)),

@@ -20,16 +20,8 @@ def run(
     home: Path, tasks: Path, task: str, *options: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """The example on three questions of a task in the folder `tasks`."""
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "examples.lm_eval_turboquant",
-        "--model",
-        str(SHIPPED_MODEL),
-        "--include-path",
-        str(tasks),
-    ]
+    command = [sys.executable, *launcher, "-m", "examples.lm_eval_turboquant"]
+    command += ["--model", str(SHIPPED_MODEL), "--include-path", str(tasks)]
     command += ["--tasks", *task.split(), "--limit", "3", "--device", "cpu", "--dtype", "float32", *options]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home)}
     environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -38,11 +30,8 @@ def run(
 
 def test_the_table_of_a_model_is_made_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
     """All that is done for a model with weights, on the one that is shipped: scores, errors, a table."""
-    output, tasks, presets = (
-        tmp_path / "metrics.json",
-        "needle_recall needle_text",
-        ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"],
-    )
+    output, tasks = tmp_path / "metrics.json", "needle_recall needle_text"
+    presets = ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"]
     options = ["--chunk", "128", "--output", str(output)]
     done = run(tmp_path, TASKS, tasks, "--caches", "plain", "4bit_nc", *options)
     assert done.returncode == 0, done.stderr[-2000:]

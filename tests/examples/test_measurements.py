@@ -35,7 +35,7 @@ from examples.measure.speed import bench_offload, soak
 from examples.measure.speed.bench_start import measure
 from examples.measure.speed.soak import small_model
 from examples.provenance import BASELINE, provenance
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
@@ -69,8 +69,7 @@ def test_bits_of_both_parts_are_those_of_the_row(tmp_path: Path, monkeypatch: py
     train_needle.build_tokenizer().save_pretrained(tmp_path)
     rows = latents.rows(str(tmp_path), ((8, 8), (4, 8)), Namespace(tokens=1024, seeds=1, chunk=512))
     assert [(row["model"], row["key_bits"], row["value_bits"]) for row in rows] == [
-        ("deepseek_v3", 8, 8),
-        ("deepseek_v3", 4, 8),
+        ("deepseek_v3", bits, 8) for bits in (8, 4)
     ]
     assert 0 < 5 * rows[0]["kl"] < rows[1]["kl"]
     assert [round(row["ratio"], 2) for row in rows] == [1.93, 3.14]
@@ -84,6 +83,19 @@ def test_pages_come_back_and_answers_are_those_to_their_prompts() -> None:
     assert found.get("of another", 0) == 0
     assert found["compared"] + found["long and compared"] == 40
     assert found["equal"] >= 0.98 * found["compared"] > 0
+
+
+def test_steps_with_and_without_a_grammar_are_timed() -> None:
+    """Such requests take turns in an engine."""
+    pytest.importorskip("xgrammar", reason="answers in a form need tq-hf[grammar]")
+    from examples.measure.speed.bench_grammars import measure, tokenizer_of
+
+    given = Namespace(requests=2, context=20, steps=4, rounds=1, seed=0, letters=2)
+    with torch.no_grad():
+        rows = measure(small_model(torch.device("cpu")), given)
+    assert [row["sampled"] for row in rows] == [False, True]
+    assert all(row["over"] == row["ms_with"] / row["ms_without"] > 0 for row in rows)
+    assert len(tokenizer_of(5000).get_vocab()) == 5000
 
 
 def test_an_answer_of_another_prompt_is_counted() -> None:
@@ -110,9 +122,8 @@ def test_drafts_that_change_nothing_have_all_tokens_equal(model, ids, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_answer_is_compared_up_to_the_first_token_that_differs(model, ids, way):
-    plain = model.generate(ids[0], max_new_tokens=NEW, do_sample=False, eos_token_id=None)[
-        0, ids[0].shape[1] :
-    ].tolist()
+    answer = model.generate(ids[0], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    plain = answer[0, ids[0].shape[1] :].tolist()
     banned = plain[NEW // 2]
     drafts = {"prompt_lookup_num_tokens": DRAFTS, "suppress_tokens": [banned]}
     found = compare(model, ids[:1], NEW, drafts, way)
@@ -124,7 +135,7 @@ def test_caches_are_compared_on_the_same_tokens() -> None:
     presets: dict[str, Any] = {name: partial(TurboQuantCache, config, name) for name in ("4bit_nc", "2bit_nc")}
     run = quantized.Run(model, {BASELINE: partial(DynamicCache, config=config)} | presets)
     for seed in range(2):
-        run.read(torch.randint(3, VOCAB, (1, 520), generator=torch.Generator().manual_seed(seed)), prompt=512)
+        run.read(token_ids(1, 520, seed=seed), prompt=512)
     base, four, two = run.rows()
     assert base["kl"] == 0 < four["kl"] < two["kl"] and base["top1"] == 1
     assert two["bytes_held"] < four["bytes_held"] < base["bytes_held"] and four["ms_per_step"] > 0

@@ -7,7 +7,6 @@ the tests of the parts."""
 
 import hashlib
 from functools import lru_cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from examples import needle_data as needle
 from examples.measure.quality.evaluate_passkey import Document, evaluate
-from examples.provenance import BASELINE, SHIPPED_MODEL
+from examples.provenance import BASELINE, ROOT, SHIPPED_MODEL
 from tq_hf import PRESETS, BlockLayout, TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-CHECKPOINT = EXAMPLES / "needle"
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +29,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @lru_cache
 def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32).eval()
 
 
 @lru_cache
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
+    return AutoTokenizer.from_pretrained(SHIPPED_MODEL)
 
 
 def generated(prompts: list[str]) -> list[str]:
@@ -57,8 +52,8 @@ def test_the_checkpoint_is_what_the_card_says() -> None:
     assert config.max_position_embeddings == 8192
     assert not config.tie_word_embeddings
     assert model().num_parameters() == 3_870_464
-    assert AutoModelForCausalLM.from_pretrained(CHECKPOINT).dtype == torch.bfloat16
-    assert (CHECKPOINT / "model.safetensors").stat().st_size < 8_000_000
+    assert AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL).dtype == torch.bfloat16
+    assert (ROOT / "examples" / "needle" / "model.safetensors").stat().st_size < 8_000_000
 
 
 def test_generation_is_greedy_and_knows_the_special_tokens() -> None:
@@ -152,16 +147,7 @@ FACTS = 4
 PACKED = {"residual_length": 0, "sink_tokens": 0}
 
 # Right answers of DOCUMENTS pass keys and DOCUMENTS * FACTS facts.
-LEAST_RIGHT = {
-    BASELINE: 10,
-    "k8v4": 10,
-    "4bit_nc": 10,
-    "3.5bit_nc": 10,
-    "k3v4_nc": 10,
-    "3bit_nc": 9,
-    "2.5bit_nc": 9,
-    "2bit_nc": 8,
-}
+LEAST_RIGHT = dict.fromkeys([BASELINE, *PRESETS], 10) | {"3bit_nc": 9, "2.5bit_nc": 9, "2bit_nc": 8}
 
 
 def documents() -> list[Document]:
@@ -175,17 +161,11 @@ def documents() -> list[Document]:
     return made
 
 
-def right_answers() -> dict[str, dict[str, int]]:
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype="float32").eval()
-    caches = {preset: partial(TurboQuantCache, model.config, preset, **PACKED) for preset in PRESETS}
-    return evaluate(model, tokenizer, documents(), caches, batch=DOCUMENTS)
-
-
 @pytest.mark.slow  # recall with less to read is in test_quality.py
 def test_every_preset_recalls_what_its_blocks_hold() -> None:
     """One test for all presets: they share the model and the prefill."""
-    results = right_answers()
+    caches = {preset: partial(TurboQuantCache, model().config, preset, **PACKED) for preset in PRESETS}
+    results = evaluate(model(), tokenizer(), documents(), caches, batch=DOCUMENTS)
     assert {result["asked"] for result in results.values()} == {DOCUMENTS * (FACTS + 1)}
     assert set(results) == set(LEAST_RIGHT)
     right = {name: result["right"] for name, result in results.items()}

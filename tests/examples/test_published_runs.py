@@ -1,14 +1,19 @@
-"""Models at published sizes of heads run, and the sweep sees what is wrong."""
+"""Models at published sizes of heads run, and the sweep sees what is wrong. What `families.md` says of these sizes is
+what the functions that choose answer."""
 
+import json
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, Gemma4TextConfig, GPT2Config, LlamaConfig
 
-from examples.measure.quality import published_runs
+from examples.measure.quality import published_runs, published_sizes
 from examples.measure.quality.family_check import NOT_TESTABLE
 from examples.measure.quality.family_configs import model_types, tiny_config
+from examples.provenance import RESULTS
 from tests.support.helpers import slow
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
@@ -110,3 +115,49 @@ def test_a_line_says_what_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(published_runs, "run", fail)
     text, goes_on = published_runs.line("gptj")
     assert text.startswith("gptj: not run, ") and goes_on
+
+
+SAID = published_sizes.read()
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="kernels choose by what Triton says of a card")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "model_type", ["gemma4_text", "deepseek_v3", *map(slow, ("gemma3_text", "gpt_oss", "mistral"))]
+)
+def test_a_family_is_served_as_the_page_says(model_type: str) -> None:
+    if transformers.__version__ != json.loads(published_sizes.FILE.read_text())["transformers"]:
+        pytest.skip("of another transformers")
+    assert published_sizes.sizes_of(model_type) == SAID[model_type]
+
+
+def test_the_page_has_the_section_of_the_last_run() -> None:
+    page = (RESULTS / "families.md").read_text(encoding="utf-8")
+    lines = published_sizes.section(SAID)[4:]
+    assert SAID["gemma4_text"].torch == {"512": ["prompts in batches"]}
+    assert any(line.startswith("| 512 | prompts in batches | start") and "gemma4_text" in line for line in lines)
+    assert page.endswith("\n".join(lines[1:]) + "\n")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("width", "falls"),
+    [
+        (128, []),
+        (256, ["prompts (8.x)", "prompts in batches (8.x)"]),
+        (42, ["steps in batches", "prompts in batches"]),
+        (576, ["steps", "prompts", "steps in batches", "prompts in batches"]),
+        (512, ["prompts in batches"]),
+    ],
+)
+def test_what_falls_to_torch_is_asked_of_each_card(width: int, falls: list[str]) -> None:
+    assert published_sizes.in_torch(width, width, batches=True) == falls
+
+
+@needs_triton
+def test_a_card_that_was_asked_about_is_forgotten() -> None:
+    from tq_kernels.common.device import target
+
+    with published_sizes.card((8, 0)) as states:
+        assert target(states.device).capability == (8, 0)
+    assert target.cache_info().currsize == 0

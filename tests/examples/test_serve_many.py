@@ -1,9 +1,10 @@
 """Several processes over gloo: `examples/serve_many.py` (replicas, tensor parallelism, both, and a process that dies),
-and `bench_replicas`."""
+`bench_replicas`, and `examples/multi_gpu.py`."""
 
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -197,13 +198,8 @@ COMMAND = [sys.executable, "-m", "examples.measure.speed.bench_replicas", "--tin
 
 
 def test_what_four_gpus_measure() -> None:
-    assert list(runs_of(4, 1, 6)) == [
-        Run(1, 1, "one", 6),
-        Run(2, 1, "weak", 12),
-        Run(4, 1, "weak", 24),
-        Run(2, 1, "strong", 6),
-        Run(4, 1, "strong", 6),
-    ]
+    weak, strong = [Run(2, 1, "weak", 12), Run(4, 1, "weak", 24)], [Run(2, 1, "strong", 6), Run(4, 1, "strong", 6)]
+    assert list(runs_of(4, 1, 6)) == [Run(1, 1, "one", 6), *weak, *strong]
     assert list(runs_of(4, 2, 6)) == [Run(1, 2, "strong", 6), Run(2, 2, "strong", 6)]
     assert list(runs_of(4, 4, 6)) == [Run(1, 4, "strong", 6)]
 
@@ -253,7 +249,6 @@ def test_launches_that_take_too_long_are_ended_and_named(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="processes meet over gloo")
 def test_replicas_and_shards_are_measured_and_answer_as_one_process(tmp_path: Path) -> None:
     output = tmp_path / "replicas.json"
     chosen = ["--gpus", "2", "--tp", "1", "2", "--lengths", "150", "300", "--new-tokens", "6", "--output", str(output)]
@@ -274,3 +269,21 @@ def test_replicas_and_shards_are_measured_and_answer_as_one_process(tmp_path: Pa
         agreement = row["agreement"]
         assert agreement["answers"] == 4 and agreement["equal"] + agreement["near_ties"] == 4
     assert RENDERERS["replicas"](record).count("\n| ") == 2 + len(rows)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["layers", "heads"])
+def test_the_pass_key_is_found_and_each_process_holds_its_share(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `multi_gpu.py` on a CPU, in one process and with heads split over two."""
+    script = str(ROOT / "examples" / "multi_gpu.py")
+    if ranks == 1:
+        monkeypatch.setattr(sys, "argv", [script])
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        runpy.run_path(script, run_name="__main__")
+        text = capsys.readouterr().out
+    else:
+        text = "".join(run_ranks(script, ranks=ranks))
+    assert text.count("314159>>") == 1
+    held = [float(size) for size in re.findall(r"process \d: ([\d.]+) MiB on cpu", text)]
+    assert held == [pytest.approx(1.69 / ranks, abs=0.02)] * ranks

@@ -149,18 +149,9 @@ CARDS = [75, 80, 86, 89, 90, 100]
 
 BUILT = [(80, "k8v4", "cache"), (90, "k8v4", "cache"), *product(SHARED, ("4bit_nc", "3bit_nc"), ["cache"])]
 BUILT += product(CARDS, ("4bit_nc", "3bit_nc"), ["pages"])
-ONE_OF_EACH = [
-    (80, "k8v4", "cache"),
-    (80, "4bit_nc", "cache"),
-    ("gfx942", "4bit_nc", "cache"),
-    (75, "3bit_nc", "cache"),
-]
-ONE_OF_EACH += [
-    (100, "3bit_nc", "cache"),
-    (75, "4bit_nc", "pages"),
-    (80, "3bit_nc", "pages"),
-    (100, "4bit_nc", "pages"),
-]
+ONE_OF_EACH = [(80, "k8v4", "cache"), *((arch, "4bit_nc", "cache") for arch in (80, "gfx942"))]
+ONE_OF_EACH += [*((arch, "3bit_nc", "cache") for arch in (75, 100)), (80, "3bit_nc", "pages")]
+ONE_OF_EACH += [(arch, "4bit_nc", "pages") for arch in (75, 100)]
 """Cards, storages and codes; 90 is counted above."""
 
 

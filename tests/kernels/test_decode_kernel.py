@@ -51,19 +51,9 @@ OPTIONS = [
     BASE.with_(dtype=BF16, Hq=8, Hkv=2),
     BASE.with_(dtype=FP32, preset="k8v4"),
     # 16 float32 rows a head and logits up to 30: the error against fp64 is that of fp16 queries, as for other shapes.
-    BASE.with_(
-        Hq=48,
-        Hkv=3,
-        Dk=128,
-        Dv=128,
-        preset="k3v4_nc",
-        dtype=FP32,
-        blocks=7,
-        capacity=8,
-        sinks=0,
-        residual=126,
-        residual_capacity=256,
-    ),  # fmt: skip
+    BASE.with_(Hq=48, Hkv=3, Dk=128, Dv=128, preset="k3v4_nc", dtype=FP32).with_(
+        blocks=7, capacity=8, sinks=0, residual=126, residual_capacity=256
+    ),
     BASE.with_(mask="padding", B=3, preset="3bit_nc"),
     BASE.with_(mask="full", S=5),
     BASE.with_(mask="full", S=1, B=2, softcap=15.0),
@@ -204,11 +194,8 @@ def test_replays_in_a_graph_follow_the_length_on_the_device() -> None:
         shorter = make_inputs(case.with_(blocks=used), device)
         for name, tensor in inputs.packed.tensors().items():
             tensor.copy_(getattr(shorter.packed, name))
-        for mine, theirs in zip(
-            (*inputs.residual, *inputs.sinks, inputs.query),
-            (*shorter.residual, *shorter.sinks, shorter.query),
-            strict=True,
-        ):
+        both = [(*each.residual, *each.sinks, each.query) for each in (inputs, shorter)]
+        for mine, theirs in zip(*both, strict=True):
             mine.copy_(theirs)
         blocks.fill_(used)
         residual.fill_(case.residual)

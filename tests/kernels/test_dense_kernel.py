@@ -11,7 +11,7 @@ from tq_kernels.types import AttentionOptions
 
 from tests.support.helpers import slow
 from tests.support.kernel_cases import DEVICE, INTERPRETED, child, relative_rms, runs_kernels
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.ops import backend, dispatch
@@ -166,7 +166,7 @@ def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypa
 def test_a_model_runs_no_tiles_in_python(name: str, monkeypatch) -> None:
     model = build(name, num_hidden_layers=2, sliding_window=32).to(DEVICE, torch.float16)
     model.set_attn_implementation("turboquant")
-    ids = torch.randint(3, VOCAB, (2, 44), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = token_ids(2, 44).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
 

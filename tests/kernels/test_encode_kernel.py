@@ -187,32 +187,16 @@ def check(case: Case, device: torch.device = DEVICE, run: Run = run_encode) -> N
     key_channel_scales, value_channel_scales = (factor.float()[:, :, None] for factor in got.channel_scales)
     key_channel_scales = key_channel_scales.clamp(min=0) if layout.loud else key_channel_scales.abs()
     if layout.loud:
-        exact = (
-            keys.cpu()
-            .float()
-            .gather(-1, loud_index(got.channel_scales.keys, layout.loud)[:, :, None].expand(*keys.shape[:3], -1))
-        )
-        size = got.channel_scales.keys.abs().float()
-        size = size.gather(-1, loud_index(got.channel_scales.keys, layout.loud))
+        loud = loud_index(got.channel_scales.keys, layout.loud)
+        exact = keys.cpu().float().gather(-1, loud[:, :, None].expand(*keys.shape[:3], -1))
+        size = got.channel_scales.keys.abs().float().gather(-1, loud)
         ours, theirs = ((loud_states(x).flatten(2, 3) / size[:, :, None] - exact).abs() for x in (got, want))
         assert ((ours - theirs).abs() <= 2**-3 * theirs.amax()).all() and (ours != theirs).double().mean() < 1e-2
+    scaled = keys.cpu().float() * key_channel_scales, values.cpu().float() * value_channel_scales
+    key_words = [x.key_words[..., : layout.loud_at] for x in (got, want)]
     pairs = (
-        (
-            keys.cpu().float() * key_channel_scales,
-            layout.key_dim_padded,
-            got.key_words[..., : layout.loud_at],
-            want.key_words[..., : layout.loud_at],
-            config.key_bits,
-            False,
-        ),
-        (
-            values.cpu().float() * value_channel_scales,
-            layout.value_dim_padded,
-            got.value_words,
-            want.value_words,
-            config.value_bits,
-            True,
-        ),
+        (scaled[0], layout.key_dim_padded, *key_words, config.key_bits, False),
+        (scaled[1], layout.value_dim_padded, got.value_words, want.value_words, config.value_bits, True),
     )
     for states, dim, got_words, want_words, bits, is_value in pairs:
         z = rotate(torch.nn.functional.pad(states, (0, dim - states.shape[-1])), config.seed).unflatten(2, (-1, 128))

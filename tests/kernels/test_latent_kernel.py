@@ -14,6 +14,7 @@ from tq_kernels.types import AttentionOptions
 from tests.support.helpers import slow
 from tests.support.kernel_cases import (
     DEVICE,
+    INTERPRETED,
     Case,
     child,
     gpu,
@@ -222,3 +223,21 @@ def test_a_captured_step_reads_packed_latents(calls: list[int]) -> None:
     found = generated("turboquant")
     assert 0 < len(calls) < 23  # replayed steps launch nothing
     assert (found == expected).float().mean() > 0.99
+
+
+@runs_kernels
+@pytest.mark.parametrize(("heads", "context"), [(16, 500), (20, 300), slow(70, 300)])
+def test_the_two_attentions_of_bench_latents_agree(heads: int, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.measure.speed import bench_latents
+
+    monkeypatch.setattr(bench_latents, "LATENT", 64)
+    monkeypatch.setattr(bench_latents, "ROTARY", 32)
+    inputs = bench_latents.Inputs(heads, 2, context, DEVICE)
+    rows = 16 if heads <= 16 else 32 if heads <= 32 else 64
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter cannot multiply bf16
+    inputs.query = inputs.query.to(dtype)
+    states = inputs.dense().to(dtype)
+    for config in bench_latents.DENSE_CONFIGS[rows]:
+        dense = bench_latents.attend_dense_latents(inputs.query, states, config)[:, 0]
+        assert relative_rms(inputs.attend().transpose(0, 1), dense.cpu().double()) < 1e-2
+    assert len(bench_latents.CONFIGS[rows]) >= 2

@@ -512,20 +512,11 @@ def test_layers_of_a_model_share_what_is_worked_out(log, monkeypatch):
     assert made == {"decoders": 3, "steps": 1}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        dict(dtype=torch.bfloat16),
-        dict(batch=2),
-        dict(config=TurboQuantConfig(key_bits=3)),
-        dict(config=TurboQuantConfig(sink_tokens=8)),
-        dict(config=TurboQuantConfig(residual_length=512)),
-        dict(tokens=600),
-        dict(value_dim=64),
-        dict(heads=4),
-    ],
-    ids=str,
-)
+OTHERS = [dict(dtype=torch.bfloat16), dict(batch=2), dict(tokens=600), dict(value_dim=64), dict(heads=4)]
+RECIPES = [dict(key_bits=3), dict(sink_tokens=8), dict(residual_length=512)]
+
+
+@pytest.mark.parametrize("other", [*OTHERS, *(dict(config=TurboQuantConfig(**recipe)) for recipe in RECIPES)], ids=str)
 def test_layers_unlike_another_share_nothing(log, monkeypatch, other):
     made = worked_out(monkeypatch)
     for changed in ({}, other):

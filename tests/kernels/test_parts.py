@@ -11,19 +11,8 @@ from tq_kernels.decode.rotate import hadamard, signs
 from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf.codec.rotation import rotate, rotate_back, rotation_matrix
 
-NUMBERS = [
-    (0, 8, 528, 40),
-    (1, 1, 4, 2),
-    (1, 8, 528, 40),
-    (14, 8, 528, 40),
-    (63, 8, 528, 40),
-    (65, 8, 528, 40),
-    (66, 8, 528, 0),
-    (8, 64, 528, 320),
-    (131, 8, 528, 40),
-    (254, 64, 528, 320),
-    (7, 512, 528, 2560),
-]
+NUMBERS = [(blocks, 8, 528, 40) for blocks in (0, 1, 14, 63, 65, 131)]
+NUMBERS += [(1, 1, 4, 2), (66, 8, 528, 0), (8, 64, 528, 320), (254, 64, 528, 320), (7, 512, 528, 2560)]
 """Blocks of a stream, streams, workers, dense jobs."""
 
 

@@ -65,21 +65,12 @@ def test_compiles_over_pages_for(arch: int, merge: bool) -> None:
         assert not (HOLD and spills(compiled))
 
 
+HEADS = [dict(dim=64), dict(dim=80, value_dim=96), dict(dim=192, value_dim=128), dict(dim=256)]
+OPTIONS = [dict(split=True), dict(mask=1), dict(mask=2, causal=False), dict(bounds=True, has_aux=True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dict(dim=64),
-        dict(dim=80, value_dim=96),
-        dict(dim=192, value_dim=128),
-        dict(dim=256),
-        dict(split=True),
-        dict(mask=1),
-        dict(mask=2, causal=False),
-        dict(bounds=True, has_aux=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", HEADS + OPTIONS, ids=str)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
     compiled, _ = compiled_for(arch, **shape)

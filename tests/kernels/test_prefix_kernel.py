@@ -197,18 +197,8 @@ def test_wide_heads_agree_with_fp64_on_a_gpu(case: Case, beside: bool) -> None:
 def test_long_contexts_on_a_gpu(preset: str, S: int, padded: bool) -> None:
     """T = 4 + 128 * 31 + S + 41, odd and even."""
     capacity = -(-(S + 41) // 128) * 128
-    case = BASE.with_(
-        preset=preset,
-        S=S,
-        Hq=8,
-        Dk=128,
-        Dv=128,
-        B=2,
-        blocks=31,
-        capacity=32,
-        residual=S + 41,
-        residual_capacity=capacity,
-    )
+    case = BASE.with_(preset=preset, S=S, Hq=8, Dk=128, Dv=128, B=2, blocks=31, capacity=32)
+    case = case.with_(residual=S + 41, residual_capacity=capacity)
     check(case.with_(mask="padding", causal=False) if padded else case, S > 128)
 
 

@@ -47,8 +47,7 @@ def of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def check(requests: Requests, dtype: torch.dtype, steps: list[list[int]], **options: Any) -> None:
     for new in steps:
         for out, expected in requests.step(new, padding=3, **options):
-            if len(out):
-                assert relative_rms(out, expected) <= TOLERANCE[dtype]
+            assert relative_rms(out, expected) <= TOLERANCE[dtype]
 
 
 test_all_steps_in_the_interpreter = child(__file__)
@@ -124,12 +123,12 @@ if INTERPRETED:
         ):
             requests = Requests(96, 36, TOTALS, FP16)
             real = triton_pages.attend_windows
+
+            def given(new: Tokens, *rest: Any, way: Any = strided, real: Any = real) -> torch.Tensor:
+                return real(Tokens(*map(way, new)), *rest)
+
             with monkeypatch.context() as patch:
-                patch.setattr(
-                    triton_pages,
-                    "attend_windows",
-                    lambda new, *rest, real=real, way=strided: real(Tokens(*map(way, new)), *rest),
-                )
+                patch.setattr(triton_pages, "attend_windows", given)
                 check(requests, FP16, CHUNKS)
 
     def test_steps_that_no_kernel_computes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,14 +150,8 @@ if INTERPRETED:
         assert windowed_step(new, windows, plan, AttentionOptions(1.0)).shape[0] == 0
 
 
-SIZES = [
-    ((16, 8, 128), 1024, BF16),
-    ((32, 16, 128), 512, FP16),
-    ((64, 8, 64), 128, BF16),
-    ((8, 4, 256), 1024, BF16),
-    ((8, 4, 256), 300, FP16),
-    ((6, 2, 80), 129, FP16),
-]
+SIZES = [((16, 8, 128), 1024, BF16), ((64, 8, 64), 128, BF16), ((8, 4, 256), 1024, BF16)]
+SIZES += [((32, 16, 128), 512, FP16), ((8, 4, 256), 300, FP16), ((6, 2, 80), 129, FP16)]
 """Gemma 3 27B's, gpt-oss's and Gemma 2's among them."""
 DECODING = [[1100, 1, 130, 257], *[[1] * 4] * 5]
 

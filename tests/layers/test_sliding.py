@@ -9,7 +9,7 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from tests.support.helpers import assert_same, every_pair, llama_config, states
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.layers.dense import SlidingLayer
@@ -228,7 +228,7 @@ def test_it_is_selected_and_repeated(kind: str) -> None:
 
 def test_assisted_decoding_on_a_preallocated_cache_of_sliding_layers() -> None:
     model = build("gemma3")
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
+    ids = token_ids(1, 40).repeat(1, 3)
     options = dict(do_sample=False, max_new_tokens=12, prompt_lookup_num_tokens=3)
     expected = model.generate(ids, **as_input(DynamicCache(config=model.config)), **options)
     for attention in ("sdpa", "turboquant"):
@@ -288,9 +288,10 @@ def test_a_crop_takes_as_many_tokens_from_each_layer(make, options, more):
 
 @kinds
 @pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("crop", [0, -1, -20, -50])
+@pytest.mark.parametrize("crop", [0, -1, torch.tensor(-20), -50])
 def test_a_call_that_an_exception_ended_is_taken_back_from_uneven_layers(options, tokens, crop):
-    """And no more than it, if no more is asked for; a second crop takes from each layer again."""
+    """And no more than it, if no more is asked for; a second crop takes from each layer again. transformers 5.17
+    passes a tensor in assisted decoding."""
     cache, undisturbed = (uneven(TurboQuantCache, **options) for _ in range(2))
     for layer in range(2):
         cache.update(*states(9, 2, tokens=tokens), layer)
@@ -348,7 +349,7 @@ def test_a_compiled_step_that_an_exception_ended_is_taken_back():
 def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
     """Layers are pruned in the call of the prompt, by the same tokens whatever candidates come with it (PyramidKV)."""
     model = build("llama", attention="turboquant")
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 10)
+    ids = token_ids(1, 40).repeat(1, 10)
     kept, steps, answers = (350, 200), [], []
 
     def prune(module, args, kwargs, output):
@@ -377,7 +378,7 @@ def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
 def test_the_first_call_after_an_emptied_cache_is_none_of_drafts(empty, skip_layers):
     """Layers agree on the rows of a call of 2 to 16 tokens: those of a prompt, not of a step with drafts."""
     model = build("llama", attention="turboquant")
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(1, 40)
     cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers)
     cache.activate_past_recording()
     model(ids, **as_input(cache))
@@ -405,7 +406,7 @@ def test_layers_that_the_model_does_not_have_are_not_taken_for_interrupted(optio
     """A model that was cut off, or whose last layers have no attention: `crop` does what `DynamicCache` does."""
     model = build("llama", num_hidden_layers=4, attention="turboquant")
     model.model.layers = model.model.layers[:2]
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 5)
+    ids = token_ids(1, 40).repeat(1, 5)
     cache, answers = TurboQuantCache(model.config, "k8v4", **options), []
     model(ids, **as_input(cache))
     for tokens in (-20, 0, -3):

@@ -34,13 +34,10 @@ def test_the_variable_keeps_kernels_off(kernels_run, monkeypatch, chosen, serves
     assert triton_blocks.supports_blocks(torch.zeros(1), LAYOUT) is serves
 
 
-def test_a_wrong_value_is_refused_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(backend, "chosen", "cuda")
-    monkeypatch.setattr(backend, "chosen", "cuda")
-    with pytest.raises(ValueError, match="TQ_HF_BACKEND is 'cuda'; it must be torch or unset"):
-        TurboQuantCache(llama_config())
-    monkeypatch.setattr(backend, "chosen", "triton")
-    with pytest.raises(ValueError, match="TQ_HF_BACKEND is 'triton'; it must be torch or unset"):
+@pytest.mark.parametrize("wrong", ["cuda", "triton"])
+def test_a_wrong_value_is_refused_in_a_sentence(monkeypatch, wrong):
+    monkeypatch.setattr(backend, "chosen", wrong)
+    with pytest.raises(ValueError, match=f"TQ_HF_BACKEND is '{wrong}'; it must be torch or unset"):
         TurboQuantCache(llama_config())
 
 

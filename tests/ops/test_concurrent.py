@@ -12,7 +12,7 @@ from tq_kernels.types import AttentionOptions
 from transformers import PreTrainedModel
 
 from tests.support.helpers import all_packed, filled, states
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.ops import dispatch, workspace
@@ -32,14 +32,10 @@ def models() -> list[PreTrainedModel]:
     return models
 
 
-def prompt(seed: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(seed))
-
-
 def generate(model: PreTrainedModel, seed: int, preset: str = "4bit_nc", **options: Any) -> torch.Tensor:
     """Tokens after prompt `seed`, decoded from packed blocks."""
     cache = TurboQuantCache(model.config, preset, residual_length=0, sink_tokens=0, **options)
-    ids = prompt(seed).to(model.device)
+    ids = token_ids(2, PROMPT, seed=seed).to(model.device)
     mask = torch.ones_like(ids)
     lengths = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
     out = model.generate(ids, attention_mask=mask, **as_input(cache), do_sample=False, disable_compile=True, **lengths)
@@ -208,7 +204,7 @@ def test_two_models_compiled_in_one_process_do_not_disturb_each_other(gpu_models
 
     def run(model: PreTrainedModel, seed: int) -> torch.Tensor:
         cache = TurboQuantCache(model.config, max_cache_len=400, residual_length=0)
-        ids = prompt(seed).cuda()
+        ids = token_ids(2, PROMPT, seed=seed).cuda()
         lengths = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
         mask = torch.ones_like(ids)
         return model.generate(ids, attention_mask=mask, **as_input(cache), do_sample=False, **lengths).cpu()

@@ -8,7 +8,7 @@ from tq_kernels.types import AttentionOptions
 from transformers import DynamicCache
 
 from tests.support.helpers import relative_error
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_mask
 from tq_hf.compat import as_input
@@ -108,7 +108,7 @@ def test_a_mask_is_left_out_where_it_would_only_say_causal(padding):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_chunked_and_unchunked_logits_agree_with_an_unbounded_residual(name):
     model = build(name, attention="turboquant")
-    ids = torch.randint(3, 128, (1, 450), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(1, 450)
     logits = []
     for sizes in ([450], [200, 137, 113], [131] * 3 + [57], [100, 17, 300, 33]):
         cache = TurboQuantCache(model.config, residual_length=10**6)
@@ -141,7 +141,7 @@ def test_assisted_greedy_is_greedy(preset, seeds):
 def test_the_cache_matters_to_what_is_generated():
     """Guards the test above: with another cache tokens do differ."""
     model = build("llama", attention="turboquant")
-    ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 4)
+    ids = token_ids(1, 40).repeat(1, 4)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=24, max_new_tokens=24)
     caches = (DynamicCache(config=model.config), TurboQuantCache(model.config, "2bit_nc", residual_length=24))
     first, second = (model.generate(ids, **as_input(cache), **options) for cache in caches)

@@ -28,31 +28,24 @@ def test_a_short_mask_is_refused(queries: int, dtype: torch.dtype) -> None:
     assert torch.equal(out, dispatch.attend(query, view, mask(queries, 400), AttentionOptions(0.1)))
 
 
-@pytest.mark.parametrize(("counted", "needed"), [(True, 251), (False, 300)], ids=["eager", "compiled"])
-def test_a_preallocated_step_refuses_a_short_mask(counted: bool, needed: int) -> None:
-    """Against the tokens held where the host counts them, else against all there is room for."""
+@pytest.mark.parametrize(
+    ("counted", "tokens", "needed"),
+    [(True, 1, 251), (True, 4, 254), (False, 1, 300)],
+    ids=["eager", "several", "compiled"],
+)
+def test_a_preallocated_step_refuses_a_short_mask(counted: bool, tokens: int, needed: int) -> None:
+    """Against the tokens held where the host counts them, else against all there is room for. Also once the step's
+    tokens are appended, as for the second layer of those that share keys and values."""
     pair = states(0, heads=1, tokens=250, dim=32)
     store = LayerStore.allocate(all_packed(), *pair, 300)
+    store.take_steps_of(tokens)
     store.append(*pair)
-    view = store.append(*states(1, heads=1, tokens=1, dim=32))
+    view = store.append(*states(1, heads=1, tokens=tokens, dim=32), is_step=True)
     assert view.past_length == 250
     if not counted:
         view = view._replace(past_length=None)
-    query = states(2, heads=4, tokens=1, dim=32)[0]
-    with pytest.raises(ValueError, match=REFUSED.format(needed)):
-        graph_ops.attend_token(query, view, mask(1, 200), AttentionOptions(0.1))
-    assert graph_ops.attend_token(query, view, mask(1, 300), AttentionOptions(0.1)).isfinite().all()
-
-
-def test_a_step_of_several_tokens_refuses_a_short_mask_once_they_are_appended() -> None:
-    """As for the second layer of those that share keys and values."""
-    pair = states(0, heads=1, tokens=250, dim=32)
-    store = LayerStore.allocate(all_packed(), *pair, 300)
-    store.take_steps_of(4)
-    store.append(*pair)
-    view = store.append(*states(1, heads=1, tokens=4, dim=32), is_step=True)
-    query = states(2, heads=4, tokens=4, dim=32)[0]
-    first = graph_ops.attend_token(query, view, mask(4, 254), AttentionOptions(0.1))
-    with pytest.raises(ValueError, match="251 columns for 254 tokens"):
-        graph_ops.attend_token(query, view, mask(4, 251), AttentionOptions(0.1))
-    assert torch.equal(graph_ops.attend_token(query, view, mask(4, 254), AttentionOptions(0.1)), first)
+    query = states(2, heads=4, tokens=tokens, dim=32)[0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED.format(needed)):
+            graph_ops.attend_token(query, view, mask(tokens, 200), AttentionOptions(0.1))
+        assert graph_ops.attend_token(query, view, mask(tokens, 300), AttentionOptions(0.1)).isfinite().all()

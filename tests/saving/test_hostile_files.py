@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
+from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split
+from tests.support.tiny_models import token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.saving import safetensors_file
 from tq_hf.saving.cache_file import VERSION
@@ -30,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, bytes, torch.T
     model, cache = filled("gemma3", length=260, layers=4)
     path = tmp_path_factory.mktemp("saved") / "c.safetensors"
     cache.save(path)
-    return model, path.read_bytes(), run(model, cache, tokens(2, 1))
+    return model, path.read_bytes(), run(model, cache, token_ids(2, 1))
 
 
 def joined(header: dict[str, Any] | bytes, data: bytes) -> bytes:
@@ -336,7 +337,7 @@ def saved_before_ten_tokens(tmp_path: Path) -> tuple[Any, TurboQuantCache, Path,
     model, cache = filled("llama", length=20)
     path = tmp_path / "c.safetensors"
     cache.save(path)
-    run(model, cache, tokens(2, 10))
+    run(model, cache, token_ids(2, 10))
     return model, cache, path, path.read_bytes()
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.adapters import adapted, change
-from tests.support.saving_cases import filled, reloaded, run, tokens
-from tests.support.tiny_models import VOCAB, build
+from tests.support.saving_cases import filled, reloaded, run
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
@@ -40,7 +40,7 @@ def interrupted(model: Any, cache: TurboQuantCache, ids: torch.Tensor, after: in
 def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
     model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache, undisturbed = (TurboQuantCache(model.config, model=model, max_cache_len=room) for _ in range(2))
-    interrupted(model, cache, tokens(1, 300), after=4)
+    interrupted(model, cache, token_ids(1, 300), after=4)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [303, 303, 302, 302]
     with pytest.raises(
         ValueError, match=r"302 to 303: an exception \(Ctrl-C.*`cache.crop\(-1\)` makes the lengths equal"
@@ -49,8 +49,8 @@ def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
     assert not list(tmp_path.iterdir())
     cache.crop(-3)
     loaded = reloaded(tmp_path, model, cache)
-    run(model, undisturbed, tokens(1, 300))
-    assert torch.equal(*(run(model, one, tokens(1, 5, seed=1)) for one in (loaded, undisturbed)))
+    run(model, undisturbed, token_ids(1, 300))
+    assert torch.equal(*(run(model, one, token_ids(1, 5, seed=1)) for one in (loaded, undisturbed)))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0, 1)}], ids=str)
@@ -58,7 +58,7 @@ def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
 def test_layers_pruned_to_different_lengths_are_saved(tmp_path, options, loaded_room):
     model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache = TurboQuantCache(model.config, model=model, **options)
-    run(model, cache, tokens(1, 350))
+    run(model, cache, token_ids(1, 350))
     for layer, count in zip(cache.layers, kept := [350, 350, 200, 290], strict=True):
         if count < 350:
             layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
@@ -70,14 +70,14 @@ def test_layers_pruned_to_different_lengths_are_saved(tmp_path, options, loaded_
         length = int(theirs.get_seq_length())
         assert torch.equal(ours.keys[:, :, :length], theirs.keys[:, :, :length])
     for one in (loaded, cache):
-        assert run(model, one, tokens(1, 5, seed=1)).isfinite().all()
+        assert run(model, one, token_ids(1, 5, seed=1)).isfinite().all()
 
 
 @pytest.mark.parametrize("ahead", [1, 20])
 def test_pruned_layers_of_an_interrupted_call_are_not_saved_until_they_are_cropped(tmp_path, ahead):
     model = build("llama", num_hidden_layers=4, attention="turboquant")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(1, 350))
+    run(model, cache, token_ids(1, 350))
     for layer, count in zip(cache.layers, (350, 300, 200, 290), strict=True):
         layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
     cache.update(*(layer[:, :, :ahead] for layer in (cache.layers[0].keys, cache.layers[0].values)), 0)
@@ -92,17 +92,17 @@ def test_linear_layers_that_read_half_a_call_are_neither_cropped_nor_saved(tmp_p
     """They do not count tokens: before the first layer that does, all lengths are equal."""
     model = build("qwen3_next", num_hidden_layers=4, attention="turboquant")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(1, 30))
+    run(model, cache, token_ids(1, 30))
     cache.crop(0)
     hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run(model, cache, tokens(1, 9))
+        run(model, cache, token_ids(1, 9))
     hook.remove()
     for refused in (partial(cache.crop, 0), partial(cache.save, tmp_path / "c.safetensors")):
         with pytest.raises(ValueError, match="An exception .* linear attention had read .* Make a new cache"):
             refused()
     cache.reset()
-    run(model, cache, tokens(1, 30))
+    run(model, cache, token_ids(1, 30))
     cache.crop(0)
 
 
@@ -110,32 +110,25 @@ def test_linear_layers_that_read_half_a_first_call_are_not_pickled():
     kinds = ["linear_attention"] * 2 + ["full_attention"]
     model = build("qwen3_next", num_hidden_layers=3, layer_types=kinds, attention="turboquant")
     cache = TurboQuantCache(model.config)
-    interrupted(model, cache, tokens(1, 20), after=1)
+    interrupted(model, cache, token_ids(1, 20), after=1)
     with pytest.raises(pickle.PicklingError, match="holds tokens"):
         pickle.dumps(cache)
 
 
-def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
-    config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    model = T5ForConditionalGeneration(config).eval()
-    own = TurboQuantCache(model.config)
-    cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
-    model.generate(input_ids=tokens(1, 9), **as_input(cache), max_new_tokens=3)
-    assert own.get_seq_length() > 0
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration has read the states of an encoder or an image"):
-        own.save(tmp_path / "c.safetensors", model)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_read_of_an_image_by_cross_attention_is_not_saved(tmp_path):
+@pytest.mark.parametrize("name", ["t5", "mllama/images"])
+def test_what_was_read_by_cross_attention_is_not_saved(tmp_path, name):
     """Layers of cross-attention hold the tokens of the image, as many whatever the text: no call was interrupted."""
-    model = tiny_model("mllama/images")
+    model = tiny_model(name)
     cache = TurboQuantCache(model.config)
-    with torch.no_grad():
-        model(**inputs_with_image(model, 30), **as_input(cache))
-    with pytest.raises(ValueError, match="MllamaForConditionalGeneration has read .* an image by cross"):
+    if name == "t5":
+        both = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+        model.generate(input_ids=token_ids(1, 9), **as_input(both), max_new_tokens=3, decoder_start_token_id=0)
+    else:
+        with torch.no_grad():
+            model(**inputs_with_image(model, 30), **as_input(cache))
+    assert cache.get_seq_length() > 0
+    words = f"{type(model).__name__} has read the states of an encoder or an image by cross-attention"
+    with pytest.raises(ValueError, match=words):
         cache.save(tmp_path / "c.safetensors", model)
     assert not list(tmp_path.iterdir())
 
@@ -145,7 +138,7 @@ def inputs_with_image(model, length: int) -> dict[str, torch.Tensor]:
     shape = (1, 1, vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
     ones = partial(torch.ones, dtype=torch.long)
     return {
-        "input_ids": tokens(1, length),
+        "input_ids": token_ids(1, length),
         "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0)),
         "aspect_ratio_ids": ones(1, 1),
         "aspect_ratio_mask": ones(1, 1, vision.max_num_tiles),
@@ -169,7 +162,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
         cache.save(target, model)
 
 
-IDS = tokens(1, 20)
+IDS = token_ids(1, 20)
 
 
 def saved(model: Any, path: Any) -> None:

@@ -3,7 +3,6 @@ a sentence."""
 
 import copy
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +11,15 @@ import transformers
 from accelerate import cpu_offload
 from packaging.version import Version
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import assert_unchanged, every_pair, snapshot
-from tests.support.saving_cases import assert_continue_alike, filled, model_named, reloaded, run, split, tokens
-from tests.support.tiny_models import CONFIGS, build, dense_attention
+from tests.support.saving_cases import assert_continue_alike, filled, model_named, reloaded, run, split
+from tests.support.tiny_models import CONFIGS, build, dense_attention, token_ids
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 from tq_hf.saving.cache_file import load_cache, save_cache
-
-NEEDLE = Path(__file__).resolve().parents[2] / "examples" / "needle"
 
 
 @pytest.mark.parametrize(
@@ -69,8 +65,8 @@ def test_every_configuration_and_length_comes_back(tmp_path, options, length):
 def test_blocks_whose_rows_are_still_dense_come_back_as_they_were(tmp_path, crop):
     model = model_named("llama", attention="turboquant")
     cache = TurboQuantCache(model.config, model=model, residual_length=0)
-    run(model, cache, tokens(2, 120))
-    run(model, cache, tokens(2, 20))
+    run(model, cache, token_ids(2, 120))
+    run(model, cache, token_ids(2, 20))
     assert cache.layers[0].store.counts.pending == 1
     assert cache.layers[0].store.blocks.scales.count_nonzero()
     loaded = reloaded(tmp_path, model, cache)
@@ -98,7 +94,7 @@ def test_a_cropped_and_a_reset_cache_come_back(tmp_path):
     cache.reset()
     with pytest.raises(ValueError, match="no tokens"):
         cache.save(tmp_path / "c.safetensors")
-    run(model, cache, tokens(2, 200))
+    run(model, cache, token_ids(2, 200))
     assert_continue_alike(model, cache, reloaded(tmp_path, model, cache))
 
 
@@ -107,7 +103,7 @@ def test_a_cropped_and_a_reset_cache_come_back(tmp_path):
 def test_sliding_layers_that_record_their_past_come_back(tmp_path, max_cache_len, loaded_for):
     model, cache = filled("gemma3", length=80, max_cache_len=max_cache_len)
     cache.activate_past_recording()
-    run(model, cache, tokens(2, 40))
+    run(model, cache, token_ids(2, 40))
     loaded = reloaded(tmp_path, model, cache, max_cache_len=loaded_for)
     assert all(layer.record_past for layer in loaded.layers if layer.is_sliding)
     for one in (cache, loaded):
@@ -115,13 +111,13 @@ def test_sliding_layers_that_record_their_past_come_back(tmp_path, max_cache_len
     if loaded_for == max_cache_len:
         assert_continue_alike(model, cache, loaded, (1,))
     else:
-        torch.testing.assert_close(*(run(model, one, tokens(2, 1)) for one in (loaded, cache)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*(run(model, one, token_ids(2, 1)) for one in (loaded, cache)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
 def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_len):
     model, cache = filled("gemma3", length=80, batch=1, max_cache_len=max_cache_len)
-    ids = tokens(1, 120)
+    ids = token_ids(1, 120)
     out = model.generate(ids, **as_input(cache), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
     assert any(layer.record_past for layer in cache.layers if layer.is_sliding)
     loaded = reloaded(tmp_path, model, cache)
@@ -132,7 +128,7 @@ def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_le
     assert torch.equal(*outs)
     # In transformers 5.17 masks of single calls do not fit the windows of any cache that has been used so.
     for length in (1, 9, 1) if Version(transformers.__version__) >= Version("5.21") else ():
-        assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+        assert torch.equal(*(run(model, one, token_ids(1, length, seed=2)) for one in (cache, loaded)))
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
@@ -141,13 +137,13 @@ def test_convolutions_come_back_after_assisted_decoding(tmp_path, max_cache_len)
     layers are not while they record their past, which grows from call to call."""
     model, options = tiny_model("lfm2_moe"), dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
     cache = TurboQuantCache(model.config, model=model, max_cache_len=max_cache_len, residual_length=10**4)
-    ids = tokens(1, 6).repeat(1, 5)
+    ids = token_ids(1, 6).repeat(1, 5)
     out = model.generate(ids, **as_input(cache), **options, prompt_lookup_num_tokens=3)
     assert torch.equal(out, model.generate(ids, **options))
-    run(model, cache, tokens(1, 3))
+    run(model, cache, token_ids(1, 3))
     loaded = reloaded(tmp_path, model, cache)
     for length in (1, 1):
-        assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+        assert torch.equal(*(run(model, one, token_ids(1, length, seed=2)) for one in (cache, loaded)))
     if max_cache_len is not None:
         # With transformers 5.17 it is the mask that cannot be continued.
         with pytest.raises(ValueError, match=r"(linear layers that record their past|an attention mask).* Leave out"):
@@ -203,13 +199,13 @@ def test_notes_come_back(tmp_path):
 def test_the_model_is_the_one_given_or_the_one_the_cache_was_made_with(tmp_path):
     model = build("llama")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(1, 5))
+    run(model, cache, token_ids(1, 5))
     cache.save(tmp_path / "known.safetensors")
     cache.save(tmp_path / "given.safetensors", model)
     metadata = [split((tmp_path / f"{name}.safetensors").read_bytes())[0] for name in ("known", "given")]
     assert metadata[0] == metadata[1]
     unknown = TurboQuantCache(model.config)
-    run(model, unknown, tokens(1, 5))
+    run(model, unknown, token_ids(1, 5))
     with pytest.raises(ValueError, match=r"Got None in place of the model.*`cache.save\(path, model\)`"):
         unknown.save(tmp_path / "c.safetensors")
     unknown.save(tmp_path / "c.safetensors", model)
@@ -253,23 +249,10 @@ def test_a_model_whose_weights_are_kept_elsewhere_is_the_same_model(tmp_path):
     assert all(parameter.is_meta for parameter in offloaded.parameters())
     assert fingerprint.identify(offloaded) == fingerprint.identify(model)
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", offloaded)
-    assert torch.equal(run(offloaded, loaded, tokens(2, 1)), run(model, cache, tokens(2, 1)))
+    assert torch.equal(run(offloaded, loaded, token_ids(2, 1)), run(model, cache, token_ids(2, 1)))
 
 
-def _retyped(model: Any) -> Any:
-    return copy.deepcopy(model).to(torch.bfloat16)
-
-
-def _shallower(model: Any) -> Any:
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 3
-    return AutoModelForCausalLM.from_config(config)
-
-
-def _with_other_rope(model: Any) -> Any:
-    changed = copy.deepcopy(model)
-    changed.config.rope_parameters["rope_theta"] *= 2
-    return changed
+ROPE = {"rope_type": "default", "rope_theta": 2e4}
 
 
 @pytest.mark.parametrize(
@@ -277,9 +260,9 @@ def _with_other_rope(model: Any) -> Any:
     [
         (lambda model: build("llama", seed=2), "another model of the same shape"),
         (lambda model: build("qwen3"), "another model: its `model_type`"),
-        (_shallower, "another model: its `num_hidden_layers` is 2, and this model's is 3"),
-        (_with_other_rope, "another model: its `rope_parameters`"),
-        (_retyped, r"made by a model in torch.float32.*dtype=torch.float32"),
+        (lambda model: build("llama", num_hidden_layers=3), "its `num_hidden_layers` is 2, and this model's is 3"),
+        (lambda model: build("llama", rope_parameters=ROPE), "another model: its `rope_parameters`"),
+        (lambda model: build("llama").bfloat16(), r"made by a model in torch.float32.*dtype=torch.float32"),
     ],
     ids=["weights", "family", "layers", "rope", "dtype"],
 )
@@ -307,33 +290,12 @@ def test_a_partly_filled_cache_is_not_saved(tmp_path):
         cache.save(tmp_path / "c.safetensors", model)
 
 
-@pytest.mark.skipif(not (NEEDLE / "model.safetensors").exists(), reason="the shipped model is not there")
-def test_a_long_prompt_saved_and_loaded_answers_its_pass_key(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(NEEDLE)
-    model = AutoModelForCausalLM.from_pretrained(NEEDLE, attn_implementation="turboquant", dtype=torch.float32)
-    filler = (NEEDLE / "filler.txt").read_text(encoding="ascii")
-    fact, question = "\n<<pass key = 493817>>\n", "\n<<pass key = "
-    prompt = tokenizer(filler[:1200] + fact + filler[1200:3000], return_tensors="pt")["input_ids"]
-    cache = TurboQuantCache(model.config)
-    run(model, cache, prompt)
-    cache.save(tmp_path / "prompt.safetensors", model)
-    ids = torch.cat([prompt, tokenizer(question, add_special_tokens=False, return_tensors="pt")["input_ids"]], dim=1)
-    loaded = TurboQuantCache.load(tmp_path / "prompt.safetensors", model)
-    assert loaded.get_seq_length() == prompt.shape[1] >= 3000
-    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-    options |= dict(output_logits=True, return_dict_in_generate=True)
-    outputs = [model.generate(ids, **as_input(one), **options) for one in (cache, loaded)]
-    assert tokenizer.decode(outputs[1].sequences[0, ids.shape[1] :]).startswith("493817")
-    for ours, theirs in zip(*(output.logits for output in outputs), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_layers_that_a_model_fills_itself_come_back(tmp_path):
     """The keys of MiniMax M3's indexer do not pass through the cache."""
     pytest.importorskip("transformers.models.minimax_m3_vl")
     model = tiny_model("minimax_m3_vl_text")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(2, 200))
+    run(model, cache, token_ids(2, 200))
     loaded = reloaded(tmp_path, model, cache)
     assert any(torch.is_tensor(getattr(layer, "idx_keys", None)) for layer in loaded.layers)
     assert_continue_alike(model, cache, loaded)
@@ -343,14 +305,14 @@ def test_layers_that_are_filled_in_an_unknown_way_are_refused_in_a_sentence(tmp_
     pytest.importorskip("transformers.models.deepseek_v4")
     model = tiny_model("deepseek_v4")
     cache = TurboQuantCache(model.config, model=model)
-    run(model, cache, tokens(1, 200))
+    run(model, cache, token_ids(1, 200))
     cache.save(tmp_path / "c.safetensors")
     with pytest.raises(ValueError, match="Layer 0 is a DeepseekV4HCACache of transformers, which the model fills in"):
         TurboQuantCache.load(tmp_path / "c.safetensors", model)
 
 
 def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
-    return [run(model, cache, tokens(2, count, seed)) for seed, count in enumerate(calls)]
+    return [run(model, cache, token_ids(2, count, seed)) for seed, count in enumerate(calls)]
 
 
 @pytest.mark.parametrize(("name", "saved", "length"), every_pair(tuple(CONFIGS), (None, 400), (50, 95, 96, 97, 300)))

@@ -3,7 +3,6 @@ it promises to be."""
 
 from __future__ import annotations
 
-import weakref
 from unittest import mock
 
 import pytest
@@ -26,7 +25,7 @@ from tests.support.helpers import (
     snapshot,
     states,
 )
-from tests.support.store_cases import SIZES, configs, gradients, rooms, shown
+from tests.support.store_cases import SIZES, rooms, shown
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch
 from tq_hf.stores import sizes
@@ -118,7 +117,7 @@ CALLS = st.one_of(
 
 @settings(max_examples=80)
 @given(
-    bits=st.sampled_from([(4, 4), (8, 3), (2, 2)]),
+    bits=st.sampled_from([(4, 4), (8, 3), (2, 2), (3, 2)]),
     residual=st.sampled_from([0, 1, 100, 128, 200]),
     sinks=st.sampled_from([0, 1, 4, 130]),
     prompt=SIZES,
@@ -133,7 +132,8 @@ def check_any_sequence_of_calls(room, bits, residual, sinks, prompt, calls):
         batch = store.tensors.batch_size
         if call == "append":
             new = states(seed, batch, tokens=argument, **shape)
-            view = store.append(*new)
+            with torch.set_grad_enabled(seed % 4 == 3):  # which takes other paths
+                view = store.append(*new)
             seen = expected.append(new)
             if argument > 1 or seed % 3:  # else the token is pending when the next call comes
                 assert_same(shown(view), seen)
@@ -172,32 +172,6 @@ def test_any_sequence_of_calls_holds_and_shows_what_it_should(room, step):
 
 
 @rooms
-@gradients
-@configs
-@pytest.mark.parametrize(
-    "calls", [[300], [1, 299], [290, 10], [100, 128, 72], [200, 129, 300], [1] * 420], ids=lambda calls: str(calls[:3])
-)
-def test_tokens_of_a_call_are_exact_in_that_call_and_follow_the_past(config, calls, recorded, room):
-    pair = states(3, tokens=sum(calls), dim=8)
-    store = LayerStore.allocate(config, *pair, room)
-    past, read_every = 0, 1 if len(calls) < 10 else 83
-    for i, size in enumerate(calls):
-        before = dispatch.dense(store.view()) if i % read_every == 0 else None
-        with torch.set_grad_enabled(recorded):
-            view = store.append(*rows(pair, past, past + size))
-        if before is not None:
-            seen = shown(view)
-            assert_same(rows(seen, past), rows(pair, past, past + size))
-            assert_same(rows(seen, 0, past), before)
-        past += size
-        assert store.length == past
-    whole = filled(config, pair)
-    assert_same(residual_tensors(store), residual_tensors(whole))
-    for name, tensor in packed_tensors(whole).items():
-        assert torch.equal(packed_tensors(store)[name], tensor), name
-
-
-@rooms
 def test_reading_changes_neither_the_store_nor_a_view_in_use(room):
     """`.keys` may be read between `update` and attention, and before an assisted decoder crops."""
     pair = states(5, tokens=300, dim=8)
@@ -213,17 +187,12 @@ def test_reading_changes_neither_the_store_nor_a_view_in_use(room):
 
 @rooms
 @pytest.mark.parametrize("calls", [[300], [290, 10], [1, 299]], ids=str)
-def test_the_models_own_tensors_are_neither_kept_nor_aliased(calls, room):
+def test_the_models_own_tensors_are_not_aliased(calls, room):
     pair = states(7, tokens=300, dim=8)
     store = filled(all_packed(sink_tokens=2), pair, calls, room)
     before = snapshot(store)
     pair[0].fill_(7), pair[1].fill_(7)
     assert_unchanged(store, before)
-    long_call = states(8, tokens=200, dim=8)
-    storages = [weakref.ref(part) for part in long_call]
-    view = store.append(*long_call)
-    del long_call, view
-    assert all(ref() is None for ref in storages)
 
 
 # Failures

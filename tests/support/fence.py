@@ -83,17 +83,8 @@ REGISTERED: dict[str, Any] = {
 }
 """Functions of ours that transformers calls in place of its own."""
 OF_MODELS = {
-    *(
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "vocab_size",
-        "v_head_dim",
-        "head_dim",
-        "hidden_size",
-        "to_dict",
-    ),
-    *("device_mesh", "eos_token_id", "pad_token_id"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim", "hidden_size", "num_hidden_layers"),
+    *("vocab_size", "to_dict", "device_mesh", "eos_token_id", "pad_token_id"),
 }
 """Names that configs and modules of some models have, and no class of transformers for all models."""
 DUCKS: dict[str, list[Any]] = {"RequestStates": [Cache]}

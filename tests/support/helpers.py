@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tq_kernels.format import loud_channels
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
-from transformers import CompileConfig, LlamaConfig
+from transformers import CompileConfig, Gemma3TextConfig, LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.reference import dequantize, encode
@@ -220,6 +220,13 @@ def llama_config(layers: int = 2, dim: int = 16, **options) -> LlamaConfig:
     """The config of a small Llama: enough for a cache, no weights."""
     sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=64, num_attention_heads=4, num_key_value_heads=2)
     return LlamaConfig(num_hidden_layers=layers, head_dim=dim, **(sizes | options))
+
+
+def gemma_config(kinds: list[str], window: int = 16, **options) -> Gemma3TextConfig:
+    """Likewise of a small Gemma 3 with layers of these kinds."""
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    layers = dict(num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=window)
+    return Gemma3TextConfig(**(sizes | layers | options))
 
 
 class CountedBytes(TorchDispatchMode):

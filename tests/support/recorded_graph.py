@@ -54,6 +54,16 @@ class RecordedGraph(TorchDispatchMode):
                     old.copy_(new)
 
 
+class Streamed(list[Any]):
+    """A streamer that keeps what it is given."""
+
+    def put(self, value: torch.Tensor) -> None:
+        self.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.append(["end"])
+
+
 @contextmanager
 def _capturing(graph: RecordedGraph, pool: None) -> Iterator[None]:
     # A step that is compiled takes the operators, which look at lengths when they run.

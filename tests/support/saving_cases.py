@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import build, token_ids
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 
@@ -25,10 +25,6 @@ def model_named(name: str, attention: str | None = None, **changes: Any) -> Any:
     return model
 
 
-def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def run(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, **as_input(cache)).logits
@@ -40,8 +36,8 @@ def filled(
     """A model and a cache that holds a prompt and one more token; `layers` are those of the model, 0 as they are."""
     model = model_named(name, **(dict(num_hidden_layers=layers) if layers else {}), attention=attention)
     cache = TurboQuantCache(model.config, model=model, **options)
-    run(model, cache, tokens(batch, length - 1))
-    run(model, cache, tokens(batch, 1, seed=1))
+    run(model, cache, token_ids(batch, length - 1))
+    run(model, cache, token_ids(batch, 1, seed=1))
     return model, cache
 
 
@@ -54,7 +50,7 @@ def reloaded(folder: Path, model: Any, cache: Any, **options: Any) -> TurboQuant
 def assert_continue_alike(model: Any, one: Any, other: Any, calls: tuple[int, ...] = (1, 1, 9, 1)) -> None:
     """Both caches give the same logits, bit for bit, in calls of these many tokens."""
     for step, count in enumerate(calls):
-        ids = tokens(2, count, seed=step)
+        ids = token_ids(2, count, seed=step)
         assert torch.equal(run(model, one, ids), run(model, other, ids)), f"call {step}"
 
 

@@ -18,7 +18,6 @@ CONFIGS = {
     "default": PRESETS["2.5bit_nc"],
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
-gradients = pytest.mark.parametrize("recorded", [False, True], ids=["", "gradients"])
 rooms = pytest.mark.parametrize("room", [None, 1200], ids=["growing", "preallocated"])
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from([60, 127, 128, 129, 256]), st.integers(1, 420))

@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 from examples.measure.speed.bench_multi_gpu import keep_local_shards, without_module_guards
 from tests.support.batching_cases import Session, greedy, prompts
 from tests.support.helpers import compile_config, states
-from tests.support.tiny_models import VOCAB
+from tests.support.tiny_models import token_ids
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
@@ -51,7 +51,7 @@ def load(path: Path, **options: Any) -> PreTrainedModel:
 
 def prompt() -> dict[str, torch.Tensor]:
     """Two prompts of `PROMPT_TOKENS` tokens, one of them left-padded."""
-    ids = torch.randint(3, VOCAB, (2, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(2, PROMPT_TOKENS)
     mask = torch.ones_like(ids)
     mask[0, :20] = 0
     return {"input_ids": ids, "attention_mask": mask}

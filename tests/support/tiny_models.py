@@ -36,99 +36,51 @@ from transformers import (
 )
 
 VOCAB = 128
-_SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+
+
+def token_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random tokens `[batch, length]`, none of them special."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+_OF_TEXT = dict(vocab_size=VOCAB, tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+_SIZES = _OF_TEXT | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, max_position_embeddings=2048)
+_SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
+_SLIDING = dict(sliding_window=96, layer_types=["sliding_attention", "full_attention"])
 
 
 def _gpt_oss() -> PreTrainedConfig:
-    return GptOssConfig(
-        **_SIZES,
-        head_dim=32,
-        sliding_window=96,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"],
-    )
+    return GptOssConfig(**_SIZES, **_SLIDING, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
 
 
 def _qwen3_next() -> PreTrainedConfig:
-    return Qwen3NextConfig(
-        **_SIZES,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        layer_types=["linear_attention", "full_attention"],
-    )
+    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    kinds = ["linear_attention", "full_attention"]
+    return Qwen3NextConfig(**_SIZES, **heads, **experts, head_dim=32, layer_types=kinds)
 
 
 def _gemma3n() -> PreTrainedConfig:
     """The last two layers read the keys of the two before them."""
-    return Gemma3nTextConfig(
-        **(_SIZES | dict(num_hidden_layers=4)),
-        head_dim=32,
-        vocab_size_per_layer_input=VOCAB,
-        hidden_size_per_layer_input=16,
-        num_kv_shared_layers=2,
-        laurel_rank=8,
-        altup_num_inputs=2,
-        sliding_window=96,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
+    layers = dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=_SLIDING["layer_types"] * 2)
+    beside = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16, laurel_rank=8, altup_num_inputs=2)
+    beside |= dict(activation_sparsity_pattern=[0.0] * 4)
+    return Gemma3nTextConfig(**(_SIZES | _SLIDING | layers), **beside, head_dim=32)
 
 
 def gemma4_config(**changes: Any) -> PreTrainedConfig:
     """Heads of full attention are wider and fewer than those of sliding windows, and read keys for values; heads by
     layer are made from `changes`, too."""
-    return Gemma4TextConfig(
-        **_SIZES
-        | dict(
-            head_dim=32,
-            global_head_dim=64,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=16,
-            sliding_window=96,
-            layer_types=["sliding_attention", "full_attention"],
-        )
-        | changes
-    )
+    heads = dict(head_dim=32, global_head_dim=64, num_global_key_value_heads=1, attention_k_eq_v=True)
+    beside = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16)
+    return Gemma4TextConfig(**(_SIZES | _SLIDING | heads | beside | changes))
 
 
 def _deepseek_v3() -> PreTrainedConfig:
-    return DeepseekV3Config(
-        **{**_SIZES, "num_key_value_heads": 4},
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=32,
-        q_lora_rank=48,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-    )
+    experts = dict(moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+    experts |= dict(n_shared_experts=1, first_k_dense_replace=1)
+    latents = dict(kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32)
+    return DeepseekV3Config(**{**_SIZES, "num_key_value_heads": 4}, **experts, **latents)
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -137,30 +89,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
     "mistral": lambda: MistralConfig(**_SIZES, sliding_window=None),
     "gemma2": lambda: Gemma2Config(**_SIZES, head_dim=32, query_pre_attn_scalar=32, sliding_window=96),
-    "gemma3": lambda: Gemma3TextConfig(
-        **_SIZES,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        sliding_window=96,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
+    "gemma3": lambda: Gemma3TextConfig(**_SIZES, **_SLIDING, head_dim=32, query_pre_attn_scalar=32),
     "gemma3n": _gemma3n,
     "gemma4": gemma4_config,
     "gpt_oss": _gpt_oss,
     "phi3": lambda: Phi3Config(**_SIZES),
     "deepseek_v3": _deepseek_v3,
     "qwen3_next": _qwen3_next,
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=2048,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    ),
+    "gpt2": lambda: GPT2Config(**_OF_TEXT, n_positions=2048, n_embd=64, n_layer=2, n_head=4),
 }
 
 DENSE_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}

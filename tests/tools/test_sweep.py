@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, DynamicCache
 
 from examples.measure.quality import quality
 from tests.support.helpers import slow
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, token_ids
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
 from tq_hf.tools import cli, display
@@ -82,7 +82,7 @@ def test_the_line_names_the_commonest_preset_and_the_layers_that_differ():
 
 def reader_of(name: str, tokens: int = FIRST + 2 * CHUNK + 9, layers: int = 2) -> Reader:
     model = build(name, num_hidden_layers=layers, attention="turboquant")
-    return Reader(model, torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1)))
+    return Reader(model, token_ids(1, tokens, seed=1))
 
 
 def test_kl_is_that_of_the_quality_measurements():
@@ -206,10 +206,6 @@ def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, monkeypatch
 NEW = 12
 
 
-def prompt(tokens: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(2))
-
-
 def never_ending(name: str) -> Any:
     model = build(name)
     model.generation_config.eos_token_id = None
@@ -218,7 +214,7 @@ def never_ending(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_answers_are_those_of_generate_and_bytes_those_of_its_cache(name: str) -> None:
-    model, ids = never_ending(name), prompt(700)
+    model, ids = never_ending(name), token_ids(1, 700, seed=2)
     comparison = Comparison(model, ids, NEW)
     packed = comparison.answer("2bit_nc")
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
@@ -234,9 +230,9 @@ def test_answers_are_those_of_generate_and_bytes_those_of_its_cache(name: str) -
 
 def test_kl_is_that_of_the_baselines_answer_and_nothing_packed_costs_nothing() -> None:
     model = never_ending("llama")
-    short = Comparison(model, prompt(100), NEW).answer("2bit_nc")
+    short = Comparison(model, token_ids(1, 100, seed=2), NEW).answer("2bit_nc")
     assert short.kl < 1e-6 and short.top1 == 1
-    ids = prompt(700)
+    ids = token_ids(1, 700, seed=2)
     comparison = Comparison(model, ids, NEW)
     packed = comparison.answer("2bit_nc")
     whole = torch.cat([ids, torch.tensor([comparison.baseline.ids[:-1]])], dim=1)
@@ -255,11 +251,11 @@ def test_kl_is_that_of_the_baselines_answer_and_nothing_packed_costs_nothing() -
 
 def test_an_answer_ends_with_an_end_token() -> None:
     model = never_ending("llama")
-    free = Comparison(model, prompt(300), NEW).baseline
+    free = Comparison(model, token_ids(1, 300, seed=2), NEW).baseline
     model.generation_config.eos_token_id = [VOCAB + 1, free.ids[3]]
-    assert Comparison(model, prompt(300), NEW).baseline.ids == free.ids[: free.ids.index(free.ids[3]) + 1]
+    assert Comparison(model, token_ids(1, 300, seed=2), NEW).baseline.ids == free.ids[: free.ids.index(free.ids[3]) + 1]
     model.generation_config.eos_token_id = free.ids[0]
-    one = Comparison(model, prompt(300), NEW)
+    one = Comparison(model, token_ids(1, 300, seed=2), NEW)
     assert one.baseline.ids == free.ids[:1] and one.baseline.ms_a_token is None
     assert one.answer("4bit_nc").kl < 1e-6
 

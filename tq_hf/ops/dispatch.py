@@ -291,6 +291,7 @@ def check_host_reads(tensors: LayerTensors) -> None:
         )
 
 
+@torch.compiler.disable
 @outside_inference_mode
 def append_token(view: View) -> None:
     """Append the new tokens of a preallocated store's decode step, at most 128, unless they are appended, and encode
