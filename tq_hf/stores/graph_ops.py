@@ -18,7 +18,7 @@ from tq_kernels.types import AttentionOptions, KeyValue, Mask
 
 from ..compat import is_capturing
 from ..ops import dispatch
-from ..tensors.layer import DeviceCounts, LayerTensors, View, check_room
+from ..tensors.layer import DeviceCounts, LayerTensors, View
 from ..tensors.residual import PendingToken
 
 
@@ -51,11 +51,9 @@ def _arguments(view: View) -> tuple[list[torch.Tensor], list[torch.Tensor], str,
 
 
 def _view_of(row: list[torch.Tensor], held: list[torch.Tensor], config: str, max_cache_len: int) -> View:
-    """The view of `_arguments`. Raises `ValueError` without room for `row`, on a CPU."""
-    device_counts, tensors = DeviceCounts(*held[:2]), LayerTensors.from_arguments(config, held[2:])
-    if row and row[0].is_cpu:
-        check_room(row[0].shape[2], int(device_counts.length), max_cache_len)
-    return View(tensors, device_counts, max_cache_len, PendingToken((row[0], row[1]) if row else None))
+    """The view of `_arguments`."""
+    tensors, pending = LayerTensors.from_arguments(config, held[2:]), PendingToken((row[0], row[1]) if row else None)
+    return View(tensors, DeviceCounts(*held[:2]), max_cache_len, pending)
 
 
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("held",))
