@@ -109,7 +109,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-PRODUCT, TESTS = 28_645, 34_797
+PRODUCT, TESTS = 28_645, 34_799
 """Lines in all, of both packages and of `tests/`. They only fall, but for what a planned capability is granted.
 Prefixes in files and grammars were granted 700, which are paid for; prompts at the speed of their products 400 (plans
 of cuDNN, compiled and captured prompts, steps with prompts as graphs; what graphs and compiled layers follow; threads
