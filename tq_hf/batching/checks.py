@@ -229,10 +229,10 @@ ENGINE_KINDS: dict[str, tuple[type, str]] = {
 def check_engine(requested: ContinuousBatchingConfig) -> None:
     """Raise `ValueError` if an option of the engine is of another type than transformers says, or outside its range."""
     for name, limits in ENGINE_LIMITS.items():
-        if (value := getattr(requested, name)) is not None:
+        if (value := getattr(requested, name, None)) is not None:
             number(name, value, *limits)
     for name, (kind, text) in ENGINE_KINDS.items():
-        if not isinstance(value := getattr(requested, name), kind | None):
+        if not isinstance(value := getattr(requested, name, None), kind | None):
             raise ValueError(f"`{name}` is {shown(value)}; it must be {text}.")
     graphs = requested.use_cuda_graph
     pair = graphs if isinstance(graphs, (tuple, list)) else (graphs, graphs)
