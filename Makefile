@@ -29,9 +29,10 @@ OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py \
 # By itself: it asks for an older transformers (tests/cache/test_eviction.py).
 PRUNING := kvpress==0.5.5
 # By itself: a torch that comes with CUDA asks for a Triton of its own.
-OLDEST_TRITON := "triton==3.5.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
+HAS_TRITON := sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')
+OLDEST_TRITON := "triton==3.5.0; $(HAS_TRITON)"
 # The newest Triton that is supported, for the frontend's tests: torch brings an older one here.
-NEWEST_TRITON := "triton==3.9.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
+NEWEST_TRITON := "triton==3.9.0; $(HAS_TRITON)"
 TRITON := $(VENV)-triton
 TRITON_STAMP := $(TRITON)/.installed
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)

@@ -247,8 +247,9 @@ def test_rotating_takes_no_registers_or_memory_from_appending(arch: int, dim: in
     alone, both = (build_preallocated_append(arch, (4, 4), dim=dim, rotates=rotates) for rotates in (False, True))
     units = [-(-resources(one).registers // 8) for one in (both, alone)]  # in which a thread is given them
     assert units[0] <= units[1]
-    assert resources(both).stack <= resources(alone).stack + 8  # sm_75, 256 channels: 1,008 and 1,000
+    bytes_more, times = (8, 1.13) if (arch, dim) == (75, 256) else (0, 1.1)  # 1,008 and 1,000 bytes of stack there
+    assert resources(both).stack <= resources(alone).stack + bytes_more
     assert resources(both).shared <= resources(alone).shared
     # The instructions of both kernels and a few to choose.
     added = len(code(both)) - len(code(alone))
-    assert added <= 1.13 * len(code(build_rotate(arch, (4, 4), dim=dim, rows=both.metadata.num_warps)))
+    assert added <= times * len(code(build_rotate(arch, (4, 4), dim=dim, rows=both.metadata.num_warps)))

@@ -1,8 +1,9 @@
 """Triton takes every kernel with the constants of every kind of launch: head sizes, presets, dtypes, cards.
 
-What an old Triton refuses (functions that return `None`, constants that it does not fold) its frontend refuses, in a
-tenth of a second a kernel and without a GPU. `make test-oldest` runs this on the oldest Triton allowed, and the machine
-code of each kernel for one card of each kind; what that takes, the tests of `*_compile.py` count on the newest.
+What a Triton refuses (functions that return `None`, constants that it does not fold) its frontend refuses, in a tenth
+of a second a kernel and without a GPU. `make test-oldest` runs this on the oldest Triton allowed, and `make
+test-kernels` on the newest, with the machine code of each kernel for one card of each kind; what that takes, the tests
+of `*_compile.py` count on the one that limits are set with (`tests/support/limits.py`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .allocators import LayerSpec, StateName, StateStep, layer_kinds, linear_lay
 from .cache import TurboQuantPagedCache
 from .layers import NAME, LinearLayers, running
 from .options import INSTEAD, LIMITS, MOST, number, shown
-from .requests import one_line
+from .requests import SCHEDULERS, SHORT_STEPS, one_line
 
 logger = logging.get_logger(__name__)
 
@@ -234,6 +234,9 @@ def check_engine(requested: ContinuousBatchingConfig) -> None:
     for name, (kind, text) in ENGINE_KINDS.items():
         if not isinstance(value := getattr(requested, name, None), kind | None):
             raise ValueError(f"`{name}` is {shown(value)}; it must be {text}.")
+    if (scheduler := requested.scheduler_type) not in SCHEDULERS:
+        names = ", ".join(sorted(SCHEDULERS.keys() - {SHORT_STEPS}))
+        raise ValueError(f"`scheduler_type` is {shown(scheduler)}; it must be one of {names}.")
     graphs = requested.use_cuda_graph
     pair = graphs if isinstance(graphs, (tuple, list)) else (graphs, graphs)
     if len(pair) != 2 or not all(isinstance(each, bool | None) for each in pair):

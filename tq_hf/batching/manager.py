@@ -102,9 +102,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         # Requests of a batch are known, and none comes later that could wait for them.
         ours = requested.max_batch_tokens is None and not hints.num_requests and model.device.type == "cpu"
-        self._scheduler = scheduler_class(requested.scheduler_type)
-        if ours and requested.scheduler_type != "prefill_first":
-            self._scheduler = scheduler_class(SHORT_STEPS)
+        name = requested.scheduler_type
+        self._scheduler = scheduler_class(SHORT_STEPS if ours and name != "prefill_first" else name)
         self._ended = threading.Event()
         self._ended.set()
         self.requests = hints if known else None

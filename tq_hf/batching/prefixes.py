@@ -60,8 +60,7 @@ class PrefixFolder:
         memory: Bytes of host memory in front of the files, pinned for a GPU. By default 2 GiB for a GPU, else 256 MiB.
 
     Raises:
-        ValueError: The folder is no path, or cannot be made or listed; or a number of bytes is not a whole number above
-            0.
+        ValueError: The folder is no path, or cannot be made or listed; or a number of bytes is no whole number above 0.
     """
 
     def __init__(self, folder: str | os.PathLike[str], size: int = 20 * 10**9, memory: int | None = None) -> None:

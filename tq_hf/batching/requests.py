@@ -247,16 +247,15 @@ class TurboQuantRequest(Substitute, RequestState):
         return state
 
 
+SCHEDULERS: dict[str, Any] = {"shortest_first": ShortestFirst, SHORT_STEPS: ShortSteps} | SCHEDULER_MAPPING
+"""Schedulers by name."""
+
+
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """Return a subclass of the scheduler `name` that makes each state a `TurboQuantRequest`, refuses requests that do
+    """Return a subclass of one of `SCHEDULERS` that makes each state a `TurboQuantRequest`, refuses requests that do
     not fit into the cache or the model's positions, and ends answers at the last position. Later requests pass a
-    waiting one without room in one step only. Then it is the next to begin, and waits no longer for shorter ones. Raise
-    `ValueError` for another name."""
-    known = {"shortest_first": ShortestFirst, SHORT_STEPS: ShortSteps} | SCHEDULER_MAPPING
-    if name not in known:
-        names = ", ".join(sorted(known.keys() - {SHORT_STEPS}))
-        raise ValueError(f"`scheduler_type` is {name!r}; it must be one of {names}.")
-    base: Any = known[name]
+    waiting one without room in one step only. Then it is the next to begin, and waits no longer for shorter ones."""
+    base: Any = SCHEDULERS[name]
 
     class CheckedScheduler(base):
         detokenizer: Detokenizer | None = None

@@ -95,12 +95,12 @@ Args:
 PrefixShape = namedtuple(
     "PrefixShape",
     "DK DV DKP DVP BLOCK_DK BLOCK_DV KEY_BITS VALUE_BITS CAUSAL MASK BOUNDS HAS_AUX SPLIT BLOCK_R STEP ASM "
-    "BLOCK_WORDS LOUD SINKS RING ROWS BLOCK_B MERGE ALIGNED",
-    defaults=(0, 0, 0, 0, False, True),
+    "BLOCK_WORDS LOUD ALIGNED SINKS RING ROWS BLOCK_B MERGE",
+    defaults=(0, 0, 0, 0, False),
 )
-"""Constants of `prefix_attention`: STEP, 64 or 128, is the number of tokens between two updates of the maximum;
-those from SINKS to BLOCK_B are `Pages.place` and the padded number of sequences, 0 without a block table. MERGE:
-`out` and `new_lse` have the attention to the new tokens. ALIGNED: rows of new tokens are multiples of 16 bytes."""
+"""Constants of `prefix_attention`: STEP, 64 or 128, is the number of tokens between two updates of the maximum.
+ALIGNED: dense rows and new tokens are multiples of 16 bytes. SINKS to BLOCK_B are `Pages.place` and the padded number
+of sequences, 0 without a block table. MERGE: `out` and `new_lse` have the attention to the new tokens."""
 
 
 @triton.jit

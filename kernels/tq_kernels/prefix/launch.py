@@ -102,11 +102,12 @@ def prefix_constants(
     config: PrefixConfig,
     on: Target,
     pages: tuple[int, ...] = (),
+    aligned: bool = True,
 ) -> tuple[PrefixShape]:
-    """Constants of the attention kernel on this target; `pages` are those from `SINKS` on."""
+    """Constants of the attention kernel on this target; `pages` are those that only a block table needs."""
     dims = (layout.key_dim, layout.value_dim, layout.key_dim_padded, layout.value_dim_padded)
     flags = (*layout.bits, causal, mask, bounds, has_aux, split)
-    tiles = (config.block_rows, config.step, on.asm, layout.block_words, layout.loud)
+    tiles = (config.block_rows, config.step, on.asm, layout.block_words, layout.loud, aligned)
     return (PrefixShape(*dims, block_of(layout.key_dim), block_of(layout.value_dim), *flags, *tiles, *pages),)
 
 
@@ -155,7 +156,7 @@ def attend_prefix(
     Returns:
         `out`. Rows that attend to nothing are 0.
     """
-    result, on, written = out, target(query.device), None
+    result, on, written, aligned = out, target(query.device), None, True
     tables = None
     if isinstance(counts, Sequences):
         assert isinstance(held, Pages) and new is not None
@@ -173,7 +174,7 @@ def attend_prefix(
         layout, blocks, scales, block_strides = packed.layout, packed.data, packed.channel_scales, packed.block_strides
         units = num_blocks + -(-(sinks + residual + fresh[0].shape[2]) // BLOCK_TOKENS)
         numbers = (num_blocks, sinks, residual, dense.shape[2] - max_sinks, max_sinks, fresh[0].shape[2])
-        count, width, place = 0, 0, (*(0,) * 4, False, all(map(_is_aligned, (dense, *fresh))))
+        count, width, place, aligned = 0, 0, (), all(map(_is_aligned, (dense, *fresh)))
     (batch, query_heads, queries, _), kv_heads = query.shape, fresh[0].shape[1]
     config = config or prefix_config(layout.key_dim, layout.value_dim, on)
     groups, heads = query_heads // kv_heads, batch * kv_heads
@@ -189,7 +190,7 @@ def attend_prefix(
         lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
     mask_kind, masked = mask_layout(mask)
     flags = (options.causal and mask is None, mask_kind, *options.flags, splits > 1)
-    constants = prefix_constants(layout, *flags, config, on, place)
+    constants = prefix_constants(layout, *flags, config, on, place, aligned)
     aux = options.s_aux
     dtypes = (query.dtype, dense.dtype, fresh[0].dtype, aux is not None and aux.dtype, out.dtype)
     n = PrefixNumbers(
